@@ -90,9 +90,9 @@ def spread_rig(model, *args, drafter=None, **kw):
     return lead(rig, others)
 
 
-def spread(model, ops):
+def spread(model, ops, expert_parallel=False):
     """Rank 0's share of a model, which knows the `others` and the `whole`."""
-    first, *others = shares_of(model, ops)
+    first, *others = shares_of(model, ops, expert_parallel=expert_parallel)
     first.others, first.whole = others, (model,)
     return first
 
@@ -424,4 +424,6 @@ def make_book(prompts, answers, length=CONTEXT + 64):
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
-BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
+BLOCKS, RANKS, EXPERT_RANKS = (
+    pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks", "ranks with whole experts")
+)

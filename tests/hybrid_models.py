@@ -122,16 +122,17 @@ def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
     return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
 
 
-def on_two_ranks(path: Path, ops: TorchOps, ids: Tensor) -> Tensor:
-    """The logits of a packed model that is spread over two ranks, which agree on them."""
+def on_two_ranks(path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, **kw: Any) -> Tensor:
+    """The logits of a packed model that is spread over two ranks, which agree on them. kw: as `load_model` has
+    them."""
 
     def share(ranks: Ranks) -> Tensor:
-        model = load_model(path, torch.float32, "cpu", ranks=ranks)
+        model = load_model(path, torch.float32, "cpu", ranks=ranks, **kw)
         model.pack(ops)
         return whole_logits(model, ids)
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(share, meet(2))
+        one, other = pool.map(share, meet(2, expert_parallel))
     assert torch.equal(one, other)
     return one
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.engine.rank_broadcast import Follower, RemoteBroadcast
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
-from draftwing.models.weight_map import checkpoint_names, stored_tensors
+from draftwing.models.weight_map import checkpoint_names, is_elsewhere, own_experts, stored_tensors
 from draftwing.parallel.ranks import Ranks
 
 SECONDS = 60.0  # that a rank waits for another one
@@ -28,8 +28,9 @@ class Meeting:
 
 
 class ThreadRanks(Ranks):
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, expert_parallel: bool) -> None:
         self.size, self.rank, self._meeting = len(meeting.brought), rank, meeting
+        self.expert_parallel = expert_parallel
 
     def gather(self, x: Tensor) -> Tensor:
         self._meeting.brought[self.rank] = x
@@ -39,20 +40,21 @@ class ThreadRanks(Ranks):
         return found
 
 
-def meet(size: int = 2) -> list[Ranks]:
+def meet(size: int = 2, expert_parallel: bool = False) -> list[Ranks]:
     meeting = Meeting(size)
-    return [ThreadRanks(meeting, rank) for rank in range(size)]
+    return [ThreadRanks(meeting, rank, expert_parallel) for rank in range(size)]
 
 
-def shares_of(model: DecoderModel, ops: Any, size: int = 2) -> list[DecoderModel]:
+def shares_of(model: DecoderModel, ops: Any, size: int = 2, expert_parallel: bool = False) -> list[DecoderModel]:
     """A model's shares, packed: of every rank. Each knows the `whole`."""
     shares = []
-    for ranks in meet(size):
+    for ranks in meet(size, expert_parallel):
         share, table = DecoderModel(model.config, torch.float32, "cpu", ranks), checkpoint_names(model.config, ranks)
-        cuts = {name: part.cut for name, part in table.items()}
+        cuts, own = {name: part.cut for name, part in table.items()}, own_experts(model.config, ranks)
         tensors = (
             (name, tensor if cuts[name] is None else cuts[name].of(name, tensor))
             for name, tensor in stored_tensors(model, checkpoint_names(model.config))
+            if not is_elsewhere(name, model.config, own)
         )
         fill_parameters(share, table, tensors, "cpu")
         share.pack(ops)

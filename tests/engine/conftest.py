@@ -34,16 +34,16 @@ def harness(request):
     """What the tests of the engine are made of, on the CPU and on CUDA. Where a test asks for it: "blocks", with
     weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
     own attention; "ranks", a model spread over two ranks, whose plain answers are those
-    of the whole."""
+    of the whole; "ranks with whole experts", where each has half of its experts."""
     rig, of_config = Rig, None
-    if request.param == "ranks":
-        device, how, rig = "cpu", {}, spread_rig
+    if request.param.startswith("ranks"):
+        device, how, rig, whole_experts = "cpu", {}, spread_rig, request.param.endswith("whole experts")
 
         def model(*args, **kw):
-            return spread(tiny_model(*args, **kw), pick_device("cpu").ops)
+            return spread(tiny_model(*args, **kw), pick_device("cpu").ops, whole_experts)
 
         def of_config(*args, **kw):
-            return spread(model_of(*args, **kw), pick_device("cpu").ops)
+            return spread(model_of(*args, **kw), pick_device("cpu").ops, whole_experts)
     elif request.param == "blocks":
         device, ops = "cpu", pick_device("cpu").ops
         ops = ops if ops.block_kinds else BlockTorchOps(ops.device)

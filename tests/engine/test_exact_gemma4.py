@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_rig import RANKS
+from engine_rig import EXPERT_RANKS, RANKS
 from exactness import WINDOWS_CUDA, Exactness, case_of
 from gemma4_models import KINDS, SIZES
 
@@ -15,9 +15,12 @@ from draftwing.models.config import from_hf
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("harness", ["windows", "blocks", RANKS, WINDOWS_CUDA], indirect=True, scope="session"),
+    pytest.mark.parametrize(
+        "harness", ["windows", "blocks", RANKS, EXPERT_RANKS, WINDOWS_CUDA], indirect=True, scope="session"
+    ),
     pytest.mark.further(case="dense"),
     pytest.mark.further(harness="ranks", case="experts"),
+    pytest.mark.further(harness="ranks with whole experts", case="per-layer"),
 ]
 
 

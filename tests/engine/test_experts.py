@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-from engine_rig import BLOCKS, CUDA, RANKS
+from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS
 
 from draftwing.core import TreeShape
 from draftwing.engine.devices import pick_device
@@ -25,7 +25,7 @@ EXPERTS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="module"),
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, EXPERT_RANKS, CUDA], indirect=True, scope="module"),
 ]
 
 
@@ -47,7 +47,9 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
     model.pack(rig.executor.device.ops)
     mlp, seen = model.layers[0].mlp, []
     route, whole = mlp._ops.route, mlp._whole
-    monkeypatch.setattr(mlp._ops, "route", lambda *args: (seen.append(route(*args)), seen[-1])[1])
+    monkeypatch.setattr(
+        mlp._ops, "route", lambda *args: (seen.append(route(*args[:5])), route(*args))[1]
+    )  # of all ranks
     if whole is not None:  # routes in the same call as all the rest
 
         def routed(x, residual, scatter, by):
@@ -64,8 +66,8 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
         assert counts and (min(counts) >= distinct if random else max(counts) <= distinct)
 
 
-@pytest.mark.further(harness=["blocks", "ranks"], case=["softmax", "renormalised"])
-@pytest.mark.further(harness=["blocks", "ranks"], lag=0)
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], case=["softmax", "renormalised"])
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], lag=0)
 @pytest.mark.further(shape=CHAIN, lag=0)
 @pytest.mark.further(case=["softmax", "renormalised"], shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])

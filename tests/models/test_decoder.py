@@ -13,18 +13,20 @@ import torch.nn.functional as F
 import transformers
 from block_ops import BlockTorchOps
 from dense_cache import DenseCache
+from hybrid_models import on_two_ranks, whole_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops.types import MXRows
-from draftwing.parallel.ranks import Absent
+from draftwing.parallel.ranks import ALONE, Absent
 
 SIZES = {
     "hidden_size": 64,
@@ -325,6 +327,33 @@ def test_dummy_experts_are_in_mxfp4(tmp_path: Path) -> None:
         assert set(mlp.down.op.sizes) == ({"mxfp4"} if form != DENSE else set())
         model.pack(ops)
         assert abs(float(mlp.down.op.dense_weight().std()) - 128**-0.5) < 0.3 * 128**-0.5
+
+
+@pytest.mark.slow
+def test_ranks_have_experts_whole(tmp_path: Path) -> None:
+    """Which a checkpoint has in one tensor; its biases and MXFP4, too."""
+    write_gpt_oss(tmp_path)
+    ops = BlockTorchOps(torch.device("cpu"))
+    for made in (DENSE, GroupFormat(ops=ops)):
+        models = [
+            load_model(tmp_path, torch.float32, "cpu", weight_format=made, ranks=ranks)
+            for ranks in (ALONE, Absent(2, 0, True), Absent(2, 1, True))
+        ]
+        for model in models:
+            model.pack(ops)
+        whole, *shares = (model.layers[0].mlp for model in models)
+        for name in ("gate_up", "down"):
+            mine, every = [share.get_submodule(name) for share in shares], whole.get_submodule(name)
+            joined = torch.cat([part.op.dense_weight() for part in mine])
+            assert torch.equal(joined, every.op.dense_weight())
+            assert torch.equal(torch.cat([part.bias for part in mine]), every.bias)
+        assert all(torch.equal(share.router.dense_weight(), whole.router.dense_weight()) for share in shares)
+    ids = tokens(9)
+    found = on_two_ranks(tmp_path, ops, ids, expert_parallel=True)
+    whole_model = load_model(tmp_path, torch.float32, "cpu")
+    torch.testing.assert_close(found, whole_logits(whole_model, ids), atol=2e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="expected a --tp-size that divides the model's 4 experts; found 3"):
+        load_config(tmp_path).layers[0].experts.spread(Absent(3, 0, True))
 
 
 @pytest.mark.slow

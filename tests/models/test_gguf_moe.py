@@ -16,9 +16,10 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models import gguf
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_model, open_checkpoint
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.parallel.ranks import Absent
 
 YARN_AS_IN_GGUF = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CPU = torch.device("cpu")
@@ -101,6 +102,33 @@ def test_a_file_is_spread(tmp_path: Path, kind: str) -> None:
         whole, ops = load_model(path, torch.float32, "cpu"), BlockTorchOps(CPU)
         found = on_two_ranks(path, ops, ids)
         torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_experts_of_a_file_are_spread_whole(tmp_path: Path) -> None:
+    """In blocks of more values than a share of an expert has; a folder's logits are the same. None of the experts of
+    the other rank is read."""
+    theirs, ids, ops = in_gguf("deepseek-v3"), tokens(9), BlockTorchOps(CPU)
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+    theirs.save_pretrained(tmp_path / "folder")
+    expected = whole_logits(load_model(path, torch.float32, "cpu"), ids)
+    for each in (path, tmp_path / "folder"):
+        found = on_two_ranks(each, ops, ids, expert_parallel=True)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        for rank in range(2):
+            _, read = open_checkpoint(each, ranks=Absent(2, rank, True))
+            numbers = {int(name.split(".experts.")[1].split(".")[0]) for name, _ in read if ".experts." in name}
+            assert numbers == set(range(4 * rank, 4 * rank + 4))
+    theirs, form = in_gguf("minimax-m2"), BlockFormat("Q8_0", ops)
+    path = write_gguf(tmp_path / "q.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
+    with pytest.raises(CheckpointError, match="16 of its 32 columns in Q8_0"):
+        load_model(path, torch.float32, "cpu", weight_format=form, ranks=Absent(2))
+    whole = load_model(path, torch.float32, "cpu", weight_format=form)
+    for rank in range(2):
+        share = load_model(path, torch.float32, "cpu", weight_format=form, ranks=Absent(2, rank, True))
+        for name in ("gate_up", "down"):
+            mine, every = (model.layers[1].mlp.get_submodule(name).op for model in (share, whole))
+            assert 2 * mine.sizes["Q8_0"] == every.sizes["Q8_0"]
+            assert torch.equal(mine.dense_weight(), every.dense_weight().chunk(2)[rank])
 
 
 def test_whose_router_a_file_has(tmp_path: Path) -> None:

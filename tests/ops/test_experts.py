@@ -103,6 +103,38 @@ def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
     assert abs(routed.experts.unique().numel() - expected) < 12
 
 
+@pytest.mark.further(dtype=torch.bfloat16, rows=[70, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 70, 1500])
+def test_experts_of_other_ranks_are_left_out(ops: TorchOps, rows: int, dtype: torch.dtype) -> None:
+    """Each rank multiplies the pairs of its own experts; the sum of what ranks have is that of all experts. A row has
+    the same bits in any batch, also where other rows have none of the rank's experts."""
+    logits, x = made(ops, rows, COUNT, seed=3), made(ops, rows, 64, seed=4, dtype=dtype)
+    weight = made(ops, COUNT * 40, 64, seed=5, dtype=dtype) / 8
+    bias = made(ops, COUNT * 40, seed=6, dtype=dtype)
+
+    def mixed(own: range | None, at: slice) -> Tensor:
+        part = range(COUNT) if own is None else own
+        mine = weight.view(COUNT, 40, 64)[part.start : part.stop].flatten(0, 1)
+        added = bias.view(COUNT, 40)[part.start : part.stop].flatten()
+        routed = ops.route(logits[at], Routing(TOP), exact=True, own=own)
+        gemm = ops.expert_gemm(mine, len(part))
+        outs = ops.experts_linear(x[at], mine, added, routed) if gemm is None else gemm.linear(x[at], added, routed)
+        return ops.mix(outs, routed, None)
+
+    every, parts = slice(None), [range(2), range(2, 4), range(4, COUNT)]
+    whole, shares = mixed(None, every), [mixed(own, every) for own in parts]
+    unit = 1e-4 if dtype == torch.float32 else 2.0**-4
+    torch.testing.assert_close(sum(shares[1:], shares[0]), whole, atol=unit, rtol=unit)
+    routed = ops.route(logits, Routing(TOP), exact=True)
+    for own, share in zip(parts, shares, strict=True):
+        here = ((routed.experts >= own.start) & (routed.experts < own.stop)).any(1)
+        assert not share[~here].any() and bool(share[here].any(1).all())
+        if ops.expert_gemm(weight, COUNT) is not None:
+            for row in range(0, rows, 1 + rows // 6):
+                assert torch.equal(mixed(own, slice(row, row + 1))[0], share[row])
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_mixes(ops: TorchOps, residual: bool) -> None:
     routed = ops.route(made(ops, 4, COUNT), Routing(TOP))
@@ -247,18 +279,22 @@ def test_triton_gemms_of_every_expert(triton_ops: TorchOps) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["dense", "fp8", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 128])
-def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int) -> None:
+@pytest.mark.parametrize("own", [None, range(64, 128)])
+def test_layers_in_a_graph(triton_ops: TorchOps, kind: str, rows: int, own: range | None) -> None:
     """Kernels that come up while the one before runs, with more tiles than blocks: in each replay a row has the bits
     that it has alone, launch by launch."""
     count, top_k, size, device = 64, 4, 512, triton_ops.device
     weights = [on(weights_of(kind, count * n, size, torch.bfloat16), device) for n in (2 * size, size)] * 2
     gemms = [triton_ops.expert_gemm(weight, count) for weight in weights]
-    x, logits = torch.empty(rows, size, dtype=torch.bfloat16, device=device), torch.empty(rows, count, device=device)
+    x, logits = (
+        torch.empty(rows, size, dtype=torch.bfloat16, device=device),
+        torch.empty(rows, own.stop if own else count, device=device),
+    )
 
     def forward(x: Tensor, logits: Tensor) -> Tensor:
         for gate_up, down in zip(gemms[::2], gemms[1::2], strict=True):
             assert gate_up is not None and down is not None
-            routed = triton_ops.route(logits, Routing(top_k))
+            routed = triton_ops.route(logits, Routing(top_k), own=own)
             inner = gate_up.gated(x, None, routed, 0.0)
             assert inner is not None
             x = triton_ops.mix(down.linear(inner, None, routed), routed, x)

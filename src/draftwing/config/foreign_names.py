@@ -50,6 +50,7 @@ OURS = _each({  # our name of the same thing
     "request_timeout": "timeout",
     "reasoning_parser": "reasoning_format",
     "max_queued_requests": "max_queue",
+    "enable_expert_parallel": "ep_size ep expert_parallel_size",
 })  # fmt: skip
 
 OF_REQUESTS = _each({  # our name of the same field of a request
@@ -96,7 +97,7 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     ),
     "connections are not encrypted; put a proxy in front that does it": "ssl_keyfile ssl_certfile",
     "a model is split evenly over devices, by --tp-size": (
-        "distributed_executor_backend enable_expert_parallel tensor_split split_mode"
+        "distributed_executor_backend tensor_split split_mode"
     ),
     "it is read from the checkpoint: change its config.json": (
         "hf_overrides rope_scaling rope_theta rope_freq_base rope_freq_scale"

@@ -80,6 +80,10 @@ class Options:
         1, MODEL, "GPUs to split the model over (tensor parallel); with --device cpu processes",
         aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64, common=True,
     )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False, MODEL, "each rank of --tp-size has some experts whole, in place of a share of every one",
+        aliases=("expert_parallel",),
+    )  # fmt: skip
     context_length: int | None = option(
         None, MODEL, "most tokens of prompt and answer (default: the model's)", minimum=2, common=True
     )

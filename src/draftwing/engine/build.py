@@ -200,7 +200,8 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     device.set_threads(options.num_threads or 1)
     config = load_config(setup.path)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    ranks = join(setup.port, options.tp_size, setup.rank, device.device, device.collectives)
+    where = device.device, device.collectives
+    ranks = join(setup.port, options.tp_size, setup.rank, *where, options.enable_expert_parallel)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
     token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
@@ -211,7 +212,9 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
 def spread(options: Options, config: ModelConfig, device: Device) -> Options:
     """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
     size = options.tp_size
-    config.spread(Absent(size))
+    if options.enable_expert_parallel and config.experts is None:
+        raise ConfigError("--enable-expert-parallel: expected a model with experts; this one has none, leave it out")
+    config.spread(Absent(size, expert_parallel=options.enable_expert_parallel))
     if device.count < size:
         raise ConfigError(f"--tp-size {size}: expected as many GPUs, found {device.count}")
     if options.enable_torch_compile:

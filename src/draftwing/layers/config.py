@@ -44,7 +44,8 @@ class ExpertConfig:
     router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`ExpertOps.clamped_swiglu`),
     0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
-    float32.  beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).
+    float32.  beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  own:
+    those that this rank has, whole, and others have not; None: it has (a share of) each.
     """
 
     count: int
@@ -57,6 +58,26 @@ class ExpertConfig:
     shared_gate: bool = False
     wide_router: bool = False
     beside: bool = False
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """Those that this rank has something of."""
+        return range(self.count) if self.own is None else self.own
+
+    def spread(self, ranks: Ranks) -> ExpertConfig:
+        """Returns what one rank has: some experts whole, or a share of each. Raises ConfigError for a number of experts
+        that cannot be divided."""
+        shared = self.shared // ranks.size
+        if not ranks.expert_parallel:
+            return replace(self, ffn=self.ffn // ranks.size, shared=shared)
+        if self.count % ranks.size:
+            raise ConfigError(
+                f"--enable-expert-parallel: expected a --tp-size that divides the model's {self.count} experts; found "
+                f"{ranks.size}"
+            )
+        each = self.count // ranks.size
+        return replace(self, shared=shared, own=range(ranks.rank * each, (ranks.rank + 1) * each))
 
     def check(self) -> None:
         """Raises CheckpointError for groups of experts that cannot be."""
@@ -105,7 +126,7 @@ class LayerConfig:
         if experts is None or experts.beside:
             values += 3 * self.hidden * self.ffn
         if experts is not None:
-            values += experts.count * self.hidden * (3 * experts.ffn + 1)
+            values += self.hidden * (3 * experts.ffn * len(experts.held) + experts.count)
             values += self.hidden * (3 * experts.shared + experts.shared_gate)
         return self.mixer.weights(self.hidden) + values
 
@@ -124,11 +145,12 @@ class LayerConfig:
         if size == 1:
             return self
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
-        ffn = self.ffn if experts is None else experts.ffn
+        ffn = self.ffn
         if experts is not None:
-            kind, others = f"experts' {kind}", math.gcd(experts.shared, self.ffn * experts.beside)
-            experts = replace(experts, ffn=ffn // size, shared=experts.shared // size)
-            ffn = math.gcd(ffn, others)
+            kind, ffn = f"experts' {kind}", math.gcd(experts.shared, self.ffn * experts.beside)
+            if not ranks.expert_parallel:
+                ffn = math.gcd(experts.ffn, ffn)
+            experts = experts.spread(ranks)
         if ffn % size:
             raise ConfigError(
                 f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"

@@ -30,7 +30,7 @@ class ExpertMLP(nn.Module):
     """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. There
     may be one more that all rows go to, perhaps by a gate of their own.
 
-    Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert.
+    Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert, or some experts whole.
     """
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,10 +43,11 @@ class ExpertMLP(nn.Module):
         if experts.routing.sigmoid:
             wide = torch.promote_types(dtype, torch.float32)
             self.correction = nn.Parameter(torch.zeros(experts.count, dtype=wide, device=device), False)
-        self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
-        self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
+        count = len(experts.held)
+        self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, count, experts.bias, dtype, device, form)
+        self.down = ExpertLinear(experts.ffn, hidden, count, experts.bias, dtype, device, form)
         # Factors of experts' weights.
-        self.scale = nn.Parameter(torch.ones(experts.count, dtype=dtype, device=device)) if experts.beside else None
+        self.scale = nn.Parameter(torch.ones(count, dtype=dtype, device=device)) if experts.beside else None
         self.shared: GatedMLP | None = None
         if experts.shared:
             self.shared = GatedMLP(replace(config, experts=None, ffn=experts.shared), dtype, device)
@@ -77,7 +78,8 @@ class ExpertMLP(nn.Module):
         inner, routed = self._inner(x, by)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
-        outs = self.down(inner, routed, with_bias=self._ranks.rank == 0)  # which the sum over ranks has once
+        # Which the sum over ranks has once.
+        outs = self.down(inner, routed, with_bias=self._ranks.rank == 0 or self.experts.own is not None)
         return self._ranks.sum_rows(self._ops.mix(outs, routed, None), None, residual, self._ops)
 
     @property
@@ -105,12 +107,13 @@ class ExpertMLP(nn.Module):
     def _inner(self, x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""
         logits = self.router(x if by is None else by)
-        routed = self._ops.route(logits, self.experts.routing, self.correction, self._exact, self.scatter)
+        experts = self.experts
+        routed = self._ops.route(logits, experts.routing, self.correction, self._exact, self.scatter, experts.own)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if self._gelu:
             return self._ops.gelu_mul(self.gate_up(x, routed)), routed
-        return self.gate_up.gated(x, routed, self.experts.limit), routed
+        return self.gate_up.gated(x, routed, experts.limit), routed
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -303,13 +306,16 @@ class EachExpert(LinearOp):
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         choices, (order, places, chosen, counts) = routed.choices(x), routed.by_expert
         if not chosen:
-            return x.new_empty(0, self.each[0].out_features)
+            return x.new_zeros(routed.pairs, self.each[0].out_features)
         rows = x.index_select(0, order // choices if choices > 1 else order)
         parts = []
         for expert, part in zip(chosen, rows.split(counts), strict=True):
             one = self.each[expert]
             parts.append(one.op(part, None if bias is None else one.bias))
-        return torch.cat(parts).index_select(0, places)
+        made = torch.cat(parts)
+        if len(order) == routed.pairs:
+            return made.index_select(0, places)
+        return made.new_zeros(routed.pairs, made.shape[1]).index_copy_(0, order, made)
 
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:  # type: ignore[override]
         return None

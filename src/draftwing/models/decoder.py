@@ -320,7 +320,7 @@ class DecoderModel(nn.Module):
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
-        Of experts, as many as a token chooses."""
+        Of experts, as many as a token chooses; where ranks have some of them whole, on average."""
         sizes: Counter[str] = Counter()
         dense = self.dtype
         for part in self.modules():  # a tied head once
@@ -330,10 +330,9 @@ class DecoderModel(nn.Module):
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
-            if isinstance(part, ExpertLinear) and not part.takes_all and self.config.experts is not None:
-                found = Counter(
-                    {k: size * self.config.experts.routing.top_k // part.count for k, size in found.items()}
-                )
+            experts = self.config.experts
+            if isinstance(part, ExpertLinear) and not part.takes_all and experts is not None:
+                found = Counter({k: size * experts.routing.top_k // experts.count for k, size in found.items()})
             sizes += found
         return dict(sizes)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def folder_tensors(
-    folder: Path, progress: Progress | None = None, cuts: Mapping[str, Cut] | None = None
+    folder: Path,
+    progress: Progress | None = None,
+    cuts: Mapping[str, Cut] | None = None,
+    unread: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights. cuts: by
-    canonical name, where a part is wanted."""
+    canonical name, where a part is wanted.  unread: says of a canonical name whether nothing is."""
     cuts = cuts or {}
     files = weight_files(folder)
     aside = [name for name in _like_weights(folder) if folder / name not in (_chosen(folder), *files)]
@@ -57,7 +60,8 @@ def folder_tensors(
         logger.info("weights are those of %s; left aside: %s", _chosen(folder), ", ".join(aside))
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
-        for name, tensor in _safetensors(file, cuts) if file.suffix == ".safetensors" else _pickled(file, cuts):
+        read = _safetensors if file.suffix == ".safetensors" else _pickled
+        for name, tensor in read(file, cuts, unread):
             yield name, tensor
             done += tensor.nbytes
             if progress is not None:
@@ -122,17 +126,19 @@ def _shards(folder: Path, index: str) -> list[Path]:
     return files
 
 
-def _safetensors(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
+                if unread(canonical(name)):
+                    continue
                 cut = cuts.get(canonical(name))
                 yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
-def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
+def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
     try:
         if _deflated(file):
@@ -155,6 +161,8 @@ def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]
             if not isinstance(name, str) or value.layout != torch.strided or value.is_meta:
                 found = f"{value.layout} on {value.device.type}"
                 raise CheckpointError(f"{file}: expected dense tensors by name, found {show(name)} of {found}")
+            if unread(canonical(name)):
+                continue
             cut = cuts.get(canonical(name))
             yield name, value if cut is None else cut.of_tensor(name, value)
 

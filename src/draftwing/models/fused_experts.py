@@ -30,14 +30,17 @@ def taken_apart(
     cuts: Mapping[str, Cut],
     device: torch.device | None = None,
     halves: bool = False,
+    experts: range | None = None,
 ) -> Iterator[tuple[str, Value]]:
     """(name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,
     None: where its tensors are.  halves: whether they are as in Qwen3.5.
+    experts: those that come, None: all.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
+    held = range(count) if experts is None else experts
     for name, tensor in tensors:
         match = FUSED.fullmatch(name)
         if match is None or not isinstance(tensor, Tensor):
@@ -46,6 +49,7 @@ def taken_apart(
         prefix, matrix, kind = match.groups()
         if tensor.dim() < 2 or len(tensor) != count:
             raise CheckpointError(f"{name}: expected tensors of {count} experts, found shape {list(tensor.shape)}")
+        tensor = tensor[held.start : held.stop]
         if kind in ("_blocks", "_scales"):
             parts = waiting.setdefault(f"{prefix}.{matrix}", {})
             parts[kind] = tensor if device is None else uploaded(tensor, device)
@@ -55,8 +59,8 @@ def taken_apart(
         else:
             whole = tensor if kind or halves else _transposed(name, tensor)
         suffix = "bias" if kind == "_bias" else "weight"
-        for expert in range(count):
-            for part, value in _parts(whole, expert, matrix, halves):
+        for place, expert in enumerate(held):
+            for part, value in _parts(whole, place, matrix, halves):
                 own = f"{prefix}.{expert}.{part}.{suffix}"
                 yield own, cuts[own].of(own, value) if own in cuts else value  # type: ignore[misc]
     if waiting:

@@ -180,12 +180,13 @@ def tensors(
     progress: Progress | None = None,
     in_blocks: bool = False,
     predicting: bool = False,
+    experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
     """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts in
     MXFP4 stay so.
 
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
-    prediction layers come, in place of the model's own.
+    prediction layers come, in place of the model's own.  experts: those that come, None: all.
     """
     arch = file.metadata["general.architecture"]
     own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
@@ -201,7 +202,7 @@ def tensors(
             continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:
-            yield from _of_experts(file, config, name, match, in_blocks, own)
+            yield from _of_experts(file, config, name, match, in_blocks, own, experts)
             done += file.raw(name).nbytes
             continue
         info = file.tensors[name]
@@ -239,7 +240,13 @@ EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|b
 
 
 def _of_experts(
-    file: GGUFFile, config: ModelConfig, name: str, match: re.Match[str], in_blocks: bool, own: int
+    file: GGUFFile,
+    config: ModelConfig,
+    name: str,
+    match: re.Match[str],
+    in_blocks: bool,
+    own: int,
+    experts: range | None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
     """The matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
     info, names, bias = file.tensors[name], expert_names(config), match[3] == "bias"
@@ -254,6 +261,7 @@ def _of_experts(
     each = [
         (expert, getattr(names, part), rows)
         for expert, stored in enumerate(raw)
+        if experts is None or expert in experts
         for part, rows in zip(parts, np.array_split(stored, len(parts)), strict=True)
     ]
     for expert, part, stored in each:

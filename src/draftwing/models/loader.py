@@ -38,7 +38,14 @@ from draftwing.models.latents import apart
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
-from draftwing.models.weight_map import MTP_PREFIXES, canonical, checkpoint_names, nextn_layer
+from draftwing.models.weight_map import (
+    MTP_PREFIXES,
+    canonical,
+    checkpoint_names,
+    is_elsewhere,
+    nextn_layer,
+    own_experts,
+)
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
@@ -185,13 +192,14 @@ def open_checkpoint(
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf.model_config(file)
-        every = gguf.tensors(file, config, progress, weight_format.takes_blocks)
+        every = gguf.tensors(file, config, progress, weight_format.takes_blocks, experts=own_experts(config, ranks))
         cuts = _cuts(config, ranks)
         return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
     config = load_config(path)
-    cuts, quantization = _cuts(config, ranks), config.quantization
+    cuts, quantization, experts = _cuts(config, ranks), config.quantization, own_experts(config, ranks)
     whole = {name: cut for name, cut in cuts.items() if _is_quantised(quantization, name)}  # when it is read
-    stored = folder_tensors(path, progress, {name: cut for name, cut in cuts.items() if name not in whole})
+    parts = {name: cut for name, cut in cuts.items() if name not in whole}
+    stored = folder_tensors(path, progress, parts, lambda name: is_elsewhere(name, config, experts))
     own = _of_language(((canonical(name), value) for name, value in stored), config)
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
@@ -202,7 +210,7 @@ def open_checkpoint(
     if config.experts is None:
         return config, matrices
     halves = config.architecture != "GptOssForCausalLM"
-    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on, halves)  # type: ignore[arg-type]
+    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on, halves, experts)  # type: ignore[arg-type]
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

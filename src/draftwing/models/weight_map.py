@@ -110,14 +110,15 @@ def _expert_names(
 ) -> dict[str, ParamSlice]:
     """The router and the experts of one layer. experts: of this rank."""
     names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
-    inner = Share(ranks.rank * ffn, ffn, ranks.size * ffn)
+    inner = Share(0, ffn, ffn) if experts.own is not None else Share(ranks.rank * ffn, ffn, ranks.size * ffn)
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
     table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
     if experts.beside:
         table[f"{checkpoint}.router.scale"] = ParamSlice(
             f"{model}.beside.router_norm.weight", 0, hidden, times=hidden**-0.5
         )
-        table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, experts.count)
+        some = None if experts.own is None else Cut(0, Share(experts.own.start, len(experts.own), experts.count))
+        table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, len(experts.held), cut=some)
     for stored, linear, first, rows, every, axis in (
         (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),
         (names.up, "gate_up", ffn, ffn, 2 * ffn, 0),
@@ -126,12 +127,12 @@ def _expert_names(
         cut = Cut(axis, inner)
         parts = named(config.weight_format, stored, f"{own}.{linear}", first, rows, cut)  # of the first expert
         if experts.bias:
-            of_outputs = cut if axis == 0 and ranks.size > 1 else None
+            of_outputs = cut if axis == 0 and inner.size < inner.whole else None
             parts[f"{stored}.bias"] = ParamSlice(f"{own}.{linear}.bias", first, rows, cut=of_outputs)
         for name, part in parts.items():
-            for expert in range(experts.count):  # thousands of times: `_replace` would take twice as long
+            for place, expert in enumerate(experts.held):  # thousands of times: `_replace` would take twice as long
                 at = f"{checkpoint}.{names.experts}.{expert}.{name}"
-                table[at] = ParamSlice(part.param, first + expert * every, part.size, part.axis, part.cut, part.added)
+                table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut, part.added)
     if experts.shared:
         wide = experts.shared
         share = Share(ranks.rank * wide, wide, ranks.size * wide)
@@ -149,6 +150,21 @@ def _expert_names(
     if experts.router_bias:
         table[f"{checkpoint}.{names.router}.bias"] = ParamSlice(f"{model}.mlp.router.bias", 0, experts.count)
     return table
+
+
+def own_experts(config: ModelConfig, ranks: Ranks) -> range | None:
+    """Returns the experts that this rank has, whole; None where it has something of each."""
+    experts = None if config.experts is None or not ranks.expert_parallel else config.experts.spread(ranks)
+    return None if experts is None else experts.own
+
+
+def is_elsewhere(name: str, config: ModelConfig, own: range | None) -> bool:
+    """Returns whether a canonical name is of an expert that another rank has."""
+    if own is None:
+        return False
+    _, found, expert = name.partition(f".{expert_names(config).experts}.")
+    number = expert.partition(".")[0]
+    return bool(found) and number.isdecimal() and int(number) not in own
 
 
 # Of experts beside an MLP.

@@ -210,22 +210,27 @@ class ExpertTiles(NamedTuple):
 
 
 class ByExpert(NamedTuple):
-    """Pairs in the order of their experts."""
+    """Pairs in the order of their experts, without those that are left out."""
 
-    order: Tensor  # [pairs] int64
-    places: Tensor  # [pairs] int64: where each pair stands in it
+    order: Tensor  # [<= pairs] int64
+    places: Tensor  # [<= pairs] int64: where each pair stands in it; of no use where some are left out
     experts: list[int]  # that were chosen
     counts: list[int]  # of pairs of each
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Which experts the rows of a batch go to."""
+    """Which experts the rows of a batch go to.
+
+    Of a rank that has some of the experts, these are counted from its first one. The pairs of others have expert -1 and
+    weight 0: GEMMs leave their rows out, and sums do not read them.
+    """
 
     experts: Tensor  # [M, top_k] int64, best first
     weights: Tensor  # [M, top_k] float32 or wider
-    count: int  # experts that there are
+    count: int  # experts that there are here
     tiles: ExpertTiles | None = None  # for kernels that want them
+    partial: bool = False  # whether there may be pairs that are left out
 
     @property
     def pairs(self) -> int:
@@ -242,6 +247,7 @@ class Routed:
         flat = self.experts.flatten()
         order = flat.argsort(stable=True)
         numbers = Counter(flat.tolist())
+        order = order[numbers.pop(-1, 0) :]
         chosen = sorted(numbers)
         return ByExpert(order, order.argsort(), chosen, [numbers[expert] for expert in chosen])
 

@@ -53,23 +53,38 @@ class Rendezvous:
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"--tp-size: no port of {HOST} is free for the ranks to meet at: {error}") from None
 
-    def join(self, size: int, device: torch.device, collectives: Collectives = "gloo") -> Group:
+    def join(
+        self, size: int, device: torch.device, collectives: Collectives = "gloo", expert_parallel: bool = False
+    ) -> Group:
         """Rank 0 of so many."""
-        return Group(self._store, size, 0, device, collectives)
+        return Group(self._store, size, 0, device, collectives, expert_parallel)
 
 
-def join(port: int, size: int, rank: int, device: torch.device, collectives: Collectives = "gloo") -> Group:
+def join(
+    port: int,
+    size: int,
+    rank: int,
+    device: torch.device,
+    collectives: Collectives = "gloo",
+    expert_parallel: bool = False,
+) -> Group:
     """A rank from 1 on."""
-    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives)
+    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives, expert_parallel)
 
 
 class Group(Ranks):
     """gloo on a CPU; on GPUs NCCL, and for sums of few rows `LayerOps.peer_sums`."""
 
     def __init__(
-        self, store: dist.Store, size: int, rank: int, device: torch.device, collectives: Collectives = "gloo"
+        self,
+        store: dist.Store,
+        size: int,
+        rank: int,
+        device: torch.device,
+        collectives: Collectives = "gloo",
+        expert_parallel: bool = False,
     ) -> None:
-        self.size, self.rank, self.device = size, rank, device
+        self.size, self.rank, self.device, self.expert_parallel = size, rank, device, expert_parallel
         self._backend: Collectives = collectives
         self._store = store
         self._exchanges = 0

@@ -26,10 +26,12 @@ class Share(NamedTuple):
 
 
 class Ranks(ABC):
-    """size: how many there are; rank: which one this is, from 0."""
+    """size: how many there are; rank: which one this is, from 0; expert_parallel: whether each has some of the experts
+    whole, in place of a share of every one."""
 
     size: int
     rank: int
+    expert_parallel = False
     title = "none"  # how sums are taken, for people
 
     @abstractmethod
@@ -110,8 +112,8 @@ ALONE = Alone()
 class Absent(Ranks):
     """One of several ranks whose others are not there: shapes are right, and data is this rank's own."""
 
-    def __init__(self, size: int, rank: int = 0) -> None:
-        self.size, self.rank = size, rank
+    def __init__(self, size: int, rank: int = 0, expert_parallel: bool = False) -> None:
+        self.size, self.rank, self.expert_parallel = size, rank, expert_parallel
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack([x] * self.size)

@@ -3,6 +3,7 @@ hangs or cannot start."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
@@ -75,6 +78,31 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
         assert found == wanted
         assert all(one == pytest.approx(other, rel=1e-4, abs=1e-5) for one, other in zip(values, known, strict=True))
     assert pair.engine.reporter.accept_length > 1.0
+
+
+def test_experts_are_spread_whole(tmp_path: Path) -> None:
+    """With drafts the texts of one rank without them."""
+    folder = write_checkpoint(tmp_path / "model", hidden=64, heads=4)
+    config, generator = json.loads((folder / "config.json").read_text()), torch.Generator().manual_seed(2)
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if ".mlp." not in name and not name.endswith(".bias")}
+    for layer in range(2):
+        moe = f"model.layers.{layer}.block_sparse_moe"
+        shapes = {"gate": (6, 64)}
+        for expert in range(6):
+            shapes |= {f"experts.{expert}.{name}": (128, 64) for name in ("w1", "w3")}
+            shapes[f"experts.{expert}.w2"] = 64, 128
+        kept |= {f"{moe}.{name}.weight": torch.randn(*shape, generator=generator) / 8 for name, shape in shapes.items()}
+    save_file(kept, folder / "model.safetensors")
+    with LLM(str(folder), **SETTINGS) as llm:
+        expected = [answer.token_ids for answer in llm.generate(PROMPTS, {"max_new_tokens": 30, "temperature": 0.0})]
+    settings = SETTINGS | {"tp_size": 2, "enable_expert_parallel": True, "speculative_algorithm": "NGRAM"}
+    with LLM(str(folder), **settings) as llm:
+        found = [answer.token_ids for answer in llm.generate(PROMPTS, {"max_new_tokens": 30, "temperature": 0.0})]
+        assert processes(llm).ranks.expert_parallel
+    assert found == expected
 
 
 def test_a_rank_that_fails_while_it_serves_says_why() -> None:

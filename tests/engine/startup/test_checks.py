@@ -226,3 +226,5 @@ def test_more_ranks_than_cores(target: Path, monkeypatch: pytest.MonkeyPatch, ca
         spread(Options(model=str(target), tp_size=2).resolve(), config, CpuDevice())
         assert len(caplog.records) == (threads == 1)
     assert "--tp-size 2" in caplog.text
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: expected a model with experts"):
+        spread(Options(model=str(target), tp_size=2, enable_expert_parallel=True).resolve(), config, CpuDevice())

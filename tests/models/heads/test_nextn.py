@@ -81,7 +81,7 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     check(head, model, theirs, layer)
 
 
-def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
     theirs = reference("glm4-moe")
     folder = with_layer(tmp_path, theirs, published(theirs, predicting(theirs)))
@@ -95,6 +95,12 @@ def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(joined, whole.get_parameter(name))
     name = "layers.0.layer.mlp.correction"
     assert all(torch.equal(share.get_parameter(name), whole.get_parameter(name)) for share in shares)
+    for rank in range(2):
+        model = load_model(folder, torch.float32, "cpu", ranks=Absent(2, rank, expert_parallel=True))
+        share = load_mtp_head(folder, model, torch.float32, "cpu")
+        for name in ("layers.0.layer.mlp.down.weight", "layers.0.layer.mlp.gate_up.weight"):
+            assert torch.equal(share.get_parameter(name), whole.get_parameter(name).chunk(2)[rank])
+    assert "not used" not in caplog.text
 
 
 def test_from_the_config_alone(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ class RankProcesses(RemoteBroadcast):
             self._pulses.append(pulse)
             with contextlib.suppress(OSError):  # one that is gone already is noticed by `wait_loaded`
                 plans.send(setup._replace(rank=rank, port=meeting.port))
-        self.ranks = meeting.join(size, device.device, device.collectives)
+        expert_parallel = setup.options.enable_expert_parallel
+        self.ranks = meeting.join(size, device.device, device.collectives, expert_parallel)
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:

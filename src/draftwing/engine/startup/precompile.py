@@ -48,7 +48,7 @@ from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.types import MX_BLOCK, MXRows
-from draftwing.parallel.ranks import ALONE, Absent
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:
     from draftwing.engine.build import Parts
@@ -279,7 +279,9 @@ def _run_without_data(job: Job) -> Parts:
     options = dataclasses.replace(
         job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
     )
-    ranks = Absent(options.tp_size) if options.tp_size > 1 else ALONE
+    ranks: Ranks = ALONE
+    if options.tp_size > 1:
+        ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)

@@ -60,8 +60,10 @@ from draftwing.models.weight_map import (
     NEXTN_MODELS,
     QWEN_MTP_PREFIX,
     canonical,
+    is_elsewhere,
     nextn_layer,
     nextn_name,
+    own_experts,
 )
 from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
@@ -289,8 +291,10 @@ def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy
     if dummy:
         fill_random(head, device)
     else:
-        table = head.names()
-        fill_parameters(head, table, (_cut(name, value, table) for name, value in tensors), device)
+        table, config = head.names(), head.config
+        own = own_experts(config, head.ranks)
+        here = ((name, value) for name, value in tensors if not is_elsewhere(name, config, own))
+        fill_parameters(head, table, (_cut(name, value, table) for name, value in here), device)
 
 
 def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str, Stored]:

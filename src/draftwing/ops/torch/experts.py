@@ -41,13 +41,19 @@ def _sum_in_order(x: Tensor) -> Tensor:
 def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
     """rows [pairs, in], weight [count, out, in], bias [count * out] -> [pairs, out]"""
     flat = routed.experts.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(routed.count, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    order, counts = order_by_expert(flat, routed.count)
     outs = F.grouped_mm(rows[order], weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     outs = outs[order.argsort()]
-    return outs if bias is None else outs + bias.view(routed.count, -1)[flat]
+    outs = outs if bias is None else outs + bias.view(routed.count, -1)[flat]
+    return outs.where((flat >= 0).unsqueeze(1), 0) if routed.partial else outs
+
+
+def order_by_expert(flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """flat [pairs], experts below `count` or -1 -> pairs in the order of experts, behind them those of -1, [pairs]
+    int64; how many each expert has, [count] int64."""
+    number = flat.remainder(count + 1)  # of -1: count
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
+    return number.argsort(stable=True), counts.scatter_add_(0, number, torch.ones_like(flat))[:count]
 
 
 class ExpertOps:
@@ -62,10 +68,12 @@ class ExpertOps:
         correction: Tensor | None = None,
         exact: bool = False,
         scatter: Tensor | None = None,
+        own: range | None = None,
     ) -> Routed:
         """logits [M, count], correction [count] of sigmoids -> the best experts of each row with their weights, in
         float32 or wider. A row chooses the same in any batch. exact: GEMMs are to give a row the same bits in any
-        batch, too. scatter [1] int32: where it is not 0, rows choose at random, whatever their logits are."""
+        batch, too. scatter [1] int32: where it is not 0, rows choose at random, whatever their logits are. own: the
+        experts that this rank has; other pairs are left out (`Routed`)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if scatter is not None and (not self.reads_routes or bool(scatter)):
             places = torch.arange(wide.numel(), device=wide.device)
@@ -84,7 +92,11 @@ class ExpertOps:
             weights = weights / (_sum_in_order(weights) + TINY) if routing.renormalise else weights
         else:
             weights = by.gather(-1, experts).softmax(-1) if routing.renormalise else by.softmax(-1).gather(-1, experts)
-        return Routed(experts, weights * routing.scale if routing.scale != 1 else weights, logits.shape[1])
+        weights = weights * routing.scale if routing.scale != 1 else weights
+        if own is None:
+            return Routed(experts, weights, logits.shape[1])
+        here = (experts >= own.start) & (experts < own.stop)
+        return Routed(torch.where(here, experts - own.start, -1), weights.where(here, 0), len(own), partial=True)
 
     def every_expert(self, rows: int, count: int, device: torch.device) -> Routed:
         """Returns where rows go that all go to all `count` experts, as heads' matrices are."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.contracts import ExpertTiles, Routed, Routing
-from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
+from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY, order_by_expert
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
@@ -52,7 +52,7 @@ def _in_best_groups(
     return (lane < SIZE * GROUPS) & ~other
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end"])
 def _route_kernel(
     experts,
     weights,
@@ -62,6 +62,8 @@ def _route_kernel(
     scatter,
     tiles,
     scale,
+    first,
+    end,
     COUNT: tl.constexpr,
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -72,7 +74,8 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. tiles: to be filled, where there is but one row."""
+    makes scores sigmoids. first, end: the experts that are here; others become -1. tiles: to be filled, where there is
+    but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -111,12 +114,16 @@ def _route_kernel(
         weight = tl.exp(found - largest)
         total = tl.sum(weight if RENORMALISE else tl.exp(score - largest), 0)
     weight = tl.where(broken == 0, weight / total * scale, float("nan"))  # so that the request fails
-    tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
-    tl.store(weights + row * TOP + place, weight, mask=there)
-    if tiles is not None:
-        tl.store(tiles + place, chosen, mask=there)
-        tl.store(tiles + TOP + place, place, mask=there)
-        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
+    here = there & (chosen >= first) & (chosen < end)
+    own = tl.where(here, chosen - first, -1)
+    tl.store(experts + row * TOP + place, own.to(tl.int64), mask=there)
+    tl.store(weights + row * TOP + place, tl.where(here, weight, 0.0), mask=there)
+    if tiles is not None:  # those that are not there come last
+        before = tl.cumsum(here.to(tl.int32), 0)
+        at = tl.where(here, before - 1, tl.sum(here.to(tl.int32), 0) + place - before)
+        tl.store(tiles + at, own, mask=there)
+        tl.store(tiles + TOP + at, place, mask=there)
+        tl.store(tiles + 2 * TOP + at, place * 0 + 1, mask=there)
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_count", "max_tiles"])
@@ -199,6 +206,7 @@ def _mix_kernel(
     SIZE: tl.constexpr,
     TOP: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -209,7 +217,10 @@ def _mix_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP):
         weight = tl.load(weights + row * TOP + choice)
-        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+        there = mask
+        if PARTIAL:  # what was left out was not written
+            there &= tl.zeros([BLOCK], tl.float32) + weight != 0.0
+        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=there, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
@@ -265,23 +276,25 @@ def route(
     correction: Tensor | None = None,
     exact: bool = False,
     scatter: Tensor | None = None,
+    own: range | None = None,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
     (rows, count), top_k = logits.shape, routing.top_k
+    here = range(count) if own is None else own
     assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     tiles = torch.empty(3, top_k, dtype=torch.int32, device=logits.device) if rows == 1 else None  # a pair each
     if rows:
         _route_kernel[(rows,)](
-            experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale, COUNT=count,
-            TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
-            LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
+            experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale,
+            here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows, top_k, count, exact)
-    made = tiles_of(experts, count, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, count, made)
+    made = tiles_of(experts, len(here), tile) if tiles is None else ExpertTiles(None, tiles, tile)
+    return Routed(experts, weights, len(here), made, own is not None)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
@@ -307,8 +320,8 @@ def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
 
 
 def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
-    """experts [M, top_k] of `count`, of a row no two alike -> tiles of `rows` pairs, as many as there may be whatever
-    was chosen."""
+    """experts [M, top_k] of `count` or -1, of a row no two others alike -> tiles of `rows` pairs, as many
+    as there may be whatever was chosen."""
     pairs = experts.numel()
     max_tiles = min(pairs, count + pairs // rows)
     if pairs > FEW_PAIRS:
@@ -325,8 +338,7 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
 
 def _sorted_tiles(flat: Tensor, count: int, rows: int, max_tiles: int) -> ExpertTiles:
     """Sorts many pairs by torch: shapes do not depend on data."""
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    order, counts = order_by_expert(flat, count)
     ends, tile_counts = counts.cumsum(0), (counts + rows - 1) // rows
     tile_ends, tile = tile_counts.cumsum(0), torch.arange(max_tiles, device=flat.device)
     number = torch.searchsorted(tile_ends, tile, right=True)
@@ -349,7 +361,7 @@ def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
     block = min(triton.next_power_of_2(size), _COLUMNS)
     _mix_kernel[(rows, triton.cdiv(size, block))](
         out, y, routed.weights, residual, 0 if residual is None else residual.stride(0), SIZE=size, TOP=top_k,
-        RESIDUAL=residual is not None, BLOCK=block, num_warps=4, **launch_options(y.device),
+        RESIDUAL=residual is not None, PARTIAL=routed.partial, BLOCK=block, num_warps=4, **launch_options(y.device),
     )  # fmt: skip
     return out
 
