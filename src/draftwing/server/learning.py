@@ -38,6 +38,7 @@ class Learning(Watcher):
         self.live = LiveAcceptance()
         self.swaps = 0
         self.head: int | None = None  # that drafts, None: the command line's
+        self.draft_model_path = engine.info.options.speculative_draft_model_path  # of that head
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
         self._on_trial = False  # whether it took the place of the head that it was trained from
@@ -120,12 +121,13 @@ class Learning(Watcher):
         if number is None and before is None:
             self._link = link  # it was started with that one
             return
-        refused = await self._engine.swap_draft(Path(self._folder_of(number)))
+        folder = self._folder_of(number)
+        refused = await self._engine.swap_draft(Path(folder))
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
             self._refused = (number,)
             return
-        self.head, self._link, self._refused = number, link, ()
+        self.head, self.draft_model_path, self._link, self._refused = number, folder, link, ()
         if number != before:  # else it is an engine that was started anew
             self.swaps += 1
             self.live.swapped(time.time(), number)
