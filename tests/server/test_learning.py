@@ -102,7 +102,7 @@ def test_server_info_names_the_head_that_drafts(
     with client_of(FakeEngine(options)) as client:
         assert client.get("/server_info").json()["speculative_draft_model_path"] == "first"
         history.use(2)
-        wait_until(lambda: client.get("/server_info").json()["speculative_draft_model_path"] == str(tmp_path / "heads" / "2"))
+        wait_until(lambda: client.get("/server_info").json()["speculative_draft_model_path"].endswith("heads/2"))
 
 
 def test_an_engine_that_was_started_anew_gets_the_head_again(tmp_path: Path, history: HeadHistory) -> None:
