@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothing of how well it is drafted
 PROMPTS = 64  # that the model is asked to write at a time
 WRITINGS = 32  # times at most, for all runs of a folder
-ANSWER = 128  # tokens of an answer to those with the default --max-tokens of 160: the mean of 132 of SmolLM2
+ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, the mean of 132 of SmolLM2
 # Highest learning rate times the hidden size. 0.23 and 0.35 were tried, with Muon, and spoilt no general text
 # (docs/dev/learning.md); not swept.
 RATE = 0.3
@@ -98,7 +98,7 @@ class TrafficStages(Stages):
     def _wanted(self) -> int:
         """How many general texts there are to be."""
         share, learnt = self.settings.general_share, sum(self.traffic.tokens.values())
-        return round(share / (1 - share) * learnt / ANSWER)
+        return round(share / (1 - share) * learnt / (ANSWER * self.settings.max_tokens))
 
     def generate(self) -> None:
         """Has the model write prompts, as many as are missing, and answer them."""
