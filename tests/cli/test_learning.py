@@ -68,7 +68,7 @@ def test_heads_are_listed_chosen_and_deleted(learnt: Path, capsys: pytest.Captur
 def test_traffic_is_listed_and_deleted(learnt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options, file = ("--learn", str(learnt)), tmp_path / "memory"
     memory = LookupMemory(file, "v")
-    for client in ("alice", ""):
+    for client in ("alice", "", "anonymous"):  # a key's name
         memory.add(client, None, [1, 2, 3], 1)
     memory.close()
     listed = json.loads(run(capsys, "traffic", "list", "--json", *options))

@@ -133,6 +133,10 @@ def test_the_oldest_of_who_has_most_go(tmp_path: Path) -> None:
     memory.close()
 
 
+def numbers(lengths: list[int], firsts: list[int]) -> dict[str, Any]:
+    return {"lengths": np.asarray(lengths), "firsts": np.asarray(firsts)}
+
+
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory"
     memory = LookupMemory(path, "one")
@@ -150,16 +154,34 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read"):
             LookupMemory(path, "one")
     about = {"version": "1", "vocabulary": "one", "owners": '[["alice", null]]', "learnt": "{}"}
+    parts: dict[str, Any] = {"owners": np.asarray([0])}
     for tokens, lengths, firsts in (
         ([1, 2, 3], [3], [2]),
         ([1, 2, 3], [2], [0]),
         ([1, -2, 3], [3], [1]),
         ([], [0], [0]),
     ):
-        parts = {"tokens": tokens, "lengths": lengths, "firsts": firsts, "owners": [0]}
-        path.write_bytes(save({name: np.asarray(part, np.int64) for name, part in parts.items()}, about))
+        path.write_bytes(save(parts | {"tokens": np.asarray(tokens, np.int32), **numbers(lengths, firsts)}, about))
+        with pytest.raises(ConfigError, match="do not fit"):
+            LookupMemory(path, "one")
+    parts |= {"tokens": np.asarray([1, 2, 3], np.int32), **numbers([3], [1])}
+    strange: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"tokens": np.asarray([1, 2, 3])}, {}),
+        ({"tokens": np.ones((3, 2), np.int32)}, {}),
+        ({}, {"owners": '[["alice", [1]]]'}),
+        ({}, {"owners": '[[["alice"], null]]'}),
+        ({}, {"version": "2"}),
+    ]
+    for other, said in strange:
+        path.write_bytes(save(parts | other, about | said))
         with pytest.raises(ConfigError, match="cannot be read"):
             LookupMemory(path, "one")
+    for name in about:
+        path.write_bytes(save(parts, {word: text for word, text in about.items() if word != name}))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            LookupMemory(path, "one")
+    path.write_bytes(save(parts, about))
+    LookupMemory(path, "one").close()
     path.write_bytes(whole)
     LookupMemory(path, "one").close()
 

@@ -48,3 +48,15 @@ def test_a_head_that_drafts_worse_is_seen_and_chance_is_not() -> None:
     live.swapped(3.0, 4)
     requests(live, draw, 2 * ENOUGH, 0.7)
     assert not live.fell, "better is not worse"
+
+
+def test_a_head_that_failed_is_no_measure_for_the_next() -> None:
+    draw, live = random.Random(2), LiveAcceptance()
+    requests(live, draw, 2 * ENOUGH, 0.5)
+    live.swapped(1.0, 1)
+    requests(live, draw, 4 * ENOUGH, 0.1)
+    assert live.fell
+    live.swapped(2.0, None, failed=True)
+    live.swapped(3.0, 2)
+    requests(live, draw, 2 * ENOUGH, 0.4)
+    assert live.fell

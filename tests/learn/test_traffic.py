@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftwing.errors import ConfigError
+from draftwing.learn import segments
 from draftwing.learn.traffic import MAX_COPIES, Exchange, TrafficLimits, TrafficStore, client_folder
 
 
@@ -221,3 +222,41 @@ def test_a_kill_loses_the_newest_exchange_at_most(tmp_path: Path) -> None:
         if len(printed) > 1:
             assert times[-1] >= int(printed[-2])
         assert opened(folder).add(exchange(1e9))
+
+
+@pytest.mark.parametrize("name", ["training/mine", "clients/mine", "film.partial"])
+def test_things_of_others_are_never_removed(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="empty folder"):
+        opened(tmp_path).delete("alice")
+    assert path.exists()
+
+
+def test_a_full_disk_changes_nothing_of_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    store = TrafficStore(tmp_path, TrafficLimits(seconds=10.0), clock=lambda: now[0])
+    given = [exchange(float(at)) for at in (0, 1, 8)]
+    assert all(map(store.add, given))
+
+    def full(partial: Path, path: Path) -> None:
+        raise OSError("no room")
+
+    now[0] = 15.0
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "replace_file", full)
+        with pytest.raises(OSError, match="no room"):
+            store.sweep()
+    assert not store.add(given[0]), "is still there"
+    store.sweep()
+    assert list(store.read()) == given[2:] and store.add(exchange(15.0, seed=0))
+
+
+def test_new_exchanges_are_counted(tmp_path: Path) -> None:
+    store = opened(tmp_path, TrafficLimits(bytes=256 * 1024))
+    for i in range(60):
+        store.add(exchange(float(i), "ab"[i % 3 == 0], length=200))
+    assert len(list(tmp_path.rglob("*.jsonl"))) > 4
+    for since in (0.0, 0.5, 17.0, 59.0, 60.0):
+        assert store.count(since) == len(list(store.read(since)))

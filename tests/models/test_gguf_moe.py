@@ -18,6 +18,7 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models import gguf
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.ops.cpu.extension import load_extension
 
 YARN_AS_IN_GGUF = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CPU = torch.device("cpu")
@@ -62,6 +63,19 @@ def test_blocks_stay_as_they_are(tmp_path: Path, kind: str) -> None:
         for mine, whole in zip(one.linears(), other.linears(), strict=True):
             torch.testing.assert_close(mine.dense_weight(), whole.dense_weight(), rtol=0, atol=0)
     assert model.layers[1].mlp.router.weight.dtype == torch.float32
+
+
+@pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
+@pytest.mark.parametrize("sizes", [(64, 24), (24, 32)])  # rows of a head for keys and values: some share panels
+def test_matrices_of_heads_are_multiplied_by_other_kernels_each(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    latent, values = sizes
+    own = {"kv_lora_rank": latent, "v_head_dim": values, "qk_nope_head_dim": 32, "first_k_dense_replace": 3}
+    theirs, ops, ids = in_gguf("deepseek-v2", **own), make_ops(CPU), tokens(9)
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), Type.Q8_0)
+    expected = whole_logits(load_model(path, torch.float32, "cpu"), ids)
+    model = load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    model.pack(ops)
+    assert (whole_logits(model, ids) - expected).norm() < 0.06 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["glm4-moe", "minimax-m2"])

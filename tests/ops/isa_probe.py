@@ -102,6 +102,10 @@ def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         assert products is not None
         for rows in (1, 2, 3, 5, 13):
             yield products(made.floats(dtype, rows, heads, inputs + 8)[..., :inputs])
+    blocks = ops.head_products([ops.quantize(made.floats(torch.float32, 3 * 48, 64), "Q8_0")], 3, dtype)
+    assert blocks is not None
+    for rows in (1, 7, 33):
+        yield blocks(made.floats(dtype, rows, 3, 72)[..., :64])
     cos, sin = rope_table(RopeConfig(), 24, 8, dtype, "cpu")[:7].unsqueeze(2).unbind(1)
     for factor in (1.0, 1.87):
         yield ops.concat_rope(made.floats(dtype, 7, 3, 40), made.floats(dtype, 7, 3, 24), cos, sin, factor)

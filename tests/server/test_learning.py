@@ -192,3 +192,61 @@ def test_what_training_is_told_of_the_model() -> None:
             arguments(Options.from_kwargs(speculative_algorithm=algorithm))
     with pytest.raises(ConfigError, match="learn_while_idle needs learn"):
         Options.from_kwargs(learn_while_idle=True).resolve()
+
+
+def test_nothing_learns_while_traffic_is_deleted(tmp_path: Path) -> None:
+    training = Training()
+    learning = Learning(Engine(tmp_path), tmp_path, training)  # type: ignore[arg-type]
+    with learning.stopped():
+        assert training.calls == ["close"]
+        looked(learning, 2)
+        assert "start first" not in training.calls
+    looked(learning)
+    assert training.calls[-1] == "start first"
+
+
+def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refused(
+    tmp_path: Path, history: HeadHistory
+) -> None:
+    engine: Any = Engine(tmp_path)
+    engine.refusal["2"] = "restart with it"
+    learning = Learning(engine, tmp_path)
+    for number in (1, 2):
+        history.use(number)
+        looked(learning, 2)
+    engine.link = object()
+    looked(learning, 3)
+    assert engine.swapped == ["1", "2", "1"] and learning.head == 1
+    engine.link, engine.refusal["1"] = object(), "damaged meanwhile"
+    looked(learning, 3)
+    assert engine.swapped == ["1", "2", "1", "1"] and learning.head is None
+
+
+def test_a_damaged_head_is_told_once(
+    tmp_path: Path, history: HeadHistory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.001)
+    history.use(2)
+    (history.folder / "2" / "head.json").write_text("{")
+    looks = list[int]()
+
+    class Looked(Engine):
+        @property
+        def link(self) -> int:
+            looks.append(1)
+            return 0
+
+        @link.setter
+        def link(self, link: object) -> None:
+            pass
+
+    async def work() -> None:
+        task = asyncio.create_task(Learning(Looked(tmp_path), tmp_path).run())  # type: ignore[arg-type]
+        while len(looks) < 9:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(work())
+    assert len(caplog.records) == 1

@@ -15,7 +15,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel
 from draftwing.train.heads import load_head
-from draftwing.train.judge import FEW, Drafted, compare, draft_along, judge
+from draftwing.train.judge import FEW, OTHERS, Drafted, compare, draft_along, judge
 from draftwing.train.store import OnlineSource, Part, Tokens
 
 
@@ -94,14 +94,17 @@ def test_a_candidate_is_taken_for_being_better_by_more_than_noise() -> None:
     assert not same.taken and same.general is None and same.traffic.gain == 1
 
 
-@pytest.mark.parametrize("who", ["another client", "general text"])
+@pytest.mark.parametrize("who", ["another client", "small clients", "general text"])
 def test_a_candidate_that_harms_somebody_is_not_taken(who: str) -> None:
     draw = np.random.default_rng(5)
     before, after = drafted(draw, 100, 2.0), drafted(draw, 100, 3.0)
     harmed = {str(i) for i in range(100 - 2 * FEW, 100)}
     after |= {key: Drafted(100, np.array([math.ceil(1.2 * before[key].steps[0])])) for key in harmed}
     clients = {key: "b" if key in harmed else "a" for key in before if who != "general text" or key not in harmed}
+    if who == "small clients":
+        clients |= {key: f"b{int(key) % 4}" for key in harmed}
     found = judge(before, after, clients, [1.0])
     assert found.traffic.gain > 1.2 and not found.taken
-    assert found.reason == ("worse for b" if who == "another client" else "worse on general text")
+    reasons = {"another client": "worse for b", "small clients": f"worse for {OTHERS}"}
+    assert found.reason == reasons.get(who, "worse on general text")
     assert json.loads(json.dumps(found.report()))["reason"] == found.reason

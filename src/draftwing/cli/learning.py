@@ -13,7 +13,7 @@ from typing import Any
 from draftwing.cli.models import table
 from draftwing.errors import ConfigError
 from draftwing.learn.history import HeadHistory, HeadRecord
-from draftwing.learn.traffic import ANONYMOUS, TrafficStore
+from draftwing.learn.traffic import TrafficStore, names_of
 
 Run = Callable[[dict[str, Any]], None]
 
@@ -141,7 +141,7 @@ def _remove(
     if speculative_memory is not None:
         from draftwing.engine.lookup_memory import delete_client
 
-        found["lookups"] = delete_client(speculative_memory, "" if client == ANONYMOUS else client)
+        found["lookups"] = sum(delete_client(speculative_memory, name) for name in names_of(client))
     print(f"deleted {found['exchanges']} exchanges and {found['lookups']} answers for lookups of {client}")
     if found["heads"]:
         numbers = ", ".join(map(str, found["heads"]))

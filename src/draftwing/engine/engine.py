@@ -159,6 +159,7 @@ class Engine:
         self._seeds = random.Random(self.options.random_seed)
         self._namespaces, self._searches = CacheNamespaces(), Searches()
         self._memory: LookupMemory | None = None
+        self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept in it
 
     def _remember(self, memory: LookupMemory) -> None:
         """Has the drafter learn the answers of a memory, which gets those to come."""
@@ -180,13 +181,15 @@ class Engine:
         """Keeps what a request was answered, unless it opts out, shares its memory with nobody, or is of a client that
         was forgotten meanwhile."""
         request = req.request
-        if self._memory is not None and request.learn and req.draft_salt == self._namespaces.of(request):
-            self._memory.add(request.client, request.cache_salt, req.tokens, req.prompt_len)
+        with self._forgetting:
+            if self._memory is not None and request.learn and req.draft_salt == self._namespaces.of(request):
+                self._memory.add(request.client, request.cache_salt, req.tokens, req.prompt_len)
 
     def forget_client(self, client: str) -> int:
         """Forgets what a client's requests left for drafts and as cached prefixes, those that run included. Returns how
         many answers `--speculative-memory` had of it."""
-        self._namespaces.forget(client)
+        with self._forgetting:
+            self._namespaces.forget(client)
         return 0 if self._memory is None else self._memory.delete(client)
 
     def measure_read_rate(self) -> None:

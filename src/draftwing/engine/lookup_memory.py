@@ -171,26 +171,38 @@ class LookupMemory:
             return []
         try:
             with safe_open(self._path, "np") as file:
-                about = file.metadata() or {}
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about["version"] != _VERSION:
-                raise ValueError(f"expected version {_VERSION}, found {about['version']}")
-            owners, self.before = json.loads(about["owners"]), dict(json.loads(about["learnt"]))
-            tokens, lengths, firsts = (found[name] for name in ("tokens", "lengths", "firsts"))
+                about = {"version": "none", **(file.metadata() or {})}
+                if about["version"] != _VERSION:
+                    raise ValueError(f"expected version {_VERSION}, found {about['version']}")
+                tokens, lengths, firsts, numbers = map(file.get_tensor, ("tokens", "lengths", "firsts", "owners"))
+            vocabulary, self.before = about["vocabulary"], dict(json.loads(about["learnt"]))
+            owners = [
+                (_text(client), None if salt is None else _text(salt)) for client, salt in json.loads(about["owners"])
+            ]
+            if {part.ndim for part in (tokens, lengths, firsts, numbers)} != {1} or tokens.dtype != np.int32:
+                raise ValueError("its parts are of other shapes")
             if lengths.sum() != len(tokens) or (firsts < 0).any() or (lengths < firsts + 2).any() or (tokens < 0).any():
                 raise ValueError("its parts do not fit together")
             parts = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
-            by_owner = [owners[number] for number in found["owners"]]
+            by_owner = [owners[number] for number in numbers]
             answers = [
                 PastAnswer(client, salt, part, int(first))
                 for (client, salt), part, first in zip(by_owner, parts, firsts, strict=True)
             ]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigError(f"speculative_memory: {self._path} cannot be read ({error}): remove it") from None
-        self._vocabulary = self._vocabulary or about["vocabulary"]
-        if about["vocabulary"] != self._vocabulary:
+            raise ConfigError(f"speculative_memory: {self._path} cannot be read ({error}): name another file, "
+                              "or remove it if it is a damaged one of this option") from None  # fmt: skip
+        self._vocabulary = self._vocabulary or vocabulary
+        if vocabulary != self._vocabulary:
             raise ConfigError(f"speculative_memory: {self._path} is of another tokenizer; name another file")
         return answers
+
+
+def _text(value: Any) -> str:
+    """Raises TypeError for anything but a text."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, found {value!r}")
+    return value
 
 
 def delete_client(path: str | Path, client: str) -> int:

@@ -245,7 +245,7 @@ class LatentAttention(Mixer):
         made = self.down(x)
         source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
         plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
-        routed = self.key_up.routed(x)
+        routed = self.key_up.routed(x) or self.value_up.routed(x)
         q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
         keys = self._latents(made, cos, sin)
         out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)

@@ -24,14 +24,15 @@ COSTS = (
 )
 THREADS = 1  # of the process: those of others are the server's, even while it waits
 RETRY_SECONDS = 600.0  # after a run that failed
-LOOK_SECONDS = 30.0  # between looks at the folder, which are read whole
+LOOK_SECONDS = 30.0  # between looks at the folder
 
 
 class IdleTraining:
     """The process that trains, from `DIR` in `DIR/training`, and when it runs.
 
     It goes on after `idle_seconds` without requests and is stopped with the first one. What a kill leaves of a run goes
-    on with the next process: each stage finds what is there. Not for several threads at once, but for `work_left`.
+    on with the next process: each stage finds what is there. Not for several threads at once, but for `work_left` and
+    `tidy`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class IdleTraining:
         self._memory, self._idle_seconds, self._clock = memory, idle_seconds, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._running = False  # whether it may, where there is one
+        self._ended = False  # a run, of which everything is still there
         self._idle_since = clock()
         self._not_before = 0.0
 
@@ -68,13 +70,13 @@ class IdleTraining:
         return self._process is None and self._idle() and self._clock() >= self._not_before
 
     def work_left(self) -> bool:
-        """Returns whether there is a run to go on with, or enough that is new. Reads all traffic."""
+        """Returns whether there is a run to go on with, or enough that is new."""
         self._not_before = self._clock() + LOOK_SECONDS
         if (self.out / "train.json").exists():
             return True
         records = HeadHistory(self.folder / "heads").list()
         since = max((float(one.data.get("until", 0.0)) for one in records), default=0.0)
-        return sum(1 for _ in TrafficStore(self.folder).read(since)) >= NEW
+        return TrafficStore(self.folder).count(since) >= NEW
 
     def start(self, head: str) -> None:
         """Starts the process, which trains on from a head's folder, or goes on with the run that is there."""
@@ -82,6 +84,7 @@ class IdleTraining:
         if not (self.out / "train.json").exists():
             words += ["--init-head", head]
         found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self.out.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,
@@ -102,19 +105,18 @@ class IdleTraining:
                 self._running = True
             return False
         self._process = None
-        if code == 0:
-            shutil.rmtree(self.out, ignore_errors=True)  # it has hidden states of what clients sent
-            return True
-        if code > 0:  # what was killed goes on
+        self._ended = code >= 0  # what was killed goes on
+        if code > 0:
             logger.warning("learning: training ended with exit code %d; its messages are above", code)
-            shutil.rmtree(self.out, ignore_errors=True)
-        self._not_before = self._clock() + RETRY_SECONDS
-        return False
+        if code:
+            self._not_before = self._clock() + RETRY_SECONDS
+        return code == 0
 
-    def forget(self) -> None:
-        """Ends the process and removes what it has made so far of traffic, some of which is to be deleted."""
-        self.close()
-        shutil.rmtree(self.out, ignore_errors=True)
+    def tidy(self) -> None:
+        """Removes what a run that has ended leaves: hidden states of what clients sent, which may be many."""
+        if self._ended:
+            shutil.rmtree(self.out, ignore_errors=True)
+            self._ended = False
 
     def close(self) -> None:
         """Ends the process. What it has done is on the disk."""

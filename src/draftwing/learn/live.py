@@ -51,10 +51,11 @@ class LiveAcceptance:
         else:
             self.points.append(Point(begin, tokens, steps))
 
-    def swapped(self, at: float, head: int | None) -> None:
-        """Another head drafts from now on."""
+    def swapped(self, at: float, head: int | None, failed: bool = False) -> None:
+        """Another head drafts from now on. failed: the one before had made it worse, and says nothing of the next."""
         self.swaps.append(Swap(at, head))
-        self._before.extend(self._since)
+        if not failed:
+            self._before.extend(self._since)
         self._since.clear()
 
     def curve(self, most: int) -> list[Point]:

@@ -170,15 +170,15 @@ class Segments:
 
     def _drop(self, lines: list[bytes], count: int) -> None:
         """Removes the first lines of the oldest file, which has these."""
+        if count == len(lines):
+            self._files[0].unlink(missing_ok=True)
+            self._unsynced.discard(self._files.pop(0))
+        elif count:
+            self._write(self._files[0], lines[count:])  # which may fail: then they still count
         gone = [entry for entry in map(entry_of, lines[:count]) if entry is not None]
         self.bytes -= sum(entry.size for entry in gone)
         self._exchanges.difference_update(entry.exchange for entry in gone)
         self.answers -= Counter(entry.answer for entry in gone)
-        if count == len(lines):
-            self._unsynced.discard(self._files[0])
-            self._files.pop(0).unlink(missing_ok=True)
-        elif count:
-            self._write(self._files[0], lines[count:])
 
     def _write(self, path: Path, lines: list[bytes]) -> None:
         """Replaces a file."""
@@ -196,6 +196,18 @@ def read_lines(folder: Path) -> Iterator[bytes]:
         except FileNotFoundError:
             continue
         yield from (line for line in lines if entry_of(line) is not None)
+
+
+def count_since(folder: Path, since: float) -> int:
+    """Returns how many lines of a client are not older than `since`. Reads no more files than it takes."""
+    count = 0
+    for path in reversed(segment_files(folder)):
+        with suppress(FileNotFoundError):
+            times = [entry.at for entry in map(entry_of, path.read_bytes().splitlines(keepends=True)) if entry]
+            count += sum(at >= since for at in times)
+            if times and times[0] < since:
+                break
+    return count
 
 
 def _hash(part: bytes) -> bytes:

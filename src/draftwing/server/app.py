@@ -41,20 +41,17 @@ def create_app(
     """The application; its lifespan starts the engine's supervision and ends the engine's process.
 
     drain: seconds that the engine gets to end its last step.  watchers: of requests; closed at the end.
-    Raises ConfigError for keys that cannot be read.
+    Raises ConfigError for keys that cannot be read, and a folder of `learn` that cannot be used.
     """
-    keys = read_keys(engine.info.options)
     options = engine.info.options
+    keys = read_keys(options)
     learning = None if options.learn is None else Learning.of(engine)
     collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
     service = Service(engine, tokenizer, collector, learning)
     allowances = Allowances(keys)
+    numbers = dict if learning is None else learning.numbers
     metrics = Metrics(
-        service.model,
-        lambda: engine.info.max_total_tokens,
-        engine.stats,
-        service.options.drafts,
-        dict if learning is None else learning.numbers,
+        service.model, lambda: engine.info.max_total_tokens, engine.stats, service.options.drafts, numbers
     )
     learners = [one for one in (collector, learning) if one is not None]
     engine.observer = observer = Observer([metrics.requests, allowances, *learners, *watchers])

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between looks
+SILENT_SECONDS = 600.0  # in which the same fault is told once
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
 CURVE = 120  # points of the page's
 _OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
@@ -42,7 +45,8 @@ class Learning(Watcher):
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
         self._on_trial = False  # whether it took the place of the head that it was trained from
-        self._refused: tuple[int | None, ...] = ()  # a head that the engine did not take
+        self._refused: tuple[int | None, ...] = ()  # heads that the engine did not take
+        self._stops = 0  # reasons for which no process may start
 
     @classmethod
     def of(cls, engine: AsyncEngine) -> Learning:
@@ -66,15 +70,22 @@ class Learning(Watcher):
         drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
         self.live.add(time.time(), drafts, steps)
 
-    def forget(self) -> None:
-        """Traffic is to be deleted: ends a run that has begun to learn it, and removes what it has made."""
-        if self._training is not None:
-            self._training.forget()
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While traffic is deleted, with what was made of it: nothing learns it."""
+        self._stops += 1
+        try:
+            if self._training is not None:
+                self._training.close()
+            yield
+        finally:
+            self._stops -= 1
 
     # -- as a task ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Looks every second, until it is cancelled."""
+        said, until = "", 0.0
         try:
             while True:
                 try:
@@ -82,7 +93,9 @@ class Learning(Watcher):
                 except EngineDead:
                     pass  # another one is being started
                 except (OSError, DraftwingError) as error:
-                    logger.warning("learning: %s", error)
+                    if str(error) != said or time.monotonic() >= until:
+                        said, until = str(error), time.monotonic() + SILENT_SECONDS
+                        logger.warning("learning: %s", said)
                 await asyncio.sleep(SECONDS)
         finally:
             if self._training is not None:
@@ -92,8 +105,9 @@ class Learning(Watcher):
         if self._training is not None:
             await self._train(self._training)
         current = await asyncio.to_thread(self._history.current)
-        if (current, self._engine.link) != (self.head, self._link) and current not in self._refused:
-            await self._swap(current)
+        wanted = self.head if current in self._refused else current
+        if (wanted, self._engine.link) != (self.head, self._link):
+            await self._swap(wanted)
         elif current is not None and self._on_trial and self.live.fell:
             parent = self._history.get(current).parent
             logger.warning("learning: fewer drafts are accepted with head %d than before: swapped back", current)
@@ -103,9 +117,12 @@ class Learning(Watcher):
         if self._engine.active:
             training.busy()
         training.look()
-        if training.due() and await asyncio.to_thread(training.work_left) and not self._engine.active:
-            write_json(self._folder / COSTS, (await self._engine.stats())["chain_seconds"])
-            training.start(self._folder_of(self.head))
+        await asyncio.to_thread(training.tidy)
+        if training.due() and await asyncio.to_thread(training.work_left):
+            costs = (await self._engine.stats())["chain_seconds"]
+            await asyncio.to_thread(write_json, self._folder / COSTS, costs)
+            if not self._stops and not self._engine.active:
+                training.start(self._folder_of(self.head))
 
     def _folder_of(self, number: int | None) -> str:
         """Raises ConfigError where there is none."""
@@ -125,12 +142,14 @@ class Learning(Watcher):
         refused = await self._engine.swap_draft(Path(folder))
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
-            self._refused = (number,)
+            self._refused = (*self._refused, number)
+            if number == before:  # an engine that was started anew does not take it any more
+                self.head, self.draft_model_path, self._link = None, self._folder_of(None), link
             return
-        self.head, self.draft_model_path, self._link, self._refused = number, folder, link, ()
+        self.head, self.draft_model_path, self._link = number, folder, link
         if number != before:  # else it is an engine that was started anew
-            self.swaps += 1
-            self.live.swapped(time.time(), number)
+            self.swaps, self._refused = self.swaps + 1, ()
+            self.live.swapped(time.time(), number, self._on_trial and self.live.fell)
             self._on_trial = number is not None and self._history.get(number).parent == before
         logger.info("learning: drafts come from head %s", "of the command line" if number is None else number)
 

@@ -17,7 +17,7 @@ from draftwing.core import TokenLogprobs
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
 from draftwing.grammar.translation import Translator
-from draftwing.learn.traffic import ANONYMOUS
+from draftwing.learn.traffic import ANONYMOUS, names_of
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
@@ -298,11 +298,12 @@ class Service:
 
     async def delete_traffic(self, client: str) -> dict[str, Any]:
         """Removes what is kept of a client's requests; see `Collector.delete`. Raises EngineDead."""
-        if self._learning is not None:
-            self._learning.forget()
-        found = Deleted(0, []) if self._collector is None else await self._collector.delete(client)
-        lookups = await self.engine.forget_client("" if client == ANONYMOUS else client)
-        return {**found._asdict(), "lookups": lookups}
+        client, found = client or ANONYMOUS, Deleted(0, [])
+        if self._collector is not None and self._learning is not None:
+            with self._learning.stopped():
+                found = await self._collector.delete(client)
+        lookups = sum([await self.engine.forget_client(name) for name in names_of(client)])
+        return {"client": client, **found._asdict(), "lookups": lookups}
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

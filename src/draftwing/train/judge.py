@@ -24,7 +24,8 @@ from draftwing.train.ttt import ChainHead, unroll
 ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
 LEAST_GAIN = 1.01  # less is not worth that draft KV is of another head for a while
 LEAST_KEPT = 0.97  # of tokens per second of general text, and of each client
-FEW = 8  # exchanges of a client, below which nothing is said of it
+FEW = 8  # exchanges of a client, below which nothing is said of it by itself
+OTHERS = "clients with few exchanges"  # stands for all of these together
 BATCH_TOKENS = 4096  # of a forward, padding included
 
 
@@ -59,8 +60,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Judgement:
-    """traffic: on all later exchanges.  clients: by client, of those that have enough.  general: on general text, None
-    where there is none."""
+    """traffic: on all later exchanges.  clients: by client, of those that have enough, and of `OTHERS`.  general: on
+    general text, None where there is none."""
 
     traffic: Comparison
     clients: Mapping[str, Comparison]
@@ -173,6 +174,7 @@ def judge(
     by_client: dict[str, list[str]] = {}
     for key in traffic:
         by_client.setdefault(clients[key], []).append(key)
+    by_client[OTHERS] = [key for keys in by_client.values() if len(keys) < FEW for key in keys]
     return Judgement(
         compared(traffic),
         {client: compared(keys) for client, keys in sorted(by_client.items()) if len(keys) >= FEW},

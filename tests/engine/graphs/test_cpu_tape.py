@@ -6,6 +6,7 @@ from decoder_configs import decoder_config
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
+from draftwing.engine.graphs import cpu_tape
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
 from draftwing.models.decoder import DecoderModel
@@ -249,6 +250,17 @@ def test_steps_of_more_rows_are_recorded_with_weights_in_blocks(harness, drafter
     assert stages.replays > 20 and not stages.refused
     plain, stages = answers(harness, case, drafter, shape, unrecorded=True, rows=rows)
     assert plain == found and not stages.replays
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_recordings_keep_so_much_and_no_more(harness, most, monkeypatch):
+    """One stage of many is recorded, or none. A step goes on with what it has."""
+    monkeypatch.setattr(cpu_tape, "MOST_KEPT", most)
+    model = harness.in_blocks(random_model(), make_ops(torch.device("cpu")))
+    case = model, harness.prompts_for(2), [harness.greedy(24)] * 2, None
+    found, stages = answers(harness, case, "ngram", TREE, rows=2)
+    assert len(stages) <= most and stages.refused
+    assert answers(harness, case, "ngram", TREE, unrecorded=True, rows=2)[0] == found
 
 
 def test_larger_steps_are_not_recorded():

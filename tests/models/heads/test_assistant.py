@@ -122,6 +122,18 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str)
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("token", [104, -1])
+def test_tokens_of_clusters_are_checked(tmp_path: Path, token: int) -> None:
+    theirs = reference("dense", vocab_size=104)
+    theirs.save_pretrained(tmp_path / "target")
+    helper = assistant_for(theirs, 13)
+    helper.masked_embedding.token_ordering[5] = token
+    helper.save_pretrained(tmp_path / "assistant")
+    target = load_model(tmp_path / "target", torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match=f"expected tokens below 104, found {token}"):
+        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
 def test_clusters_from_the_config_alone(tmp_path: Path) -> None:
     theirs = reference("dense", vocab_size=104)
     theirs.save_pretrained(tmp_path / "target")

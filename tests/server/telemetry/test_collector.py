@@ -18,6 +18,7 @@ from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.server.telemetry import collector
 
 KEYS = """
 [alice]
@@ -137,10 +138,35 @@ def test_without_the_option_nothing_is_kept(tmp_path: Path) -> None:
     with client_of(engine) as client:
         assert client.post("/generate", json={"text": "abcdef", "learn": True}).is_success
         found = client.post("/delete_traffic", json={"client": "anonymous"})
-        assert found.json() == {"client": "anonymous", "exchanges": 0, "heads": [], "lookups": 2}
-        assert engine.forgotten == [""]
+        assert found.json() == {"client": "anonymous", "exchanges": 0, "heads": [], "lookups": 4}
+        assert engine.forgotten == ["", "anonymous"], "a key may have this name"
+
+
+@pytest.mark.parametrize("name", ["", "anonymous"])
+def test_requests_without_a_name_are_deleted_by_either(tmp_path: Path, name: str) -> None:
+    with serving(tmp_path) as (client, _):
+        assert client.post("/generate", json={"text": "secret"}).is_success
+        found = client.post("/delete_traffic", json={"client": name}).json()
+        assert (found["client"], found["exchanges"]) == ("anonymous", 1)
+    assert not kept(tmp_path)
 
 
 def test_two_servers_need_two_folders(tmp_path: Path) -> None:
     with serving(tmp_path), pytest.raises(ConfigError, match="another process"), serving(tmp_path):
         pass
+
+
+def test_a_disk_that_stands_still_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "QUEUED_TOKENS", 10)
+    moving, add = threading.Event(), TrafficStore.add
+
+    def slow(store: TrafficStore, exchange: Exchange) -> bool:
+        assert moving.wait(20)
+        return add(store, exchange)
+
+    monkeypatch.setattr(TrafficStore, "add", slow)
+    with serving(tmp_path) as (client, engine):
+        for i in range(5):
+            assert client.post("/generate", json={"text": f"request {i}"}).is_success
+        moving.set()
+    assert [engine.tokenizer.decode(one.prompt) for one in kept(tmp_path)] == ["request 0"]

@@ -62,6 +62,15 @@ class Clusters(nn.Module):
         self.centroids = Linear(hidden, config.count, False, dtype, device)
         self.token_ordering = nn.Parameter(torch.empty(vocab, dtype=torch.int64, device=device), False)
 
+    def check(self) -> None:
+        """Raises CheckpointError for tokens that are not in the vocabulary: kernels read the head's rows by them."""
+        low, high = (int(end) for end in self.token_ordering.aminmax())
+        if low < 0 or high >= len(self.token_ordering):
+            raise CheckpointError(
+                f"masked_embedding.token_ordering: expected tokens below {len(self.token_ordering)}, "
+                f"found {low if low < 0 else high}"
+            )
+
     def logits(self, x: Tensor, head: Linear) -> Tensor:
         """x [M, hidden] -> [M, vocab]: 1 below a row's smallest logit for all tokens that have none."""
         best = self.centroids(x).topk(self.config.chosen, -1).indices  # [M, chosen]
@@ -187,6 +196,8 @@ def load_assistant(
         else:
             unread = {"lm_head.weight", *filter(_of_keys, layer_tensors(head.config))}
             fill_parameters(head, head.names(), folder_tensors(path), device, unread)
+            if head.clusters is not None:
+                head.clusters.check()
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
     logger.info(

@@ -90,6 +90,11 @@ class Recording:
     def __init__(self, calls: Calls, held: list[Any]) -> None:
         self._calls, self._held = calls, held
 
+    @property
+    def nbytes(self) -> int:
+        """Returns bytes of what is kept with it."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._held)
+
     def replay(self) -> None:
         for function, numbers in self._calls:
             function(*numbers)

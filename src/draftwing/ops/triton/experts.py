@@ -16,7 +16,9 @@ from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
-FEW_OF_AN_EXPERT = 16  # pairs, on average: up to so many, tiles have few rows
+# Up to so many tokens, or pairs of an expert on average, tiles have few rows. 128 tokens of 128 experts, of which each
+# chooses 8, were measured (docs/dev/quantised_kernels.md).
+FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
 SMALL = tl.constexpr(TINY)
@@ -277,7 +279,7 @@ def route(
             LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
-    tile = tile_rows(rows * top_k, count, exact)
+    tile = tile_rows(rows, top_k, count, exact)
     made = tiles_of(experts, count, tile) if tiles is None else ExpertTiles(None, tiles, tile)
     return Routed(experts, weights, count, made)
 
@@ -297,10 +299,11 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
     return Routed(experts, weights, count, ExpertTiles(order, tiles, SMALL_TILE))
 
 
-def tile_rows(pairs: int, count: int, exact: bool) -> int:
-    """Pairs of a tile, with `count` experts. exact: bits do not depend on the number of tokens; with large tiles they
-    may."""
-    return SMALL_TILE if exact or pairs <= FEW_OF_AN_EXPERT * count else LARGE_TILE
+def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
+    """Pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of tokens;
+    with large tiles they may."""
+    few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
+    return SMALL_TILE if exact or few else LARGE_TILE
 
 
 def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:

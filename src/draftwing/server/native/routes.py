@@ -74,7 +74,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     async def delete_traffic(request: Request) -> dict[str, Any]:
         """Removes what is kept of a client's requests: for training (`--learn`) and for drafts from lookups."""
         body = await read_body(request, DeleteTraffic)
-        return {"client": body.client, **await service.delete_traffic(body.client)}
+        return await service.delete_traffic(body.client)
 
     @app.post("/abort_request", openapi_extra=schema(AbortRequest))
     async def abort_request(request: Request) -> Response:

@@ -23,6 +23,7 @@ from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 logger = logging.getLogger(__name__)
 COMPLETE = ("stop", "length")  # reasons of answers that are kept
 QUEUED = 1024  # exchanges that wait for the disk; further ones are left out
+QUEUED_TOKENS = 4_000_000  # that wait at most, but for one exchange: some 150 MB
 DELETED = 1024  # clients of whom answers that were asked for before are still looked out for
 SYNC_SECONDS = 5.0  # what a crash of the machine loses at most
 SWEEP_SECONDS = 3600.0  # between looks for what is too old, or a hundredth of the age where that is less
@@ -46,6 +47,7 @@ class Collector(Watcher):
         self._store, self._heads = store, heads
         store.open()
         self._queue: queue.Queue[Exchange | Callable[[], None] | None] = queue.Queue(QUEUED)
+        self._put = self._taken = 0  # tokens that came into the queue, and left it
         self._deleted: dict[str, float] = {}  # monotonic seconds, by client: what came before is not kept any more
         self._complained = -_COMPLAINT_SECONDS
         self._thread = threading.Thread(target=self._work, name="draftwing-traffic", daemon=True)
@@ -75,7 +77,10 @@ class Collector(Watcher):
             request.params.temperature,
         )  # fmt: skip
         try:
+            if self._put - self._taken > QUEUED_TOKENS:
+                raise queue.Full
             self._queue.put_nowait(exchange)
+            self._put += _tokens(exchange)
         except queue.Full:
             self._complain("the disk does not keep up")
 
@@ -91,7 +96,7 @@ class Collector(Watcher):
         def work() -> None:
             try:
                 done.set_result(Deleted(self._store.delete(client), [*self._heads.mark_deleted(client)]))
-            except (OSError, DraftwingError) as error:
+            except Exception as error:  # whoever waits is told
                 done.set_exception(error)
 
         await asyncio.to_thread(self._queue.put, work)  # which may be full
@@ -112,6 +117,7 @@ class Collector(Watcher):
                 running = task is not None
                 if isinstance(task, Exchange):
                     self._attempt(partial(self._store.add, task))
+                    self._taken += _tokens(task)
                 elif task is not None:
                     task()
             now = time.monotonic()
@@ -134,3 +140,7 @@ class Collector(Watcher):
         if now - self._complained >= _COMPLAINT_SECONDS:
             self._complained = now
             logger.warning("learning: some traffic is not kept: %s", why)
+
+
+def _tokens(exchange: Exchange) -> int:
+    return len(exchange.prompt) + len(exchange.answer)
