@@ -219,7 +219,7 @@ def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refuse
     assert engine.swapped == ["1", "2", "1"] and learning.head == 1
     engine.link, engine.refusal["1"] = object(), "damaged meanwhile"
     looked(learning, 3)
-    assert engine.swapped == ["1", "2", "1", "1"] and learning.head is None
+    assert engine.swapped == ["1", "2", "1", "1"] and (learning.head, learning.draft_model_path) == (None, "first")
 
 
 def test_a_damaged_head_is_told_once(
