@@ -46,7 +46,7 @@ ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, t
 RATE = 0.3
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
-LEAST_JUDGED = 16  # of these, about: 4 said x0.979 of a head that had 0.96 on MT-bench (docs/dev/learning.md)
+LEAST_JUDGED = 16  # of these, about, however little is trained on: the error of 3 or 4 is itself not known
 
 
 class TrafficStages(Stages):
