@@ -138,3 +138,10 @@ def test_heads_that_do_not_fit_are_refused_and_nothing_changes(heads: Heads, tmp
         pytest.raises(ConfigError, match="no head"),
     ):
         engine.swap_draft(heads.good)
+
+
+def test_what_chains_of_a_head_cost_beside_a_lookup(heads: Heads) -> None:
+    options = {**CHAIN, "speculative_algorithm": "EAGLE3+SUFFIX", "speculative_fixed_shape": False}
+    with closing(heads.engine(heads.good, **options)) as engine:
+        seconds = engine.stats()["chain_seconds"]
+    assert len(seconds) == CHAIN["speculative_num_steps"] and min(seconds) > 0 and seconds == sorted(seconds)

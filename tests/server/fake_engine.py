@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,9 @@ class FakeEngine:
     def forget_client(self, client: str) -> int:
         self.forgotten.append(client)
         return 2
+
+    def swap_draft(self, folder: Path) -> None:
+        """Goes on as before: it has no head."""
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
+from scripted import client_of, wait_until
 
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
@@ -85,10 +87,22 @@ def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: Head
     history.use(2)
     looked(learning, 2)
     assert engine.swapped == ["2"] and learning.numbers() == {"draft_head": {"2": 1}, "head_swaps": 1, "training": 0}
+    assert learning.draft_model_path == str(tmp_path / "heads" / "2")
     history.use(None)
     looked(learning, 2)
-    assert engine.swapped == ["2", "first"]
+    assert engine.swapped == ["2", "first"] and learning.draft_model_path == "first"
     assert [head for _, head in learning.facts()["swaps"]] == [2, None]
+
+
+def test_server_info_names_the_head_that_drafts(
+    tmp_path: Path, history: HeadHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.001)
+    options = Options(learn=str(tmp_path), speculative_algorithm="EAGLE3", speculative_draft_model_path="first")
+    with client_of(FakeEngine(options)) as client:
+        assert client.get("/server_info").json()["speculative_draft_model_path"] == "first"
+        history.use(2)
+        wait_until(lambda: client.get("/server_info").json()["speculative_draft_model_path"].endswith("heads/2"))
 
 
 def test_an_engine_that_was_started_anew_gets_the_head_again(tmp_path: Path, history: HeadHistory) -> None:
@@ -205,7 +219,7 @@ def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refuse
     assert engine.swapped == ["1", "2", "1"] and learning.head == 1
     engine.link, engine.refusal["1"] = object(), "damaged meanwhile"
     looked(learning, 3)
-    assert engine.swapped == ["1", "2", "1", "1"] and learning.head is None
+    assert engine.swapped == ["1", "2", "1", "1"] and (learning.head, learning.draft_model_path) == (None, "first")
 
 
 def test_a_damaged_head_is_told_once(

@@ -31,6 +31,17 @@ def test_the_newest_are_kept_to_judge_by() -> None:
     assert set(found.clients.values()) == {"a"} and found.tokens == {"a": 40 * 50}
 
 
+def test_a_flood_at_the_end_hides_nobody() -> None:
+    at = iter(range(1000))
+    early = [exchange(next(at), client) for client in ["many"] * 60 + ["few"] * 9 + ["single"]]
+    flood = [exchange(next(at), "flood") for _ in range(200)]
+    found = choose_traffic([*early, *flood], 512)
+    later = [found.clients[tokens.key] for tokens in found.later]
+    assert {client: later.count(client) for client in later} == {"many": 12, "few": 1, "single": 1, "flood": 40}
+    newest = [[*one.prompt, *one.answer] for one in early[48:60]]
+    assert [tokens.ids.tolist() for tokens in found.later][:12] == newest
+
+
 def test_a_client_is_learnt_from_no_more_than_its_share() -> None:
     every = [exchange(at, "much" if at % 10 else "few") for at in range(200)]
     found = choose_traffic(every, 512, later=0.0)

@@ -94,16 +94,21 @@ def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFix
 
 
 def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) -> None:
-    served.add("mixed", learnable.texts(served.target, 60, 4))
+    texts = learnable.texts(served.target, 60, 4)
+    served.add("mixed", texts)
     general = served.folder / "mixed" / "general"
     general.mkdir()
-    prompts = [json.dumps({"turns": [f"prompt {i}"]}) for i in range(40)]  # that an earlier run has let it write
+    prompts = [json.dumps({"turns": [f"prompt {i}"]}) for i in range(80)]  # that an earlier run has let it write
     (general / "prompts-000.jsonl").write_text("\n".join(prompts))
     served.train("mixed", "--general-share", "0.2", "--epochs", "1", "--max-tokens", "16")
     answers = (general / "responses.jsonl").read_bytes()
-    assert answers.count(b"\n") >= 2
+    lengths = [end - start for line in answers.splitlines() for start, end in json.loads(line)["spans"]]
+    learnt = sum(int(text.loss_mask.sum()) for text in texts[:48])
     (record,) = HeadHistory(served.folder / "mixed" / "heads").list()
-    assert record.data["general"] == answers.count(b"\n") and record.figures["general"]["texts"] >= 1
+    judged = record.figures["general"]["texts"]
+    trained = sum(lengths) * (1 - judged / len(lengths))
+    assert judged >= 10 and trained / (trained + learnt) == pytest.approx(0.2, abs=0.05)
+    assert record.data["general"] == len(lengths)
 
 
 def test_a_new_token_begins_as_others_of_the_target_would(served: Served) -> None:

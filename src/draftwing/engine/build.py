@@ -15,7 +15,7 @@ from torch import Tensor
 from draftwing.config.drafters import TOKEN_MAP, shipped_head
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
-from draftwing.core import PLAIN, PREDICTED, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN, PREDICTED, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
@@ -90,15 +90,15 @@ class Parts:
         executor.run_on_all_ranks(Executor.flush)
 
     def chain_seconds(self) -> list[float]:
-        """Returns about what steps of one request with 1, 2, .. levels of drafts take; nothing where costs are not
-        compared."""
+        """Returns about what steps of one request with 1, 2, .. levels of drafts take, a lookup's alone left out;
+        nothing where costs are not compared."""
         policy = self.sched.choice.policy
         if not isinstance(policy, TreePolicy):
             return []
-        drafts = [shape for shape in policy.menu if shape.depth]
+        drafts = [shape for shape in policy.menu if shape.depth and shape.proposer != LOOKUP_ALONE]
         known = {shape: policy.cost.seconds(shape, 1, CHAIN_TOKENS) for shape in drafts}
         found = []
-        for depth in range(1, max(shape.depth for shape in drafts) + 1):
+        for depth in range(1, self.options.speculative_shape.depth + 1):  # a pair's lookup may draft deeper ones
             able = [known[shape] for shape in drafts if shape.depth >= depth]
             if None in able:
                 return []

@@ -41,6 +41,7 @@ class Learning(Watcher):
         self.live = LiveAcceptance()
         self.swaps = 0
         self.head: int | None = None  # that drafts, None: the command line's
+        self.draft_model_path = engine.info.options.speculative_draft_model_path  # of that head
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
         self._on_trial = False  # whether it took the place of the head that it was trained from
@@ -137,14 +138,15 @@ class Learning(Watcher):
         if number is None and before is None:
             self._link = link  # it was started with that one
             return
-        refused = await self._engine.swap_draft(Path(self._folder_of(number)))
+        folder = self._folder_of(number)
+        refused = await self._engine.swap_draft(Path(folder))
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
             self._refused = (*self._refused, number)
             if number == before:  # an engine that was started anew does not take it any more
-                self.head, self._link = None, link
+                self.head, self.draft_model_path, self._link = None, self._folder_of(None), link
             return
-        self.head, self._link = number, link
+        self.head, self.draft_model_path, self._link = number, folder, link
         if number != before:  # else it is an engine that was started anew
             self.swaps, self._refused = self.swaps + 1, ()
             self.live.swapped(time.time(), number, self._on_trial and self.live.fell)

@@ -291,6 +291,11 @@ class Service:
             found = await self.pools.run(size, tokenized)
         return [one._replace(bad_word_ids=found[one.params.bad_words]) for one in asked]
 
+    @property
+    def draft_model_path(self) -> str | None:
+        """Returns the folder of the head that drafts now: of the command line, or what was swapped in."""
+        return self.options.speculative_draft_model_path if self._learning is None else self._learning.draft_model_path
+
     async def delete_traffic(self, client: str) -> dict[str, Any]:
         """Removes what is kept of a client's requests; see `Collector.delete`. Raises EngineDead."""
         client, found = client or ANONYMOUS, Deleted(0, [])

@@ -257,10 +257,10 @@ class Settings:
 
 
 # What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
-# good already, and chains as long as those that are served.
+# good already, chains as long as those that are served, and short general answers: the amount of text is bounded.
 _OF_TRAFFIC: dict[str, Any] = {
     "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20,
-    "eval_every": 100,
+    "eval_every": 100, "max_tokens": 160,
 }  # fmt: skip
 
 _FIELDS = {spec.name: {**spec.metadata, "default": spec.default} for spec in dataclasses.fields(Settings)}

@@ -15,9 +15,11 @@ import torch
 
 from draftwing.learn.traffic import Exchange
 from draftwing.train.heads import TargetHead
+from draftwing.train.judge import FEW
 from draftwing.train.store import FeatureSource, Part, Tokens
 
 LATER = 0.2  # share of the exchanges, the newest ones, that heads are judged by
+MANY = round(FEW / LATER)  # exchanges of a client whose own newest are kept, and judged: others' flood hides nobody's
 CLIENT_SHARE = 0.5  # of the tokens that are learnt: most of one client, where there are others
 # A text that repeats itself is a lookup's matter, and a head that learnt it would expect repetition everywhere.
 LEAST_NEW, LOOP = 0.3, 4  # share of an answer's runs of so many tokens that are different ones
@@ -45,7 +47,7 @@ class Traffic:
 
 def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float = LATER) -> Traffic:
     """Chooses from exchanges in order of time. max_length: tokens of a sequence; longer ones are left out.  later:
-    share of what is left, the newest, that is not learnt."""
+    share of what is left that is not learnt: the newest of each client with `MANY`, and of all others together."""
     skipped: Counter[str] = Counter()
     found: dict[str, tuple[Tokens, str]] = {}
     for exchange in exchanges:
@@ -58,9 +60,19 @@ def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float 
         found[tokens.key] = tokens, exchange.client
     clients = {key: client for key, (_, client) in found.items()}
     every = [tokens for tokens, _ in found.values()]
-    bound = len(every) - round(later * len(every))
-    learnt, sums = _shared(every[:bound], clients, skipped)
-    return Traffic(learnt, every[bound:], clients, sums, skipped)
+    kept = _newest(every, clients, later)
+    learnt, sums = _shared([one for one in every if one.key not in kept], clients, skipped)
+    return Traffic(learnt, [one for one in every if one.key in kept], clients, sums, skipped)
+
+
+def _newest(every: Sequence[Tokens], clients: dict[str, str], share: float) -> set[str]:
+    """Keys of the newest share of each client with `MANY`, and of all others together."""
+    counts = Counter(clients.values())
+    groups: dict[str | None, list[str]] = {}
+    for tokens in every:
+        client = clients[tokens.key]
+        groups.setdefault(client if counts[client] >= MANY else None, []).append(tokens.key)
+    return {key for keys in groups.values() for key in keys[len(keys) - round(share * len(keys)) :]}
 
 
 def _unfit(exchange: Exchange, max_length: int) -> str:

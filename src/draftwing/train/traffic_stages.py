@@ -40,12 +40,13 @@ logger = logging.getLogger(__name__)
 LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothing of how well it is drafted
 PROMPTS = 64  # that the model is asked to write at a time
 WRITINGS = 32  # times at most, for all runs of a folder
-ANSWER = 80  # tokens of an answer to those, about
+ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, the mean of 132 of SmolLM2
 # Highest learning rate times the hidden size. 0.23 and 0.35 were tried, with Muon, and spoilt no general text
 # (docs/dev/learning.md); not swept.
 RATE = 0.3
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 JUDGED = 0.2  # share of general texts that is not trained on
+LEAST_JUDGED = 16  # of these, about, however little is trained on: the error of 3 or 4 is itself not known
 
 
 class TrafficStages(Stages):
@@ -96,9 +97,10 @@ class TrafficStages(Stages):
 
     @property
     def _wanted(self) -> int:
-        """How many general texts there are to be."""
+        """How many general texts there are to be: to train on, and to judge by."""
         share, learnt = self.settings.general_share, sum(self.traffic.tokens.values())
-        return round(share / (1 - share) * learnt / ANSWER)
+        trained = round(share / (1 - share) * learnt / (ANSWER * self.settings.max_tokens))
+        return trained and trained + max(round(JUDGED / (1 - JUDGED) * trained), LEAST_JUDGED)
 
     def generate(self) -> None:
         """Has the model write prompts, as many as are missing, and answer them."""
@@ -160,8 +162,9 @@ class TrafficStages(Stages):
 
     def _judged(self) -> set[str]:
         """Keys of what is not trained on."""
-        general = held_out((one.key for one in self.general()), JUDGED, self.settings.seed, "judge")
-        return {one.key for one in self.traffic.later} | general
+        general = [one.key for one in self.general()]
+        share = min(max(JUDGED, LEAST_JUDGED / max(len(general), 1)), 0.5)
+        return {one.key for one in self.traffic.later} | held_out(general, share, self.settings.seed, "judge")
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm)

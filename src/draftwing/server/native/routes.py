@@ -142,6 +142,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
         **options,
         **info.options.label,
         "model_path": info.options.model,
+        "speculative_draft_model_path": service.draft_model_path,
         "served_model_name": service.model,
         "launch_command": shlex.join(words),
         "dtype": info.dtype,

@@ -43,7 +43,7 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
         "dtype": info.dtype,
         "weight_bytes": dict(info.weight_bytes),
         "model_path": info.options.model,
-        "draft_model_path": info.options.speculative_draft_model_path,
+        "draft_model_path": service.draft_model_path,
         "context_length": info.context_length,
         "max_total_tokens": info.max_total_tokens,
         "algorithm": info.options.drafter if info.speculates else "none",
