@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     none = "mark.timing" not in text if wanted.startswith("timing ") else ALL_SLOW.search(text) is not None
     return True if none else None
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP is not ignored, as it is under nohup, also by processes that the test starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def pytest_collection_finish() -> None:

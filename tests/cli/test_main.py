@@ -186,7 +186,7 @@ class Streamed(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_running_requests_end(number: int) -> None:
+def test_a_signal_lets_running_requests_end(hangups: None, number: int) -> None:
     """When a terminal is closed its shell sends SIGHUP once more."""
     with serving(pause=0.001) as (process, url):
         (engine,) = engines(process.pid)

@@ -14,7 +14,7 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
-from draftwing.engine import executor
+from draftwing.engine import target
 from draftwing.layers.mlp import GatedMLP
 from draftwing.ops.attention import MixedAttend
 
@@ -44,7 +44,7 @@ def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str, monkeypatch:
         mixed.append(MixedAttend(*parts))
         return mixed[-1]
 
-    monkeypatch.setattr(executor, "MixedAttend", noted)
+    monkeypatch.setattr(target, "MixedAttend", noted)
     reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     assert texts(tmp_path, "NGRAM", "auto", enable_mixed_chunk=True) == texts(tmp_path, "none", "auto") and mixed

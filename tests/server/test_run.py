@@ -19,7 +19,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_whatever_runs(ctrl_c: None, number: int) -> None:
+def test_a_signal_ends_whatever_runs(ctrl_c: None, hangups: None, number: int) -> None:
     """Python 3.11 makes a RuntimeError of what is raised in `__set_name__`; a library may raise its own error after it
     caught everything."""
 

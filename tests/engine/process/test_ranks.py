@@ -267,7 +267,7 @@ def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
     monkeypatch.setattr(processes_of_ranks, "RANK", "rank_that_loads")
     alone = SimpleNamespace(release=lambda: None, close=lambda: None)
     monkeypatch.setattr(processes_of_ranks, "Rendezvous", lambda: SimpleNamespace(port=0, join=lambda *_: alone))
-    options: Any = SimpleNamespace(tp_size=3, says_why=says_why)
+    options: Any = SimpleNamespace(tp_size=3, enable_expert_parallel=False, says_why=says_why)
     others = RankProcesses(processes_of_ranks.Setup(options, tmp_path, None, None, 0, 0), CpuDevice(), None)
     error = CheckpointError if says_why else RankDied
     with pytest.raises(error, match="the second file" if says_why else "rank 2 of the engine ended: exit code 1"):
