@@ -7,27 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.test_models import refused, run
 from fake_engine import FakeEngine
 from scripted import serving
 
-from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command that works prints."""
-    capsys.readouterr()
-    assert main(argv) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    capsys.readouterr()
-    assert main(argv) == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture
