@@ -161,7 +161,8 @@ def _latent_kernel(
     raw = tl.load(made + col, mask=here, other=0.0)
     a = tl.load(made + LATENT + half, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(made + LATENT + HALF + half, mask=ok, other=0.0).to(tl.float32)
-    x, dtype = raw.to(tl.float32), raw.dtype
+    dtype = raw.dtype
+    x = raw.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight).to(dtype)
     at = m * turn_stride
     one, two = _turned(a[None, :], b[None, :], cos + at, sin + at, half, ok, dtype, HALF)
