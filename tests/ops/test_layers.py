@@ -375,6 +375,8 @@ def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
         parts = [ops.share_logits(hidden, weight[begin : begin + 45].clone(), ids, begin) for begin in (0, 45)]
         assert torch.equal(parts[0] + parts[1], found)  # each is 0 but in one of them
+        if len(shape) == 1:
+            torch.testing.assert_close(ops.every_logit(hidden, weight).gather(1, ids), found, rtol=1e-5, atol=1e-4)
         if ops.name != "torch":  # a logit has the same bits among others
             alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())
             assert torch.equal(alone, found[-1:, ..., 3:4])

@@ -194,6 +194,11 @@ class LayerOps(ExpertOps):
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
+    def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Computes `exact_logits` of all rows of the weight, [M, vocab] float32. hidden [M, size]"""
+        every = torch.arange(len(weight), device=hidden.device)
+        return self.exact_logits(hidden, weight, every.expand(len(hidden), -1))
+
     def wide_gemm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [M, inputs], weight [outputs, inputs] -> x @ weight^T [M, outputs], summed and kept in float32 or wider."""
         if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
