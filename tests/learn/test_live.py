@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from draftwing.learn.live import ENOUGH, POINTS, SECONDS, LiveAcceptance, Swap
+from draftwing.learn.live import ENOUGH, POINT_SECONDS, POINTS, LiveAcceptance, Swap
 
 
 def requests(live: LiveAcceptance, draw: random.Random, count: int, accepted: float, at: float = 0.0) -> None:
@@ -18,11 +18,11 @@ def test_the_curve_has_a_point_a_minute_and_is_bounded() -> None:
     live = LiveAcceptance()
     live.add(10.0, 0, 0)  # without steps
     for minute in range(POINTS + 10):
-        live.add(minute * SECONDS + 1, 5, 10)
-        live.add(minute * SECONDS + 59, 15, 10)
+        live.add(minute * POINT_SECONDS + 1, 5, 10)
+        live.add(minute * POINT_SECONDS + 59, 15, 10)
     assert len(live.points) == POINTS
     assert {(point.tokens, point.steps) for point in live.points} == {(40, 20)}
-    assert [point.at for point in live.points] == [SECONDS * (10 + i) for i in range(POINTS)]
+    assert [point.at for point in live.points] == [POINT_SECONDS * (10 + i) for i in range(POINTS)]
     few = live.curve(100)
     assert 80 < len(few) <= 100 and sum(point.tokens for point in few) == 40 * POINTS
     assert few[0].at == live.points[0].at and LiveAcceptance().curve(100) == []

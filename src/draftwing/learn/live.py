@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-SECONDS = 60.0  # of a point of the curve
+POINT_SECONDS = 60.0  # of a point of the curve
 POINTS = 720  # that are kept: half a day
+# Swept in docs/dev/learning.md, "When is a head swapped back?".
 ENOUGH = 50  # requests on each side of a swap
 WINDOW = 400  # newest requests before a swap that are compared with
 ERRORS = 3.0  # standard errors by which it must have fallen: it is looked at again and again
@@ -44,7 +45,7 @@ class LiveAcceptance:
             return
         tokens = drafts + steps
         self._since.append((tokens, steps))
-        begin = at - at % SECONDS
+        begin = at - at % POINT_SECONDS
         if self.points and self.points[-1].at == begin:
             last = self.points.pop()
             self.points.append(Point(begin, last.tokens + tokens, last.steps + steps))
