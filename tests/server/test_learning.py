@@ -77,7 +77,7 @@ def history(tmp_path: Path) -> HeadHistory:
 def requests(learning: Learning, accepted: int) -> None:
     for i in range(ENOUGH):
         meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
-        learning.finished(SimpleNamespace(meta=meta))  # type: ignore[arg-type]
+        learning.finished(SimpleNamespace(meta=meta, request=SimpleNamespace(client="")))  # type: ignore[arg-type]
 
 
 def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: HeadHistory) -> None:

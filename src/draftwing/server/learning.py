@@ -69,7 +69,7 @@ class Learning(Watcher):
 
     def finished(self, answer: AnswerRecord) -> None:
         drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
-        self.live.add(time.time(), drafts, steps)
+        self.live.add(time.time(), drafts, steps, answer.request.client)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
