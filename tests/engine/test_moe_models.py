@@ -49,6 +49,12 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
 
 
+@pytest.mark.parametrize("name", ["kv_lora_rank", pytest.param("v_head_dim", marks=pytest.mark.exhaustive)])
+def test_latents_of_one_element(tmp_path: Path, name: str) -> None:
+    written(tmp_path, "deepseek-v3", **{name: 1})
+    assert texts(tmp_path, "NGRAM", "bfloat16") == texts(tmp_path, "none", "bfloat16")
+
+
 @pytest.mark.further(kind=["glm4-moe-groups", "deepseek-v2-groups", "glm4-moe-lite"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_eagle3_heads_draft_for_them(tmp_path: Path, kind: str) -> None:

@@ -270,7 +270,8 @@ class _Nothing:
 
 
 def _run_without_data(job: Job) -> Parts:
-    from draftwing.engine import build  # which imports this module
+    from draftwing.engine.build import assemble  # which imports this module
+    from draftwing.engine.startup.drafter import make_drafter
 
     torch.set_num_threads(1)  # the process forks
     device = NoDevice()
@@ -287,10 +288,10 @@ def _run_without_data(job: Job) -> Parts:
     model.pack(device.ops, options.deterministic)
     precision = Precision(job.dtype, job.kv_dtype)
     draft_path = job.draft_path or job.path
-    drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
+    drafter, policy = make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    return build.assemble(options, model, precision, device, drafter, policy)
+    return assemble(options, model, precision, device, drafter, policy)
 
 
 class NoDevice(CpuDevice):
