@@ -63,7 +63,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4-moe-lite": ("Glm4MoeLite", LATENT),
+    "glm4-moe-lite-halves": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
@@ -94,6 +95,8 @@ def filled(model: Any) -> Any:
 
 def predicting(theirs: Any) -> Any:
     """Transformers' prediction layer of a model: it shares embedding and head."""
+    if theirs.config.model_type == "glm4_moe_lite":  # of which it has none; this is one of its layers with experts
+        theirs.config.num_mtp_layers, theirs.config.mtp_mlp_layer_types = 1, ["sparse"]
     kept = {name: value.clone() for name, value in theirs.state_dict().items()}
     torch.manual_seed(7)
     layer = filled(MtpModel(theirs, 1).float().eval())
