@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing import LLM, SamplingParams
 from draftwing.core import TreeShape
 from draftwing.models.config import from_hf
-from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.ops.types import Draft
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.drafter import DraftStep
