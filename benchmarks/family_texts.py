@@ -3,8 +3,8 @@ random weights made from its config. How many of 80 are the same tokens?
 
     python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
 
-First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once, beside
-prompts in the same step, with half of the prompts in the cache. Each engine answers all prompts twice: SUFFIX knows the
+First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
+beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX knows the
 second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
 FILE has what is known so far, after each engine.
 """
@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm-4.5": real.GLM45 | SMALL | EXPERTS | {"num_attention_heads": 24, "num_key_value_heads": 2},
     "minimax-m2": real.MINIMAX_M2 | SMALL | {
         "num_local_experts": 32, "num_experts_per_tok": 4, "num_attention_heads": 24, "num_key_value_heads": 4,
-        "intermediate_size": 256, "attn_type_list": [1] * 4, "num_mtp_modules": 0,
+        "intermediate_size": 256, "attn_type_list": [1] * 4, "num_nextn_predict_layers": 0,
     },
     "deepseek-v2": real.DEEPSEEK_V2_LITE | SMALL | LATENT | {"num_nextn_predict_layers": 0},
 }  # fmt: skip
@@ -73,8 +73,7 @@ def written(folder: Path, name: str) -> dict[str, Any]:
     write_tokenizer(folder / "model")
     if name.startswith("gemma4"):
         return {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": str(folder / "assistant")}
-    return {"speculative_algorithm": "NEXTN" if config["num_nextn_predict_layers"] and "kv_lora_rank" in config
-            or name == "glm-4.5" else "NGRAM"}  # fmt: skip
+    return {"speculative_algorithm": "NEXTN" if config["num_nextn_predict_layers"] else "NGRAM"}
 
 
 def write(folder: Path, config: dict[str, Any]) -> None:
@@ -127,9 +126,7 @@ def one_family(args: argparse.Namespace) -> None:
         more = {"speculative_fixed_shape": True, "enable_mixed_chunk": True, **own}
         for algorithm in dict.fromkeys((f"{drafter}+SUFFIX" if drafter != "NGRAM" else "SUFFIX", drafter)):
             for words, shape in (("trees", TREE), ("chains", CHAIN)):
-                found, said = answers(
-                    Path(made) / "model", args, 16, speculative_algorithm=algorithm, **shape, **more
-                )
+                found, said = answers(Path(made) / "model", args, 16, speculative_algorithm=algorithm, **shape, **more)
                 same = [sum(a == b for a, b in zip(plain, again, strict=True)) for again in found]
                 line = {"family": name, "format": args.format, "way": f"{algorithm}, {words}", "same": same}
                 print(json.dumps({**line, "of": args.count, **said}), flush=True)
