@@ -4,8 +4,8 @@ random weights made from its config. How many of 80 are the same tokens?
     python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
 
 First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
-beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX knows the
-second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
+beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
+knows the second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
 FILE has what is known so far, after each engine.
 """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised as tiny
 import torch
 from dense_cache import DenseCache
 from hybrid_models import tokens
@@ -21,7 +22,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
-from draftwing.parallel.ranks import Absent
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.train.capture import FeatureModel
 
 KINDS = ["glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite"]
@@ -124,6 +125,25 @@ def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         for name in ("layers.0.layer.mlp.down.weight", "layers.0.layer.mlp.gate_up.weight"):
             assert torch.equal(share.get_parameter(name), whole.get_parameter(name).chunk(2)[rank])
     assert "not used" not in caplog.text
+
+
+@pytest.mark.further(kind=["glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3", "glm4-moe-lite"])
+def test_a_rank_has_a_share_of_a_quantised_layer(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
+    theirs = reference(kind)
+    with_layer(tmp_path, theirs, published(theirs, predicting(theirs)))
+    config, write = tiny.FORMATS["fp8 block"]
+    tiny.quantise(tmp_path, config, lambda _: write)
+
+    def loaded(ranks: Ranks = ALONE) -> MTPHead:
+        return load_mtp_head(tmp_path, load_model(tmp_path, torch.float32, "cpu", ranks=ranks), torch.float32, "cpu")
+
+    whole, shares = loaded(), [loaded(Absent(2, rank)) for rank in range(2)]
+    name = "layers.0.layer.mlp.down.weight"
+    assert torch.equal(torch.cat([share.get_parameter(name) for share in shares], 1), whole.get_parameter(name))
+    half = loaded(Absent(2, 1, expert_parallel=True))
+    assert torch.equal(half.get_parameter(name), whole.get_parameter(name).chunk(2)[1])
 
 
 def test_from_the_config_alone(tmp_path: Path) -> None:
