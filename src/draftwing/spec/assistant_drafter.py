@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
 from draftwing.models.heads.assistant import AssistantHead
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Draft, Expansion, RowTensors
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -32,51 +31,47 @@ class AssistantDrafter(ModelDrafter):
     def extend(self, seen: SeenTokens) -> None:
         table, batch, aux_hidden, next_ids, count, noisy = seen
         assert aux_hidden is not None
-        if count is None:
-            self._extend_chunks(table, batch, self.head.features(aux_hidden), next_ids, noisy)
-            return
         rows = batch.rows
+        if count is None:
+            final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
+            if not final:
+                return
+            rows = torch.cat([rows[row : row + 1] for row, _ in final])
 
         def newest(x: Tensor) -> Tensor:
-            """x [B * Q, n] -> [B, n]"""
+            """x [M, n] -> [B, n]: of the query before each row's newest token"""
+            if count is None:
+                return torch.stack([x[i] for _, i in final])
             return self.ops.newest_rows(x, count, 1, rows, None)
 
-        position = newest(batch.positions.unsqueeze(1)).flatten()  # [B]
         ids = newest(next_ids.unsqueeze(1)).flatten()
-        batch = self._reading(table, rows, ids, position, position, batch.write_slots, batch.bound)
-        hidden = self._run(batch, newest(aux_hidden), 0)
+        hidden = self._run(self._reading(table, rows, ids, batch.bound), newest(aux_hidden), 0)
         self.ops.put_rows(self._first.feature, rows, hidden)
         self._keep_first(table, rows, hidden, noisy)
 
-    def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
-        # Rows of the first level stand where the newest key is, as those of a head that looks one token further would.
-        return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead + 1, self.head.target_ids)
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
+        if drafts or seen.count is None:
+            self.extend(seen)
 
     def propose(self, step: DraftStep) -> Draft:
         table, rows, shape, max_kv_len, noisy = step
         size, topk = rows.shape[0], shape.topk
         self._read_first(table, rows, noisy)
         expansion = self._expand(table, rows, shape)
-        positions = newest = rows  # those of all levels; nothing yet
         for level in range(1, shape.depth):
-            ids = expansion.level().ids
-            at = expansion.level_rows()
-            if level == 1:
-                positions = at.positions.flatten()
-                newest = self.ops.of_levels(positions, size, 0, 1)  # [B], the first node's
-            batch = self._reading(table, rows, ids.flatten(), positions, newest, at.write_slots.flatten(), max_kv_len)
-            hidden = self._run(batch, at.feature, level).view(size, topk, -1)
+            batch = self._reading(table, rows, expansion.level().ids.flatten(), max_kv_len)
+            hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
         return expansion.draft()
 
-    def _reading(
-        self, table: RowTensors, rows: Tensor, ids: Tensor, positions: Tensor, newest: Tensor, write_slots: Tensor,
-        bound: int,
-    ) -> Batch:  # fmt: skip
-        """Rows of K tokens ids [B * K] of each of rows [B], each of which reads its row's keys, up to position newest
-        [B]. positions [B * K]: the same.  write_slots: what is never written."""
+    def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:
+        """Tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys before it:
+        those up to the one before that, and a path of one entry."""
         count, (size,) = ids.shape[0], rows.shape
+        kv_len = self.ops.take_rows(table.kv_len, rows)
+        before = self.ops.noise_key(table, rows, -1).position  # kv_len - 1, by the call that there is
         return Batch(
-            rows, ids, positions, write_slots, table.page_table, newest, self._entry[:count].view(size, -1, 1),
-            self._one[:count].view(size, -1), window=1, bound=bound,
+            rows, ids, positions=self.ops.repeat_rows(kv_len, count // size), write_slots=ids,  # nothing is written
+            table=table.page_table, prefix_len=before, path=self._entry[:count].view(size, -1, 1),
+            path_len=self._one[:count].view(size, -1), window=1, bound=bound,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def logits_of(theirs: Any, folder: Path, helper: Path, ranks: Ranks = ALONE, nat
             torch.tensor([0]), token, newest, torch.tensor([0]), pooled.table, newest, zero.unsqueeze(2), zero + 1,
             window=1, bound=41,
         )  # fmt: skip
-        feature = head.run(token, newest, feature, 0, pooled.attn.bind(batch, 0))
+        feature = head.run(token, newest + 1, feature, 0, pooled.attn.bind(batch, 0))
         found.append(head.logits(feature))
         token = found[-1].argmax(-1)
     return found
@@ -147,7 +147,7 @@ def test_nodes_of_a_level_by_the_kernels_of_a_gpu(both: tuple[Any, Any, Path]) -
             zero.unsqueeze(2), zero + 1, window=1, bound=41,
         )  # fmt: skip
         features = torch.randn(3, head.width, generator=torch.Generator().manual_seed(1))
-        made.append(head.run(batch.ids, batch.positions, features, 0, pooled.attn.bind(batch, 0)))
+        made.append(head.run(batch.ids, batch.positions + 1, features, 0, pooled.attn.bind(batch, 0)))
     torch.testing.assert_close(*made, atol=1e-4, rtol=1e-4)
 
 

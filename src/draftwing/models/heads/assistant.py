@@ -119,15 +119,14 @@ class AssistantHead(DraftHead, nn.Module):
     def set_max_positions(self, positions: int) -> None:
         for rope in self.ropes:
             made = cast(Rope, rope)
-            made.make(positions + 1, made.table.dtype, self.norm.weight.device)
-            made.table = made.table[1:]  # rows stand one behind the newest key, whose position they are told
+            made.make(positions, made.table.dtype, self.norm.weight.device)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """Returns features as they are, which are narrower than what rows hand on: `run` reads no more of either."""
         return aux_hidden
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """positions [M]: of the newest key that a row reads, one before its own; attend: over the target's layers."""
+        """positions [M]: of the newest token, one behind the newest key; attend: over the target's layers."""
         assert features is not None
         token = self._target[0].embedded(ids)
         x = self.pre(self.ops.concat_columns(token, features[:, : self._theirs]))
