@@ -11,8 +11,9 @@ import gguf as gguf_package
 import numpy as np
 import torch
 import transformers
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import quantize
+from moe_models import quantised
 from torch import Tensor
 
 VOCAB = 101
@@ -121,11 +122,12 @@ def write_gguf(
         else:
             inner = ".".join(parts[3:])
             made = f"blk.{parts[2]}.{WHOLE.get(inner) or NAMES[inner.removesuffix('.weight')] + '.weight'}"
-        own = Type.F32 if value.dim() == 1 or any(part in made for part in ("gate_inp", "token_embd")) else kind
+        whole = value.dim() == 1 or any(part in made for part in ("gate_inp", "token_embd"))
+        own = Type.F32 if whole or value.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
         if stored is not None and made.startswith("per_layer_token"):
             writer.add_tensor(made, stored, raw_dtype=table)
             continue
-        writer.add_tensor(made, quantize(value.float().contiguous().numpy(), own), raw_dtype=own)
+        writer.add_tensor(made, quantised(value.float().contiguous().numpy(), own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,7 +13,7 @@ from engine.test_no_host_reads import SHAPES, FakeDevice, plans
 from gemma4_models import ON_GPU, assistant_for, drafted, reference, write_gguf
 from gguf import GGMLQuantizationType as Type
 from reference.learnable import ENGINE
-from thread_ranks import shares_of
+from thread_ranks import meet
 from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
@@ -130,8 +130,10 @@ def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
     written(tmp_path, kind)
     whole = load_model(tmp_path / "target", torch.float32, "cpu")
     ops, shape = make_ops(torch.device("cpu")), TreeShape(3, 2, 6)
-    model, *others = shares_of(whole, ops)
-    model.others, model.whole = others, (whole,)
+    model, *others = (load_model(tmp_path / "target", torch.float32, "cpu", ranks=ranks) for ranks in meet())
+    for share in (model, *others):
+        share.pack(ops)
+    model.others, model.whole = others, (whole,)  # type: ignore[assignment]
     prompts = harness.prompts_for(6, seed=3)
     params = [harness.greedy(40) if i % 3 else harness.seeded(40, seed=i) for i in range(6)]
     expected = harness.plain_answers(model, prompts, params)
