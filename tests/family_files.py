@@ -62,8 +62,10 @@ def made(family: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
 
 def in_gguf(folder: Path, theirs: Any, helper: Any, extra: dict[str, Tensor], kind: Type) -> Path:
     """Writes files; what the weights are in them goes into the model."""
-    folder.mkdir(exist_ok=True)
-    write_tokenizer(folder)
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    write_tokenizer(tokenizer)
+    (tokenizer / "config.json").write_text("{}")
     path = folder / "model.gguf"
     if helper is None:
         moe_models.write_gguf(path, theirs.config, {**theirs.state_dict(), **extra}, kind, joined=True)

@@ -109,8 +109,9 @@ def test_of_files_that_are_quantised(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, FEW], ids=["chain", "tree"])
-def test_steps_are_recorded(tmp_path: Path, shape: dict[str, int]) -> None:
-    written(tmp_path, "dense")
+@pytest.mark.parametrize("kind", ["dense", "clusters"])
+def test_steps_are_recorded(tmp_path: Path, kind: str, shape: dict[str, int]) -> None:
+    written(tmp_path, kind)
     params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
     own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
     options = {**ENGINE, "speculative_algorithm": "FROZEN_KV_MTP", "quantization": "q8_0", **own, **shape}

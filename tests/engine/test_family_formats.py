@@ -44,7 +44,7 @@ def test_drafts_change_no_token(tmp_path: Path, family: str, form: str) -> None:
     if family.startswith("gemma4"):
         sizes["tie_word_embeddings"] = form.startswith("Q")  # files have no head then; greedy text repeats itself
     _, path = written(tmp_path, family, form, **sizes)
-    own: dict[str, Any] = {"tokenizer_path": str(path.parent if path.suffix else path)}
+    own: dict[str, Any] = {"tokenizer_path": str(path.with_name("tokenizer") if path.suffix else path)}
     plain = texts(path, "none", "auto", **own)
     drafter = "NEXTN" if family in PREDICTING else "NGRAM"
     if family.startswith("gemma4"):

@@ -58,13 +58,10 @@ class Clusters(nn.Module):
                 f"found {low if low < 0 else high}"
             )
 
-    def logits(self, x: Tensor, head: Linear) -> Tensor:
+    def logits(self, x: Tensor, head: Linear, ops: LayerOps) -> Tensor:
         """x [M, hidden] -> [M, vocab]: 1 below a row's smallest logit for all tokens that have none."""
-        best = self.centroids(x).topk(self.config.chosen, -1).indices  # [M, chosen]
-        ids = self.token_ordering.view(self.config.count, -1)[best].flatten(1)
-        found = head.exact_logits(x, ids).to(x.dtype)
-        below = (found.amin(1, keepdim=True) - 1).expand(-1, len(self.token_ordering))
-        return below.scatter(1, ids, found)
+        ids = ops.cluster_tokens(self.centroids(x), self.config.chosen, self.token_ordering)
+        return ops.spread_logits(head.exact_logits(x, ids), ids, len(self.token_ordering), x.dtype)
 
 
 class AssistantHead(DraftHead, nn.Module):
@@ -143,7 +140,7 @@ class AssistantHead(DraftHead, nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         x = self.ops.concat_columns(hidden[:, self._theirs :])
-        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head)
+        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head, self.ops)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference."""
