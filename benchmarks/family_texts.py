@@ -164,7 +164,9 @@ def main() -> None:
             results[key] = collected(process, log)
             if process.poll() is not None:
                 del running[key]
-        args.out.write_text(json.dumps([line for lines in results.values() for line in lines], indent=1))
+        text = json.dumps([line for lines in results.values() for line in lines], indent=1)
+        args.out.with_suffix(".part").write_text(text)
+        args.out.with_suffix(".part").replace(args.out)  # so that it is whole, whenever this is ended
     for (form, name), (process, _) in running.items():
         process.kill()
         print(f"{name}, {form}: stopped")

@@ -83,14 +83,13 @@ static PyObject *py_windowed(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
-/* out [rows, chosen * each]; scores [rows, count], half, rows, count, chosen, ordering [count, each], each: the tokens of
-   the clusters with the best scores, best first, of equals the lower number */
+/* out [rows, chosen * each]; scores [rows, count], half, rows, count, chosen, ordering [count, each], each, scratch
+   [chosen] float: the tokens of the clusters with the best scores, best first, of equals the lower number */
 static PyObject *py_cluster_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given, 8, n)) return NULL;
+    int64_t n[9];
+    if (!numbers(args, given, 9, n)) return NULL;
     const int64_t half = n[2], rows = n[3], count = n[4], chosen = n[5], *ordering = POINTER(n[6]), each = n[7];
-    float *best = malloc((size_t)chosen * sizeof(float));
-    if (!best) return PyErr_NoMemory();
+    float *best = POINTER(n[8]);
     int64_t *which = (int64_t *)POINTER(n[0]);
     for (int64_t i = 0; i < rows; i++, which += chosen * each) {
         int64_t held = 0;
@@ -108,7 +107,6 @@ static PyObject *py_cluster_tokens(PyObject *self, PyObject *const *args, Py_ssi
         }
         for (int64_t k = held; k--;) memcpy(which + k * each, ordering + which[k] * each, (size_t)each * 8);
     }
-    free(best);
     Py_RETURN_NONE;
 }
 
