@@ -176,7 +176,8 @@ def assistant_for(theirs: Any, clusters: int = 0) -> Any:
     three."""
     config = theirs.config
     more = {"use_ordered_embeddings": True, "num_centroids": clusters, "centroid_intermediate_top_k": 3}
-    each = [config.per_layer_config[i] for i in range(2)]
+    kinds = "sliding_attention", "full_attention"
+    each = [config.per_layer_config[config.layer_types.index(kind)] for kind in kinds]
     text = {
         **SIZES, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
         "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],

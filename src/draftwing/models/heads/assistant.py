@@ -42,11 +42,13 @@ class Clusters(nn.Module):
     """Which tokens have a logit: those of the clusters whose centroids have the largest products with a hidden state.
     Few rows of the head are read then."""
 
-    def __init__(self, config: ClusterConfig, hidden: int, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ClusterConfig, hidden: int, vocab: int, dtype: torch.dtype, weight_format: WeightFormat
+    ) -> None:
         super().__init__()
         device = torch.device("meta")
         self.config = config
-        self.centroids = Linear(hidden, config.count, False, dtype, device)
+        self.centroids = Linear(hidden, config.count, False, dtype, device, weight_format)
         self.token_ordering = nn.Parameter(torch.empty(vocab, dtype=torch.int64, device=device), False)
 
     def check(self) -> None:
@@ -106,7 +108,7 @@ class AssistantHead(DraftHead, nn.Module):
         self.lm_head = Linear(hidden, share, False, dtype, device, self._head_format)
         if clusters is None:
             vocab_parallel(self.lm_head, self.ranks, self.vocab)
-        self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype)
+        self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype, weight_format)
         rotates = [layer.mixer.rotates for layer in config.layers]
         kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None))
         self.ropes = nn.ModuleList(Rope(config.ropes[rope], size, dtype) for rope, size in kinds)
@@ -158,7 +160,7 @@ class AssistantHead(DraftHead, nn.Module):
         table |= named(form, "post_projection", "post", 0, self._theirs)
         table["model.norm.weight"] = ParamSlice("norm.weight", 0, hidden)
         if self.clusters is not None:
-            table |= named(DENSE, "masked_embedding.centroids", "clusters.centroids", 0, self.clusters.config.count)
+            table |= named(form, "masked_embedding.centroids", "clusters.centroids", 0, self.clusters.config.count)
             table["masked_embedding.token_ordering"] = ParamSlice("clusters.token_ordering", 0, self.vocab)
         for i in range(self.config.num_layers):
             own = layer_names(self.config, f"model.layers.{i}", f"layers.{i}", ranks=self.ranks, index=i)
