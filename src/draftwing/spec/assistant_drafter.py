@@ -57,9 +57,10 @@ class AssistantDrafter(ModelDrafter):
         table, rows, shape, max_kv_len, noisy = step
         size, topk = rows.shape[0], shape.topk
         self._read_first(table, rows, noisy)
-        expansion = self._expand(table, rows, shape)
+        expansion, batch = self._expand(table, rows, shape), None
         for level in range(1, shape.depth):
-            batch = self._reading(table, rows, expansion.level().ids.flatten(), max_kv_len)
+            ids = expansion.level().ids.flatten()
+            batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
             hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
         return expansion.draft()
