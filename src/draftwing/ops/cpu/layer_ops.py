@@ -233,7 +233,7 @@ class CpuLayerOps(LayerOps):
             return super().cluster_tokens(scores, chosen, ordering)
         scores, (rows, count), each = scores.contiguous(), scores.shape, len(ordering) // scores.shape[1]
         assert 0 < chosen <= count and ordering.is_contiguous() and ordering.dtype == torch.int64
-        out, best = torch.empty(rows, chosen * each, dtype=torch.int64), torch.empty(chosen, dtype=torch.float32)
+        out, best = ordering.new_empty(rows, chosen * each), torch.empty(chosen, dtype=torch.float32)
         self.raw.cluster_tokens(
             out.data_ptr(), scores.data_ptr(), scores.dtype == torch.bfloat16, rows, count, chosen, ordering.data_ptr(),
             each, best.data_ptr(),
