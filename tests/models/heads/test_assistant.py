@@ -17,14 +17,14 @@ from hybrid_models import Pooled, tokens
 from thread_ranks import meet
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch
-from draftwing.parallel.ranks import ALONE, Ranks
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 CPU = torch.device("cpu")
 
@@ -181,6 +181,18 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str)
     (tmp_path / "assistant/config.json").write_text(json.dumps(config))
     target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
     with pytest.raises(CheckpointError, match=expected):
+        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
+def test_what_cannot_be_spread_is_said(tmp_path: Path) -> None:
+    theirs = reference("dense")
+    theirs.save_pretrained(tmp_path / "target")
+    assistant_for(theirs).save_pretrained(tmp_path / "assistant")
+    config = json.loads((tmp_path / "assistant/config.json").read_text())
+    config["text_config"]["intermediate_size"] = 63
+    (tmp_path / "assistant/config.json").write_text(json.dumps(config))
+    target = load_model(tmp_path / "target", torch.float32, "cpu", ranks=Absent(2))
+    with pytest.raises(ConfigError, match="draft model .*assistant: --tp-size 2: .* intermediate size of 63"):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
@@ -64,8 +64,8 @@ def load_assistant(
             fill_random(head, device)
         else:
             _fill(head, _of_file(file, config, weight_format) if file else _of_folder(path, config), device)
-    except CheckpointError as error:
-        raise CheckpointError(f"draft model {path}: {error}") from None
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"draft model {path}: {error}") from None
     logger.info(
         "assistant %s: %.2f s; %d layers, which read pool layers %s of the target",
         "made of random weights (load_format dummy)" if dummy else "loaded", time.perf_counter() - started,
