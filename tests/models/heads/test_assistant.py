@@ -192,7 +192,7 @@ def test_what_cannot_be_spread_is_said(tmp_path: Path) -> None:
     config["text_config"]["intermediate_size"] = 63
     (tmp_path / "assistant/config.json").write_text(json.dumps(config))
     target = load_model(tmp_path / "target", torch.float32, "cpu", ranks=Absent(2))
-    with pytest.raises(ConfigError, match="draft model .*assistant: --tp-size 2: .* intermediate size of 63"):
+    with pytest.raises(ConfigError, match=r"draft model .*assistant: --tp-size 2: .* intermediate size of 63"):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
 
 

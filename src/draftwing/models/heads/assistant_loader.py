@@ -63,7 +63,10 @@ def load_assistant(
         if dummy:
             fill_random(head, device)
         else:
-            _fill(head, _of_file(file, config, weight_format) if file else _of_folder(path, config), device)
+            stored: Tensors = (
+                assembled(config.quantization, folder_tensors(path)) if file is None else _of_file(file, head)
+            )
+            _fill(head, stored, device)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"draft model {path}: {error}") from None
     logger.info(
@@ -127,10 +130,6 @@ def _clusters(raw: Mapping[str, Any], target: DecoderModel) -> ClusterConfig | N
     return ClusterConfig(count, fields.whole("centroid_intermediate_top_k", 1, count, 32))
 
 
-def _of_folder(path: Path, config: ModelConfig) -> Tensors:
-    return assembled(config.quantization, folder_tensors(path))
-
-
 # ---- GGUF files, which have no clusters ------------------------------------------------------------------------------
 
 
@@ -149,6 +148,6 @@ def _as_gemma4(file: GGUFFile, target: DecoderModel) -> GGUFFile:
     return replace(file, metadata=file.metadata | own | {"general.architecture": ARCH})
 
 
-def _of_file(file: GGUFFile, config: ModelConfig, weight_format: WeightFormat) -> Tensors:
-    stored = gguf.tensors(file, config, None, weight_format.takes_blocks)
+def _of_file(file: GGUFFile, head: AssistantHead) -> Tensors:
+    stored = gguf.tensors(file, head.config, in_blocks=head.config.weight_format.takes_blocks)
     return ((name.removeprefix("nextn."), value) for name, value in stored)
