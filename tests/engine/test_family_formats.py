@@ -34,7 +34,6 @@ SOME = [
     [
         pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive)
         for case in product(FAMILIES, FORMS)
-        if case[1] != "plain"
     ],
 )
 def test_drafts_change_no_token(tmp_path: Path, family: str, form: str) -> None:
