@@ -30,6 +30,7 @@ from draftwing.spec.drafter import DraftStep
 
 pytestmark = pytest.mark.slow
 FEW = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+OTHERS: list[tuple[str, dict[str, int]]] = [("dense", FEW), ("clusters", {})]
 TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
 
 
@@ -108,8 +109,10 @@ def test_of_files_that_are_quantised(tmp_path: Path, form: str) -> None:
         assert texts(target, "FROZEN_KV_MTP", "auto", **own, **shape) == plain, shape
 
 
-@pytest.mark.parametrize("shape", [{}, FEW], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["dense", "clusters"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("dense", {}), ("clusters", FEW), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
+)
 def test_steps_are_recorded(tmp_path: Path, kind: str, shape: dict[str, int]) -> None:
     written(tmp_path, kind)
     params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
@@ -135,8 +138,8 @@ def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
     for share in (model, *others):
         share.pack(ops)
     model.others, model.whole = others, (whole,)  # type: ignore[assignment]
-    prompts = harness.prompts_for(6, seed=3)
-    params = [harness.greedy(40) if i % 3 else harness.seeded(40, seed=i) for i in range(6)]
+    prompts = harness.prompts_for(4, seed=3)
+    params = [harness.greedy(24) if i % 2 else harness.seeded(24, seed=i) for i in range(4)]
     expected = harness.plain_answers(model, prompts, params)
 
     def drafter(target: Any) -> AssistantDrafter:

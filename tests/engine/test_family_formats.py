@@ -31,10 +31,7 @@ SOME = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),
-    [
-        pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive)
-        for case in product(FAMILIES, FORMS)
-    ],
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in product(FAMILIES, FORMS)],
 )
 def test_drafts_change_no_token(tmp_path: Path, family: str, form: str) -> None:
     if form == "Q4_K" and form not in KINDS:
