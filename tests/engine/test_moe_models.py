@@ -29,7 +29,7 @@ WIDE = {"kv_lora_rank": 56, "qk_nope_head_dim": 24, "v_head_dim": 32}
 def written(folder: Path, kind: str, **changes: Any) -> list[str]:
     """Writes a checkpoint with its prediction layer, if transformers has it -> what can draft for it."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3")
+    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite")
     with_layer(folder, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(folder)
     return ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from draftwing.errors import ConfigError
-from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
@@ -97,8 +97,6 @@ def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
 
 def assistant(context: DraftContext) -> AssistantDrafter:
     """A model drafts that reads the target's keys and values."""
-    if context.target.ranks.size > 1:
-        raise ConfigError(f"{context.options.drafter}: expected --tp-size 1, found {context.target.ranks.size}")
     head = load_assistant(
         context.draft_path, context.target, context.dtype, context.device, context.options.dummy, context.head_weights
     )
