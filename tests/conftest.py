@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,16 @@ def hangups() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection() -> Generator[None, object, object]:
     """What thousands of tests import makes each collection of an engine's garbage take a second, and to look for
     garbage meanwhile makes their import take a quarter longer."""
     gc.disable()
-    result = yield
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def has(item: pytest.Item, **params: Any) -> bool:

@@ -408,7 +408,8 @@ def seeded(tokens=40, seed=7, **kw):
 
 
 def answers_without_speculation(model, prompts, params, **kw):
-    """In the reverse order, so that nobody has the row and the neighbours that it has where tests ask the same."""
+    """Four at a time, in the reverse order: nobody has the row and the neighbours that it has where tests ask the same,
+    so that text which depends on them is noticed."""
     (model,) = getattr(model, "whole", (model,))
     rig = Rig(model, rows=4, radix=False, **kw)
     for i, (prompt, param) in reversed([*enumerate(zip(prompts, params, strict=True))]):

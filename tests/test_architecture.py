@@ -42,9 +42,9 @@ class Import(NamedTuple):
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The package's modules by dotted name, "" for its root. To look for garbage meanwhile takes as long as it."""
+    """The package's modules by dotted name, "" for its root."""
     found = {}
-    gc.disable()
+    gc.disable()  # to look for garbage among so many nodes takes as long as to make them
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

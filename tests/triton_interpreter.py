@@ -114,6 +114,7 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
         return core.tensor(lhs.handle, rhs.type), rhs
 
     def constant(self: Any, value: Any, dtype: Any) -> Any:
+        """Nothing changes a tensor where it is."""
         key = type(value), value, dtype.name
         if key not in constants:
             constants[key] = make_constant(self, value, dtype)
