@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --d
 # with nothing else running. pytest ends with 5 where there is no test to run: `ARGS` may choose none of one kind.
 define TESTS
 @$(BIN)/mypy & mypy=$$!; timing=0; \
-$(PYTEST) --numprocesses $(or $(JOBS),3) -m "not timing and $(1)" $(ARGS); tests=$$?; \
+$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
 wait $$mypy; types=$$?; \
 $(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(ARGS); timing=$$?;) \
 echo "exit codes: types $$types, tests $$tests, tests that measure time $$timing"; \
