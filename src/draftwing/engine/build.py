@@ -28,6 +28,7 @@ from draftwing.engine.startup.checks import capability, check_draft_files, check
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.laps import Laps
 from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, row_length, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
@@ -119,6 +120,7 @@ def build(
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
+    lap = Laps()
     device, config = pick_device(options.device), load_config(path)
     check_target(options, path, config)
     options = with_own_layers(options, path, config)
@@ -158,11 +160,15 @@ def build(
             log.info("%s", in_words(found))
         files = bytes_of(path) - mapped_bytes(path, config) + (0 if draft_path is None else bytes_of(draft_path))
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
+        lap("device and checks")
         model = load_with_progress(path, precision, device, options, ranks)
+        lap("weights")
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
+        lap("the drafter")
         if ahead is not None:
             ahead.wait()
+            lap("kernels that are not compiled yet")
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
             file = cost_file(options, policy.menu, path, draft_path, precision, device)
@@ -246,7 +252,9 @@ def assemble(
     the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
+    lap = Laps()
     made = make_executor(options, model, precision, device, drafter, policy.menu)
+    lap("memory, KV pool and tables")
     executor, pool, context, pool_tokens, spans, graph_size, states = made
     rows = rows_of(options, states)
     options = replace(options, max_running_requests=rows)  # what a server says of itself
@@ -263,8 +271,10 @@ def assemble(
     started, waited = time.monotonic(), delays()
     if graph_size:
         capture(executor, pool, policy.menu, None if known else costs)
+        lap("graphs")
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
+            lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
     if costs is not None and isinstance(policy, TreePolicy):
@@ -318,6 +328,7 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: 
             for key, seconds in captured.items():
                 costs.measured(key.shape, key.size, 0, seconds)
             measure_graphs(executor, pool, costs, captured, time.monotonic() + GRAPH_SECONDS)
+            log.debug("start: %.2f s with what steps cost", time.monotonic() - start)
             executor.run_on_all_ranks(Executor.flush)
 
 
