@@ -24,12 +24,13 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.startup.capture import capture
 from draftwing.engine.startup.checks import capability, check_draft_files, check_target, check_token_map, in_words
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.laps import Laps
-from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, row_length, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
@@ -314,22 +315,6 @@ def assemble(
         spans,
     )
     return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs, file)
-
-
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:
-    """Captures all graphs. costs: to measure, None where they are known."""
-    start, free = time.monotonic(), executor.device.free_memory()
-    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    with experts_at_random(executor):
-        captured = executor.run_on_all_ranks(Executor.capture, menu)
-        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        if costs is not None:
-            for key, seconds in captured.items():
-                costs.measured(key.shape, key.size, 0, seconds)
-            measure_graphs(executor, pool, costs, captured, time.monotonic() + GRAPH_SECONDS)
-            log.debug("start: %.2f s with what steps cost", time.monotonic() - start)
-            executor.run_on_all_ranks(Executor.flush)
 
 
 def make_drafter(

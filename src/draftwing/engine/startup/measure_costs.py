@@ -51,7 +51,7 @@ def measure_graphs(executor: Executor, pool: KVPool, costs: StepCost, captured: 
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
-    for context, sizes in ((0, few), *((context, few) for context in CONTEXTS), (0, rest)):
+    for context, sizes in ((0, few), (0, rest), *((context, few) for context in CONTEXTS)):
         for size in sizes:
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:

@@ -308,7 +308,10 @@ def _run_without_data(job: Job) -> Parts:
     drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    return build.assemble(options, model, precision, device, drafter, policy)
+    parts = build.assemble(options, model, precision, device, drafter, policy)
+    while parts.executor.graphs.later:
+        parts.executor.capture_next()
+    return parts
 
 
 def leave_out(model: DecoderModel) -> None:
