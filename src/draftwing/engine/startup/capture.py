@@ -20,7 +20,8 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: 
     where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    some = executor.model.ranks.size == 1 and not executor.target.mixes(PLAIN, 1)
+    mixed = executor.prefills is not None and executor.target.mixes(PLAIN, 1)
+    some = executor.model.ranks.size == 1 and not mixed
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
