@@ -270,6 +270,7 @@ class Executor:
             log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
             later.clear()
         if not later:
+            log.debug("all CUDA graphs are captured, %d", self.captured)
             self.device.trim()
 
     @property

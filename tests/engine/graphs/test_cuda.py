@@ -151,7 +151,7 @@ def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch)
     assert not graphs.later and all(graphs.key(shape, size) == (shape, size) for shape in menu for size in (1, 2, 4, 6))
 
 
-def test_what_finds_no_memory_is_left_out(harness, case, caplog):
+def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch):
     rig = harness.Rig(case[0], graph_size=16)
     graphs, device = rig.executor.graphs, rig.executor.device
     graphs.clear()
@@ -161,7 +161,7 @@ def test_what_finds_no_memory_is_left_out(harness, case, caplog):
     def full(fn, pool=""):
         raise device.out_of_memory
 
-    device.record = full
+    monkeypatch.setattr(device, "record", full)
     rig.executor.capture_next()
     assert not graphs.later and "for want of memory" in caplog.text
     assert graphs.key(PLAIN, 9) == Key(PLAIN, 16)
