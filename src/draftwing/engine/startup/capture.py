@@ -15,9 +15,11 @@ from draftwing.sched.policy.cost import StepCost
 log = logging.getLogger("draftwing")
 
 
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:
+def capture(
+    executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, again: bool = False
+) -> None:
     """Captures the graphs of some batch sizes, and leaves the others to `Executor.capture_next`; of several ranks, and
-    where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known."""
+    where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known.  again: as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     mixed = executor.prefills is not None and executor.target.mixes(PLAIN, 1)
@@ -29,6 +31,6 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: 
         log.debug("steps of %d other shapes and sizes are captured when there is time", len(executor.graphs.later))
         if costs is not None:
             start = time.monotonic()
-            measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS)
+            measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, again)
             log.debug("start: %.2f s for what steps cost", time.monotonic() - start)
             executor.run_on_all_ranks(Executor.flush)
