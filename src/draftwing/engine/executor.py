@@ -237,8 +237,8 @@ class Executor:
         the dummy row alone, so it may run at any time. some: of the `first_sizes`, and leaves the others to
         `capture_next`."""
         every = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
-        first = first_sizes(self.graphs.sizes)
-        todo = [key for key in every if key.size in first] if some else every
+        first = {s: first_sizes([key.size for key in reversed(every) if key.shape == s]) for s in menu}
+        todo = [key for key in every if not some or key.size in first[key.shape]]
         self.graphs.later = dict.fromkeys((key for key in reversed(every) if key not in todo), 0)
         sizes = self.prefills.planned(todo) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
@@ -270,7 +270,7 @@ class Executor:
             log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
             later.clear()
         if not later:
-            log.debug("all CUDA graphs are captured, %d", self.captured)
+            log.debug("captured %d CUDA graphs in all", self.captured)
             self.device.trim()
 
     @property

@@ -19,7 +19,8 @@ def capture(
     executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, again: bool = False
 ) -> None:
     """Captures the graphs of some batch sizes, and leaves the others to `Executor.capture_next`; of several ranks, and
-    where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known.  again: as `measure_graphs` has it."""
+    where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known.  again:
+    as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     mixed = executor.prefills is not None and executor.target.mixes(PLAIN, 1)

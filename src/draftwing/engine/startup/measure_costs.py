@@ -54,7 +54,8 @@ def measure_graphs(
     again: bool = False,
 ) -> None:
     """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
-    measurement begins later. again: only to see whether costs are what they were, of few batch sizes without context."""
+    measurement begins later.  again: only to see whether costs are what they were, of few batch sizes
+    without context."""
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
