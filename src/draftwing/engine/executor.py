@@ -265,7 +265,7 @@ class Executor:
         key = max(later, key=lambda key: later[key])
         del later[key]
         try:
-            self._capture(key)
+            self._capture(key)  # prompts are not mixed with so many rows: see `MIXED_ROWS`
         except self.device.out_of_memory:
             log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
             later.clear()

@@ -18,13 +18,11 @@ log = logging.getLogger("draftwing")
 def capture(
     executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, again: bool = False
 ) -> None:
-    """Captures the graphs of some batch sizes, and leaves the others to `Executor.capture_next`; of several ranks, and
-    where prompts are mixed with rows that decode, captures all. costs: to measure, None where they are known.  again:
-    as `measure_graphs` has it."""
+    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; of several ranks all.
+    costs: to measure, None where they are known.  again: as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    mixed = executor.prefills is not None and executor.target.mixes(PLAIN, 1)
-    some = executor.model.ranks.size == 1 and not mixed
+    some = executor.model.ranks.size == 1
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
