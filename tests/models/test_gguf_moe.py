@@ -31,7 +31,7 @@ def in_gguf(kind: str, **overrides: Any) -> Any:
     """A model that a file can describe."""
     own = {
         "deepseek-v2": {"rope_parameters": YARN_AS_IN_GGUF},
-        "glm4-moe-lite": {"rope_interleave": True, "routed_scaling_factor": 1.5},
+        "glm4-moe-lite": {"routed_scaling_factor": 1.5},
     }
     return reference(kind, **own.get(kind, {}), **overrides)
 

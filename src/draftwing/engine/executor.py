@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,15 +26,14 @@ from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes, first_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
+from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
 from draftwing.engine.target import TargetForward
-from draftwing.errors import ConfigError
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.base import FeatureHead
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
@@ -91,6 +89,7 @@ class Executor:
         self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration
+        self.heads = LoadedHeads(drafter, device, self.calibration)
         self._steps = 0  # with drafts
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
@@ -200,26 +199,6 @@ class Executor:
     def scatter_routes(self, on: bool) -> None:
         """`DecoderModel.scatter_routes` of the target."""
         self.model.scatter_routes(on)
-
-    def read_head(self, folder: Path) -> FeatureHead:
-        """Loads a head for `take_head`. Changes nothing; see `Drafter.read_head`."""
-        if self.drafter is None:
-            raise ConfigError("nothing is drafted, so no head can be replaced")
-        head = self.drafter.read_head(folder)
-        self.device.synchronize()  # another thread's streams know nothing of this one's
-        return head
-
-    @torch.inference_mode()
-    def take_head(self, head: FeatureHead) -> None:
-        """Drafts with the values of this head from the next step on; how often drafts were right is learnt anew."""
-        assert self.drafter is not None
-        self.drafter.take_head(head)
-        for counts, fresh in zip(self.calibration, new_calibration(self.device.device), strict=True):
-            counts.copy_(fresh)
-
-    def swap_head(self, folder: Path) -> None:
-        """Both: what other ranks do."""
-        self.take_head(self.read_head(folder))
 
     def keep_calibration(self) -> None:
         """For `restore_calibration`: what follows says nothing of a drafter."""
@@ -415,6 +394,7 @@ class Executor:
         step = self._tree_step(plan, guidance)
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(beside, marks, other)
+        marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self._draft, step)
         of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
         return Pending(

@@ -235,15 +235,16 @@ class Scheduler:
             rows += 1
 
     def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, spared: float = 0.0) -> Plan | None:
-        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it.
-        spared: as of `PrefillBudget.max_seconds`."""
+        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it, which
+        they are not for a mixed one.  spared: as of `PrefillBudget.max_seconds`."""
+        sizes = self.config.prefill_sizes if retracts else self.config.mixed_sizes
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready, spared, self.config.prefill_sizes):
+        for req, length in divided(room, todo, self._prefills, ready, spared, sizes):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)

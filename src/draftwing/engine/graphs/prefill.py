@@ -35,7 +35,8 @@ from draftwing.ops.even import evens
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
-# That decode beside prompts: a row more costs what a token of a prompt does. Powers of two, see `first_sizes`.
+# That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
+# docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
 MIXED_QUERIES = 256  # least of prompts beside them: fewer are rounded up
@@ -73,8 +74,9 @@ class PrefillGraphs:
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self._mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
-        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self._mixed_sizes]
+        # Beside rows that decode, whatever their number.
+        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
+        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self.mixed_sizes]
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
@@ -83,7 +85,7 @@ class PrefillGraphs:
 
     def planned(self, keys: Sequence[Key]) -> int:
         """How many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
-        return len(self.sizes) + sum(map(self._takes, keys)) * len(self._mixed_sizes)
+        return len(self.sizes) + sum(map(self._takes, keys)) * len(self.mixed_sizes)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
@@ -95,7 +97,7 @@ class PrefillGraphs:
     def capture_mixed(self, key: Key, trees: Batch, states: States, bar: tqdm[Any]) -> None:
         """Captures all sizes beside a step of this key, if it is mixed at all. trees, states: what its stage `draft`
         has left, and where `verify` leaves what it gives."""
-        for size in reversed(self._mixed_sizes if self._takes(key) else ()):
+        for size in reversed(self.mixed_sizes if self._takes(key) else ()):
             self._fill(size, ())
             run = partial(self._run_mixed, self._inputs(size), trees, states)
             self._mixed[size, key], _ = self._device.record(run, self._pool)
@@ -133,10 +135,10 @@ class PrefillGraphs:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
-        at = bisect_left(self._mixed_sizes, tokens)
-        if at == len(self._mixed_sizes) or len(chunks) >= MAX_CHUNKS or (self._mixed_sizes[at], key) not in self._mixed:
+        at = bisect_left(self.mixed_sizes, tokens)
+        if at == len(self.mixed_sizes) or len(chunks) >= MAX_CHUNKS or (self.mixed_sizes[at], key) not in self._mixed:
             return None
-        size = self._mixed_sizes[at]
+        size = self.mixed_sizes[at]
         self._fill(size, chunks)
         self._mixed[size, key]()
         self.mixed_replays += 1

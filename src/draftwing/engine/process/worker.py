@@ -206,7 +206,7 @@ class Worker:
     def _swap(self, engine: Engine, asked: Swap) -> None:
         refused = None
         try:
-            engine.swap_draft(Path(asked.folder))
+            engine.swap_draft(None if asked.folder is None else Path(asked.folder))
         except DraftwingError as error:
             refused = str(error)
         except Exception as error:  # nothing has changed yet: the engine goes on with the head that it has

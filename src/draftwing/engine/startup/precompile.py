@@ -294,7 +294,8 @@ class _Nothing:
 
 
 def _run_without_data(job: Job) -> Parts:
-    from draftwing.engine import build  # which imports this module
+    from draftwing.engine.build import assemble  # which imports this module
+    from draftwing.engine.startup.drafter import make_drafter
 
     device = NoDevice()
     config = load_config(job.path)
@@ -311,10 +312,10 @@ def _run_without_data(job: Job) -> Parts:
     leave_out(model)
     precision = Precision(job.dtype, job.kv_dtype)
     draft_path = job.draft_path or job.path
-    drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
+    drafter, policy = make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    parts = build.assemble(options, model, precision, device, drafter, policy)
+    parts = assemble(options, model, precision, device, drafter, policy)
     while parts.executor.graphs.later:
         parts.executor.capture_next()
     return parts
