@@ -13,7 +13,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
-from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
@@ -21,12 +21,14 @@ from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
+from draftwing.engine.startup.capture import capture
 from draftwing.engine.startup.checks import capability, check_draft_files, check_target, in_words
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
 from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
-from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
+from draftwing.engine.startup.laps import Laps
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
@@ -115,6 +117,7 @@ def build(
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
+    lap = Laps()
     device, config = pick_device(options.device), load_config(path)
     check_target(options, path, config)
     options = with_own_layers(options, path, config)
@@ -154,11 +157,15 @@ def build(
             log.info("%s", in_words(found))
         files = bytes_of(path) - mapped_bytes(path, config) + (0 if draft_path is None else bytes_of(draft_path))
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
+        lap("device and checks")
         model = load_with_progress(path, precision, device, options, ranks)
+        lap("weights")
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
+        lap("the drafter")
         if ahead is not None:
             ahead.wait()
+            lap("kernels that are not compiled yet")
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
             file = cost_file(options, policy.menu, path, draft_path, precision, device)
@@ -242,7 +249,9 @@ def assemble(
     the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
+    lap = Laps()
     made = make_executor(options, model, precision, device, drafter, policy.menu)
+    lap("memory, KV pool and tables")
     executor, pool, context, pool_tokens, spans, graph_size, states = made
     rows = rows_of(options, states)
     options = replace(options, max_running_requests=rows)  # what a server says of itself
@@ -258,9 +267,12 @@ def assemble(
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
     if graph_size:
-        capture(executor, pool, policy.menu, None if known else costs)
+        again = kept is not None and kept.complete and file is not None and file.quiet
+        capture(executor, pool, policy.menu, None if known else costs, again)
+        lap("graphs")
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
+            lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
     if costs is not None and isinstance(policy, TreePolicy):
@@ -301,18 +313,3 @@ def assemble(
         spans,
     )
     return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs, file)
-
-
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:
-    """Captures all graphs. costs: to measure, None where they are known."""
-    start, free = time.monotonic(), executor.device.free_memory()
-    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    with experts_at_random(executor):
-        captured = executor.run_on_all_ranks(Executor.capture, menu)
-        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        if costs is not None:
-            for key, seconds in captured.items():
-                costs.measured(key.shape, key.size, 0, seconds)
-            measure_graphs(executor, pool, costs, captured, time.monotonic() + GRAPH_SECONDS)
-            executor.run_on_all_ranks(Executor.flush)

@@ -51,6 +51,9 @@ from draftwing.text.tokenizer import Tokenizer
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
+# Without a request, after which graphs of one more batch size and tree are captured, for some 0.1 s in which a request
+# has to wait. Not swept.
+IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
@@ -279,7 +282,7 @@ class Engine:
     def step(self, block: bool = False) -> list[Output]:
         """One turn of the loop. block: with nothing to do, wait for a request first."""
         if block and self._loop.idle:
-            self._input.wait()
+            self._wait()
         with self._turning, self._heartbeat.step():
             self._receive()
             self._swap()
@@ -287,6 +290,8 @@ class Engine:
                 self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
+                if self.parts.executor.graphs.wanted:
+                    self.parts.executor.capture_next()
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -295,6 +300,13 @@ class Engine:
             outputs = self.parts.sched.take_outputs()
             self._input.forget(output.uid for output in outputs if output.finish_reason is not None)
             return outputs
+
+    def _wait(self) -> None:
+        """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
+        executor = self.parts.executor
+        while not self._input.wait(IDLE_SECONDS if executor.graphs.later else None):
+            with self._turning:
+                executor.capture_next()
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""

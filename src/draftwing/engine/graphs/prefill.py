@@ -35,8 +35,9 @@ from draftwing.ops.even import evens
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
-MIXED_ROWS = (8, 16, 32, 64, 128)  # that decode beside prompts: a row more costs what a token of a prompt does
-# Swept, as MIXED_QUERIES, in docs/dev/mixed_steps.md.
+# That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
+# docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
+MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
 MIXED_QUERIES = 256  # least of prompts beside them: fewer are rounded up
 
