@@ -44,6 +44,12 @@ class Dense(LinearOp):
     def dense_weight(self) -> Tensor:
         return self.layer.weight
 
+    def can_append(self, other: LinearOp) -> bool:
+        return type(other) is type(self) and self.layer.weight.dtype == other.layer.weight.dtype
+
+    def append(self, other: LinearOp) -> None:
+        self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
+
     def copy_from(self, other: LinearOp) -> None:
         """Its weight is a parameter."""
 
