@@ -63,11 +63,11 @@ class ExpertMLP(nn.Module):
         self.scatter: Tensor | None = None  # see `ExpertOps.route`
         self._whole: WholeMixture | None = None  # all of it
 
-    def merge_shared(self, ops: LayerOps) -> None:
+    def merge(self, ops: LayerOps) -> None:
         """Makes the expert of all rows the last one of the others, and its gate an output of the router, where the
         device is faster then and weights lie alike; before the parts are packed."""
         shared, experts = self.shared, self.experts
-        if shared is None or not ops.routes_to_shared or self._ranks.size > 1 or experts.shared != experts.ffn:
+        if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared != experts.ffn:
             return
         pairs = (self.gate_up, shared.gate_up), (self.down, shared.down)
         biased = any(part.bias is not None for pair in pairs for part in pair)
@@ -76,7 +76,7 @@ class ExpertMLP(nn.Module):
         for every, one in pairs:
             every.append_shared(one)
         if self.shared_gate is not None:
-            self.router.append(self.shared_gate)
+            self.router.append_row(self.shared_gate)
         self._routing = replace(self._routing, shared="whole" if self.shared_gate is None else "gated")
         self.shared = self.shared_gate = None
 
@@ -182,7 +182,7 @@ class Router(Linear):
 
     __call__ = forward
 
-    def append(self, row: Tensor) -> None:
+    def append_row(self, row: Tensor) -> None:
         """row [1, in_features]: makes it the first of some more outputs, before it is packed."""
         weight = self.weight.new_zeros(_MORE_OUTPUTS, self.in_features)
         weight[:1] = row
@@ -264,8 +264,7 @@ class ExpertLinear(Linear):
 
     def append_shared(self, one: Linear) -> None:
         """Makes one more expert of a layer that every row is routed to, before either is packed."""
-        self.op.append(one.op)
-        self.out_features += one.out_features
+        self.append(one)
         self.count, self.shared = self.count + 1, self.shared + 1
 
     def forward(self, x: Tensor, routed: Routed, with_bias: bool = True) -> Tensor:  # type: ignore[override]

@@ -66,6 +66,9 @@ class Mixer(nn.Module):
         """Lets the device do what lies between its matrices as it does it best."""
         self.ops = ops
 
+    def merge(self, ops: LayerOps) -> None:
+        """Makes matrices of the same input one where the device multiplies faster then; before they are packed."""
+
     def linears(self) -> list[Linear]:
         """Returns its matrices in the order of their calls."""
         raise NotImplementedError

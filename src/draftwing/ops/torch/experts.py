@@ -64,7 +64,6 @@ def order_by_expert(flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class ExpertOps:
     """Routing, and what comes before and after the GEMMs of experts. Here with gradients, for tensors of any dtype."""
 
-    routes_to_shared = False  # whether `route` and GEMMs do the expert of all rows faster than a `Linear` does
     reads_routes = False  # whether the host may read which experts were chosen, for it shares the device's memory
 
     def route(

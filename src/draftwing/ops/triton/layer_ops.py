@@ -23,7 +23,7 @@ class TritonLayerOps(LayerOps):
     device: torch.device
     norm_adds_residual = True
     mixes_under_norms = True
-    routes_to_shared = True
+    merges_matrices = True
 
     rms_norm = staticmethod(layers.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
