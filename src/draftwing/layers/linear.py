@@ -53,8 +53,8 @@ class Linear(nn.Module):
                 self.op = self.joined(self.op, ops)
 
     def append(self, other: Linear) -> None:
-        """Takes the outputs of another layer, which `op.can_append`, behind its own; neither is packed yet, and they have
-        no biases."""
+        """Takes the outputs of another layer without biases, which `op.can_append`, behind its own; before either is
+        packed."""
         assert self.bias is None and other.bias is None
         self.op.append(other.op)
         self.out_features += other.out_features

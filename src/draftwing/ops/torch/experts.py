@@ -77,8 +77,9 @@ class ExpertOps:
     ) -> Routed:
         """logits [M, count], [M, count + 1] of a gated `Routing.shared`, correction [count] of sigmoids -> the best
         experts of each row with their weights, in float32 or wider, [M, `Routing.choices`]. A row chooses the same in
-        any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not 0, rows choose at random, whatever their logits are. own: the
-        experts that this rank has; other pairs are left out (`Routed`)."""
+        any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not 0,
+        rows choose at random, whatever their logits are. own: the experts that this rank has; other pairs are left out
+        (`Routed`)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         gate = wide[:, -1:]
         wide = wide[:, :-1] if routing.shared == "gated" else wide
