@@ -30,7 +30,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.models.decoder import pack_layers
 from draftwing.ops.contracts import Routed, Routing
 from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups
-from draftwing.ops.cuda.gemm import Shape, TallShape, few_rows, ring, shared, wide
+from draftwing.ops.cuda.gemm import Shape, SmallMGemm, TallShape, few_rows, ring, shared, wide
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import GroupGemm, Width
 from draftwing.ops.expert_rows import FP8
@@ -95,6 +95,45 @@ def tried_shapes() -> dict[int, list[Shape | TallShape]]:
             few_rows(8, 2, 4, 2, 2), few_rows(8, 1, 4, 4, 3),
         ],
     }  # fmt: skip
+
+
+# Of a router and of b and a of a delta net, in bfloat16.
+NARROW = {"router": (264, 2048), "ba": (64, 2048)}
+NARROW_SHAPES = [
+    few_rows(16, 1, 2, 1, 3), few_rows(32, 1, 2, 1, 2), few_rows(64, 1, 2, 1, 1), few_rows(64, 2, 2, 1, 1),
+    shared(64, (2, 1), 1, 4, 4, 2, 8), shared(64, (1, 4), 1, 4, 4, 1, 2), shared(32, (1, 4), 1, 4, 4, 1, 2),
+    shared(32, (1, 2), 1, 4, 4, 2, 4), shared(16, (1, 4), 1, 4, 4, 2, 2),
+]  # fmt: skip
+
+
+def compile_narrow(shape: Shape) -> str | None:
+    return _failed(lambda: gemm.compile_ahead(HALF, CAPABILITY, {("plain", shape.tokens): shape}))
+
+
+def each_us(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    return replay_us(lambda: [product(w) for w in weights], 15, least=True) / len(weights)
+
+
+def time_narrow(rows: int) -> None:
+    known = gemm.small_m_gemm(CUDA, HALF)
+    for name, (features, columns) in NARROW.items():
+        x = torch.randn(rows, columns, device=CUDA, dtype=HALF)
+        weights = [torch.randn(features, columns, device=CUDA, dtype=HALF) for _ in range(20)]
+        expected = known.linear(x[:1], weights[0], None)
+        took = [
+            (each_us(lambda w, x=x: x @ w.T, weights), "cuBLAS"),
+            (each_us(lambda w, x=x: known.linear(x, w, None), weights), "now"),
+        ]
+        for shape in NARROW_SHAPES:
+            try:
+                ours = SmallMGemm(CUDA, HALF, shapes={("plain", shape.tokens): shape})
+                ours.only = "plain", shape.tokens
+                right = torch.equal(ours.linear(x, weights[0], None)[:1], expected)
+                us = each_us(lambda w, x=x, ours=ours: ours.linear(x, w, None), weights)
+                took.append((us, f"{shape.call}, {shape.cluster}{'' if right else ' WRONG'}"))
+            except RuntimeError as error:
+                took.append((1e9, f"{shape.call}: {str(error)[:40]}"))
+        print(f"{rows:3d} rows, {name}:", "; ".join(f"{us:.2f} {label}" for us, label in sorted(took)), flush=True)
 
 
 def compile_shape(shape: Shape | TallShape | None) -> str | None:
@@ -267,7 +306,7 @@ def time_shapes(rows: int, shapes: list[Shape | TallShape], until: float) -> Non
 
         expected = known.linear(x, first, None)
         dense = [known.dense(w) for w in weights[:4]]
-        cublas = replay_us(lambda dense=dense, x=x: [x @ w.T for w in dense], 15, least=True) / 4
+        cublas = each_us(lambda w, x=x: x @ w.T, dense)
         found = []
         for shape in shapes:
             if time.monotonic() > until:
@@ -294,6 +333,7 @@ def main() -> None:
         jobs += [workers.submit(compile_cut, name, None) for name in LAYOUTS]
         jobs += [workers.submit(compile_cut, name, cut) for name, cuts in tried_cuts().items() for cut in cuts.values()]
         jobs += [workers.submit(compile_cut, "down", Stream.best(LAYOUTS["down"], 16))]
+        jobs += [workers.submit(compile_narrow, shape) for shape in NARROW_SHAPES]
         jobs += [workers.submit(compile_shape, shape) for some in shapes.values() for shape in some]
         failed = list(filter(None, (job.result() for job in jobs)))
     print(f"compiled in {time.monotonic() - begin:.0f} s; failed: {len(failed)} {failed[:3]}", flush=True)
@@ -302,11 +342,12 @@ def main() -> None:
         merged = [mixture(ops, True, seed) for seed in range(LAYERS)]
         check(merged[0])
         apart = [mixture(ops, False, seed) for seed in range(LAYERS)]
-        for rows in (64, 16, 1, 4):
-            if time.monotonic() < until:
-                time_mixture(ops, rows, apart, merged)
+        for rows in (64, 16, 1):
+            time_mixture(ops, rows, apart, merged)
         for rows, some in shapes.items():
             time_shapes(rows, some, until)
+            if rows > 1 and time.monotonic() < until:
+                time_narrow(rows)
 
 
 if __name__ == "__main__":
