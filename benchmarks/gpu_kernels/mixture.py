@@ -45,9 +45,20 @@ LAYOUTS = {"gate_up": Layout(FP8, 1, chunks=HIDDEN // 64), "down": Layout(FP8, 1
 MATRICES = {"qkvz": (12288, 2048), "out": (2048, 4096), "qkv": (9216, 2048)}
 
 
-def tried_cuts() -> dict[str, dict[str, Cut | Stream]]:
+ONE_ROW = {
+    "gate_up": [
+        (3, 1, 1, 2), (4, 1, 1, 2), (2, 1, 1, 3), (2, 2, 1, 2), (2, 2, 2, 3), (1, 4, 2, 2), (1, 4, 4, 3), (1, 2, 2, 4),
+        (1, 2, 1, 5),
+    ],
+    "down": [(4, 1, 1, 2), (4, 1, 1, 3), (3, 1, 1, 3), (2, 1, 1, 4), (2, 1, 1, 3), (1, 1, 1, 5)],
+}  # fmt: skip
+
+
+def tried_cuts(rows: int) -> dict[str, dict[str, Cut | Stream]]:
     """By GEMM other cuts for tiles of 8 and 16 pairs."""
     found: dict[str, dict[str, Cut | Stream]] = {"gate_up": {}, "down": {}}
+    if rows == 1:
+        return {name: {str(cut): Cut(*cut) for cut in cuts} for name, cuts in ONE_ROW.items()}
     for name, layout in LAYOUTS.items():
         for row_tiles in (1, 2, 3, 4):
             found[name][f"stream {row_tiles}"] = Stream.of(layout, row_tiles, 16)
@@ -264,7 +275,7 @@ def time_mixture(ops: TritonOps, rows: int, apart: list[ExpertMLP], merged: list
         f"{distinct * one / read_rate():.1f}; layer {before:.1f} apart, {whole:.1f} merged, {shares:.1f} with down in "
         "shares;", ", ".join(f"{name} {took:.1f}" for name, took in parts.items()), flush=True,
     )  # fmt: skip
-    for name, cuts in tried_cuts().items():
+    for name, cuts in tried_cuts(rows).items():
         shown = []
         for label, cut in cuts.items():
             layout = LAYOUTS[name]._replace(chunks=0) if isinstance(cut, Cut) else LAYOUTS[name]
@@ -331,7 +342,9 @@ def main() -> None:
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), get_context("spawn")) as workers:
         jobs = [workers.submit(compile_dense), workers.submit(compile_shape, None)]
         jobs += [workers.submit(compile_cut, name, None) for name in LAYOUTS]
-        jobs += [workers.submit(compile_cut, name, cut) for name, cuts in tried_cuts().items() for cut in cuts.values()]
+        for rows in (1, 16):
+            tried = tried_cuts(rows).items()
+            jobs += [workers.submit(compile_cut, name, cut) for name, cuts in tried for cut in cuts.values()]
         jobs += [workers.submit(compile_cut, "down", Stream.best(LAYOUTS["down"], 16))]
         jobs += [workers.submit(compile_narrow, shape) for shape in NARROW_SHAPES]
         jobs += [workers.submit(compile_shape, shape) for some in shapes.values() for shape in some]
