@@ -26,10 +26,11 @@ _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the
 CLUSTERS = (9, 0)  # compute capability that has them
 WARP_GROUPS = 9  # major compute capability that alone has their instructions
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
-NARROW = 32  # features a multiprocessor, up to which a width is `narrow`, and may be cut otherwise
+# Features a multiprocessor, up to which a width has this name, and may be cut otherwise.
+NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_narrow": name for kind, name in KINDS.items()}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ _ANYWHERE = {
     ("add", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
     ("silu", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
     ("plain", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+    ("plain_tiny", 32): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+    ("plain_tiny", 64): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
     ("add", 32): few_rows(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
     ("silu", 32): shared(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
     ("plain", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
@@ -191,6 +194,9 @@ _ANYWHERE = {
     ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
+    **{
+        ("plain_tiny", n): shared(16, (1, 4), row_tiles=1, ahead=4, stages=4, blocks=2, cluster=2) for n in (16, 32, 64)
+    },
     ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=8),
     ("add_long_narrow", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
     ("silu", 16): shared(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
@@ -220,8 +226,8 @@ def tile_of(rows: int, features: int, processors: int) -> int:
 
 def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
     """Returns which of the kernels takes a product of this kind. width: of the result."""
-    narrow = f"{kind}_narrow", tile
-    return narrow if width <= NARROW * processors and narrow in kernels else (kind, tile)
+    names = (f"{kind}_{name}" for name, most in NARROW.items() if width <= most * processors)
+    return next(((name, tile) for name in names if (name, tile) in kernels), (kind, tile))
 
 
 class SmallMGemm:
