@@ -243,17 +243,8 @@ def time_mixture(ops: TritonOps, rows: int, apart: list[ExpertMLP], merged: list
     def us(call: Callable[[ExpertMLP], object], layers: list[ExpertMLP]) -> float:
         return replay_us(lambda: [call(layer) for layer in layers], 20, least=True) / len(layers)
 
-    def old_down(call: Callable[[], float]) -> float:
-        few = gemm_experts.few_pairs
-        gemm_experts.few_pairs = lambda *args: _old() if args[2].chunks == FFN // 64 and rows > 1 else few(*args)
-        try:
-            return call()
-        finally:
-            gemm_experts.few_pairs = few
-
     whole = us(lambda layer: layer.under(norm, x, residual), merged)
     before = us(lambda layer: layer.under(norm, x, residual), apart)
-    shares = old_down(lambda: us(lambda layer: layer.under(norm, x, residual), merged))
     logits = [layer.router(x)[:, : COUNT + 1] for layer in merged]
     routes = [ops.route(each, layer._routing) for each, layer in zip(logits, merged, strict=True)]
     distinct = sum(routed.experts.unique().numel() for routed in routes) / len(routes)
@@ -262,20 +253,18 @@ def time_mixture(ops: TritonOps, rows: int, apart: list[ExpertMLP], merged: list
     of: dict[ExpertMLP, tuple[Tensor, Routed]] = {
         layer: (each, routed) for layer, each, routed in zip(merged, logits, routes, strict=True)
     }
-    down = us(lambda layer: layer.down(inner, of[layer][1]), merged)
     parts = {
         "router": us(lambda layer: layer.router(x), merged),
         "route": us(lambda layer: ops.route(of[layer][0], layer._routing), merged),
         "gate_up": us(lambda layer: layer.gate_up.gated(x, of[layer][1]), merged),
-        "down": down,
-        "down in shares": old_down(lambda: us(lambda layer: layer.down(inner, of[layer][1]), merged)),
+        "down": us(lambda layer: layer.down(inner, of[layer][1]), merged),
         "mix": us(lambda layer: ops.mix_norm(outs, of[layer][1], residual, norm.weight, 1e-6), merged),
     }
     one = HIDDEN * FFN * 1.0001
     print(
         f"{rows:3d} rows, {distinct:.0f} experts: floors of gate_up and down {2 * distinct * one / read_rate():.1f}, "
-        f"{distinct * one / read_rate():.1f}; layer {before:.1f} apart, {whole:.1f} merged, {shares:.1f} with down in "
-        "shares;", ", ".join(f"{name} {took:.1f}" for name, took in parts.items()), flush=True,
+        f"{distinct * one / read_rate():.1f}; layer {before:.1f} apart, {whole:.1f} merged;",
+        ", ".join(f"{name} {took:.1f}" for name, took in parts.items()), flush=True,
     )  # fmt: skip
     for name, cuts in tried_cuts(rows).items():
         shown = []
@@ -294,17 +283,6 @@ def time_mixture(ops: TritonOps, rows: int, apart: list[ExpertMLP], merged: list
             except Exception as error:
                 shown.append(f"{label} {str(error)[:30]}")
         print(f"    {name}: {', '.join(shown)}", flush=True)
-
-
-def _old() -> FewPairs:
-    if not _OLD:
-        layout = LAYOUTS["down"]
-        cuts: Cuts = {("plain", tile): Stream.best(layout, tile) for tile in (8, 16)}
-        _OLD.append(FewPairs(CUDA, HALF, layout, cuts))
-    return _OLD[0]
-
-
-_OLD: list[FewPairs] = []
 
 
 def time_shapes(rows: int, shapes: list[Shape | TallShape], until: float) -> None:
@@ -354,7 +332,6 @@ def main() -> None:
         for rows in (1, 16):
             tried = tried_cuts(rows).items()
             jobs += [workers.submit(compile_cut, name, cut) for name, cuts in tried for cut in cuts.values()]
-        jobs += [workers.submit(compile_cut, "down", Stream.best(LAYOUTS["down"], 16))]
         jobs += [workers.submit(compile_narrow, shape) for shape in NARROW_SHAPES]
         jobs += [workers.submit(compile_shape, shape) for some in shapes.values() for shape in some]
         failed = list(filter(None, (job.result() for job in jobs)))

@@ -182,8 +182,6 @@ _ANYWHERE = {
     ("add", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
     ("silu", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
     ("plain", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
-    ("plain_tiny", 32): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
-    ("plain_tiny", 64): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
     ("add", 32): few_rows(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
     ("silu", 32): shared(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
     ("plain", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
@@ -194,9 +192,7 @@ _ANYWHERE = {
     ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
-    **{
-        ("plain_tiny", n): shared(16, (1, 4), row_tiles=1, ahead=4, stages=4, blocks=2, cluster=2) for n in (16, 32, 64)
-    },
+    ("plain_tiny", 16): shared(16, (1, 4), row_tiles=1, ahead=4, stages=4, blocks=2, cluster=2),
     ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=8),
     ("add_long_narrow", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
     ("silu", 16): shared(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
@@ -219,7 +215,8 @@ def shapes_for(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
 def tile_of(rows: int, features: int, processors: int) -> int:
     """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
     if rows <= _SMALL[-1]:
-        return next(tile for tile in _SMALL if tile >= rows)
+        tiles = _SMALL[:2] if features <= NARROW["tiny"] * processors else _SMALL  # else there would be few blocks
+        return next((tile for tile in tiles if tile >= rows), tiles[-1])
     # The largest needs a lot of work to be faster: blocks for half of the processors.
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
 

@@ -103,12 +103,15 @@ def _route_kernel(
     free = lane < COUNT
     if GROUPS > 1:
         free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
+    # As integers, which have the order of the numbers, and one below all of them for those that are not free: an expert
+    # is found by one reduction then.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # of -0 those of 0
+    key = tl.where(free, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     for choice in tl.static_range(TOP):
-        best = tl.max(tl.where(free, value, float("-inf")), 0)
-        expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
+        _, expert = tl.max(key, 0, return_indices=True)
         chosen = tl.where(place == choice, expert, chosen)
         found = tl.where(place == choice, tl.max(tl.where(lane == expert, score, float("-inf")), 0), found)
-        free &= lane != expert
+        key = tl.where(lane == expert, -0x80000000, key)
     there = place < TOP
     if correction is not None:
         weight = tl.where(there, found, 0.0)
