@@ -94,8 +94,10 @@ class Groups(Dense):
         return sum((sizes_of(part) for part in self._parts.values()), Counter[str]())
 
     def can_append(self, other: LinearOp) -> bool:
-        if not isinstance(other, Groups) or not self._parts or not other._parts:
-            return isinstance(other, Groups) and not self._parts and not other._parts and super().can_append(other)
+        if not isinstance(other, Groups) or bool(self._parts) != bool(other._parts):
+            return False
+        if not self._parts:
+            return super().can_append(other)
         whole = not any(hasattr(op.layer, "weight") for op in (self, other))
         return whole and alike([*self._parts.values(), *other._parts.values()])
 
