@@ -179,8 +179,10 @@ class GatedDeltaNet(Mixer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         values = self.spec.value_heads * self.spec.value_dim
+        # The small matrix first: while it is multiplied, a GPU reads the other one ahead.
+        made = None if self.ba is None else self.ba(x)
         qkv, z, ba = self.qkvz(x).tensor_split((self.spec.channels, self.spec.channels + values), 1)
-        b, a = (ba if self.ba is None else self.ba(x)).chunk(2, 1)
+        b, a = (ba if made is None else made).chunk(2, 1)
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
 

@@ -70,7 +70,7 @@ class Mixer(nn.Module):
         """Makes matrices of the same input one where the device multiplies faster then; before they are packed."""
 
     def linears(self) -> list[Linear]:
-        """Returns its matrices in the order of their calls."""
+        """Returns its matrices: the one that attention follows, and then the others."""
         raise NotImplementedError
 
 
