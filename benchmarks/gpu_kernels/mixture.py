@@ -342,7 +342,7 @@ def main() -> None:
         check(merged[0], False)
         check(mixture(ops, True, 0, True), True)
         apart = [mixture(ops, False, seed) for seed in range(LAYERS)]
-        for rows in (64, 16, 1):
+        for rows in (64, 16, 4, 1):
             _try(lambda rows=rows: time_mixture(ops, rows, apart, merged))
         for rows, some in shapes.items():
             _try(lambda rows=rows, some=some: time_shapes(rows, some, until))
