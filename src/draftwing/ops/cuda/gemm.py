@@ -28,10 +28,9 @@ WARP_GROUPS = 9  # major compute capability that alone has their instructions
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 # Features a multiprocessor, up to which a width has this name, and may be cut otherwise.
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
-FLAT = 80, 2048  # the same from which on, and K up to which, a matrix is `flat`
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "flat")}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
 
 
 @dataclass(frozen=True)
@@ -222,14 +221,10 @@ def tile_of(rows: int, features: int, processors: int) -> int:
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
 
 
-def key_of(
-    kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int, depth: int
-) -> tuple[str, int]:
-    """Returns which of the kernels takes a product of this kind. width: of the result; depth: K."""
-    names = [name for name, most in NARROW.items() if width <= most * processors]
-    if width >= FLAT[0] * processors and depth <= FLAT[1]:
-        names.append("flat")
-    return next((key for name in names if (key := (f"{kind}_{name}", tile)) in kernels), (kind, tile))
+def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
+    """Returns which of the kernels takes a product of this kind. width: of the result."""
+    names = (f"{kind}_{name}" for name, most in NARROW.items() if width <= most * processors)
+    return next(((name, tile) for name in names if (name, tile) in kernels), (kind, tile))
 
 
 class SmallMGemm:
@@ -267,7 +262,7 @@ class SmallMGemm:
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         tile = tile_of(rows, weight.shape[0], self._processors)
-        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors, depth)]
+        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
         out = x.new_empty(rows, width)
         grid = shape.grid(kind, rows, width, self._processors)
         kernel(grid, x, weight, bias, residual, out, rows, width, depth, overlap=not fresh)

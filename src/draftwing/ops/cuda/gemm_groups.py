@@ -170,7 +170,6 @@ _HOPPER: dict[int, Shapes] = {
         ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=8),
         ("add_long_narrow", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
         ("plain_slim", 64): TallShape(64, groups=1, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=3),
-        ("plain_flat", 64): TallShape(64, groups=2, row_tiles=1, stages=4, ahead=4, blocks=2, in_shares=True),
         ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=1, blocks=1),
     },
 }
@@ -233,7 +232,7 @@ class GroupGemm(PackedGemm[Tensor]):
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
         tile = tile_of(rows, self._tiles[kind])
-        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors, depth)]
+        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
         if isinstance(shape, TallShape):
             x = ordered(self._order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)

@@ -78,7 +78,7 @@ class TallGemm(PackedGemm[Tensor | None]):
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
     ) -> Tensor | None:
         rows, depth = x.shape
-        key = self.only or self._key(kind, rows, width, depth)
+        key = self.only or self._key(kind, rows, width)
         if key is None:
             return None
         x = x.contiguous()
@@ -92,11 +92,11 @@ class TallGemm(PackedGemm[Tensor | None]):
         )  # fmt: skip
         return out
 
-    def _key(self, kind: str, rows: int, width: int, depth: int) -> tuple[str, int] | None:
+    def _key(self, kind: str, rows: int, width: int) -> tuple[str, int] | None:
         key = next((key for key in self._shapes if key[0] == kind and rows <= key[1]), None)
         if key is None:
-            return self._key("add", rows, width, depth) if kind == "add_long" else None
-        return key_of(self._shapes, *key, width, self._processors, depth)
+            return self._key("add", rows, width) if kind == "add_long" else None
+        return key_of(self._shapes, *key, width, self._processors)
 
 
 def read_source(width: Width, shapes: TallShapes) -> str:
