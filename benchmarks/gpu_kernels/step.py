@@ -110,7 +110,7 @@ def weights_read(parts: Any, rows: int) -> tuple[float, float]:
     for part in model.modules():
         if isinstance(part, Linear) and (part is not model.embed.table or part is model.lm_head):
             size = sum(p.nbytes for p in part.parameters(recurse=False)) + part.op.sizes.total()
-            total += size * distinct / part.count if isinstance(part, ExpertLinear) else size
+            total += size * (distinct + part.shared) / part.count if isinstance(part, ExpertLinear) else size
     return total, distinct
 
 

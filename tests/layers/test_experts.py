@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from block_ops import BlockTorchOps
@@ -115,6 +117,47 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
         assert set(layer.op.sizes) == {"mxfp4"}
     if case == "groups triton":
         assert set(layer.op.sizes) == {"int4"}
+
+
+@pytest.mark.further(form="fp8", gated=False)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("form", ["dense", "fp8"])
+def test_a_shared_expert_becomes_one_of_the_others(
+    mended_interpreter: None, device: torch.device, form: str, gated: bool
+) -> None:
+    """Where the device routes to it: the text is that of the layer that is not packed, which has it apart."""
+    ops, generator = triton_ops(device), torch.Generator().manual_seed(0)
+    experts = ExpertConfig(COUNT, Routing(TOP), 64, shared=64, shared_gate=gated)
+    layer = LayerConfig(128, AttentionConfig(4, 2, 16), 48, experts=experts)
+    plain, merged = (ExpertMLP(layer, torch.float32, CPU) for _ in range(2))
+    for one, other in zip(plain.parameters(), merged.parameters(), strict=True):
+        one.data.normal_(0, 0.2, generator=generator)
+        other.data.copy_(one)
+    assert plain.shared is not None and merged.shared is not None
+    if form == "fp8":
+        merged = ExpertMLP(replace(layer, weight_format=GroupFormat("fp8", ops)), torch.bfloat16, device)
+        assert merged.shared is not None
+        for mine, theirs in (
+            (merged.gate_up, plain.gate_up), (merged.down, plain.down),
+            (merged.shared.gate_up, plain.shared.gate_up), (merged.shared.down, plain.shared.down),
+        ):  # fmt: skip
+            (place,) = layer.weight_format.slices("", 0, len(theirs.weight)).values()
+            assert mine.op.keep(place, theirs.weight.detach())
+        for name, param in plain.named_parameters():
+            if name in dict(merged.named_parameters()):
+                merged.get_parameter(name).data.copy_(param)
+    pack_layers(merged, ops, PackMode())
+    assert merged.shared is None and merged.gate_up.count == COUNT + 1
+    for mine, parts in (
+        (merged.gate_up, (plain.gate_up, plain.shared.gate_up)), (merged.down, (plain.down, plain.shared.down)),
+    ):  # fmt: skip
+        for theirs, weight in zip(parts, mine.dense_weight().split([len(part.weight) for part in parts]), strict=True):
+            torch.testing.assert_close(theirs.weight.data, weight.cpu().float(), atol=0.03, rtol=0.07)
+            theirs.weight.data.copy_(weight)  # as it was rounded
+    x, residual = torch.randn(2, 5, 128, generator=generator)
+    dtype = torch.float32 if form == "dense" else torch.bfloat16
+    found, expected = merged(x.to(device, dtype), residual.to(device, dtype)).cpu().float(), plain(x, residual)
+    assert (found - expected).abs().max() < (1e-5 if form == "dense" else 0.03) * expected.abs().max()
 
 
 @pytest.mark.parametrize("ops", ["cpu"], indirect=True)

@@ -18,10 +18,10 @@ from draftwing.ops.expert_rows import FP8, INT4, INT8, MX
 
 HOPPER, OLDER = (9, 0), [(8, 0), (8, 9)]
 WIDTHS = [Width(4, False, 1), Width(4, True, -1), Width(8, False, 1, True), Width(8, False, -1)]
-# With the chunks of gpt-oss and of Qwen3-30B-A3B; the last one has no stream.
+# With the chunks of gpt-oss, of Qwen3-30B-A3B and, short rows, of Qwen3.5-35B-A3B; the last one has no stream.
 EXPERTS = [
-    Layout(MX, 4, chunks=45), Layout(FP8, 1, chunks=12), Layout(DENSE, chunks=32), Layout(INT4, 2, True, chunks=32),
-    Layout(INT8, 0, chunks=64), Layout(INT4, 4),
+    Layout(MX, 4, chunks=45), Layout(FP8, 1, chunks=12), Layout(FP8, 1, chunks=8), Layout(DENSE, chunks=32),
+    Layout(INT4, 2, True, chunks=32), Layout(INT8, 0, chunks=64), Layout(INT4, 4),
 ]  # fmt: skip
 
 

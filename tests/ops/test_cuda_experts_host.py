@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwing.ops.contracts import ExpertTiles, Routed, Routing
 from draftwing.ops.cuda import gemm, gemm_experts
+from draftwing.ops.cuda.gemm import SHARES
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, Layout, Stream
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, ExpertRows, expert_rows
@@ -40,12 +41,18 @@ STREAMS = [
     (Layout(FP8, 1, chunks=18), 1), (Layout(INT4, 1, chunks=20), 2), (Layout(INT4, 4, chunks=18), 1),
     (Layout(INT8, 0, chunks=17), 1),
 ]  # fmt: skip
+# Of those whose warps have features: as many chunks as warps, and fewer.
+BY_ROWS = [
+    Layout(FP8, 1, chunks=8), Layout(INT4, 2, True, chunks=7), Layout(chunks=3), Layout(INT8, 0, chunks=5),
+    Layout(INT4, 4, chunks=8),
+]  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.further(layout=[Layout(), *(layout for layout in WIDTHS if layout != Layout(FP8, 0))]),
     pytest.mark.further(rows=5, depth=192),
     pytest.mark.further(stream=STREAMS[1:3] + STREAMS[4:]),
+    pytest.mark.further(short=BY_ROWS[1:]),
 ]
 
 
@@ -211,3 +218,12 @@ def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], 
         check(run, layout, kind, rows, 64 * cut.layout.chunks, early)
     if rows == 1 and (kind, 1) in run.cuts:
         check(run, layout, kind, rows, 64 * cut.layout.chunks, tile=1)
+
+
+@pytest.mark.parametrize("short", BY_ROWS, ids=str)
+def test_streams_of_short_rows_have_the_bits_of_the_expert_alone(tmp_path: Path, short: Layout) -> None:
+    cuts: Cuts = {("plain", tile): Stream(SHARES, 3, short, by_rows=True) for tile in (8, 16)}
+    run, layout = Host(tmp_path, short, cuts), short._replace(chunks=0)
+    for rows in (1, 9, 23):
+        for early in (False, True):
+            check(run, layout, "plain", rows, 64 * short.chunks, early)

@@ -27,6 +27,7 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 def test_tiles() -> None:
     tiles = [tile_of(rows, 4096, 132) for rows in (1, 8, 9, 17, 32, 33, 64, 65, 256, 257)]
     assert tiles == [8, 8, 16, 32, 32, 64, 64, 64, 64, 128]
+    assert [tile_of(rows, 264, 132) for rows in (1, 9, 33, 64)] == [8, 16, 16, 16], "few outputs make few blocks"
     assert tile_of(128, 128256, 132) == 128 and tile_of(8192, 4096, 132) == 128
 
 

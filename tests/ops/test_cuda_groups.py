@@ -76,10 +76,15 @@ def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide:
 
 
 def test_narrow_widths_may_be_cut_otherwise() -> None:
-    kernels = {("plain", 8), ("plain_narrow", 8), ("plain", 64), ("silu", 8)}
+    kernels = {("plain", 8), ("plain_narrow", 8), ("plain_tiny", 8), ("plain", 64), ("plain_slim", 64), ("silu", 8)}
     assert key_of(kernels, "plain", 8, 32 * 132, 132) == ("plain_narrow", 8)
     assert key_of(kernels, "plain", 8, 32 * 132 + 16, 132) == ("plain", 8)
-    assert key_of(kernels, "plain", 64, 64, 132) == ("plain", 64) and key_of(kernels, "silu", 8, 64, 132) == ("silu", 8)
+    assert key_of(kernels, "plain", 8, 4 * 132 + 16, 132) == ("plain_narrow", 8)
+    assert key_of(kernels, "plain", 8, 4 * 132, 132) == ("plain_tiny", 8)
+    assert key_of(kernels, "plain", 64, 64, 132) == ("plain_slim", 64) and key_of(kernels, "silu", 8, 64, 132) == (
+        "silu",
+        8,
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])

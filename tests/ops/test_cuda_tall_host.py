@@ -30,7 +30,8 @@ CUTS = (
     TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
     TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
-    *dict.fromkeys(shape for shape in few_row_shapes(4, (9, 0)).values() if isinstance(shape, TallShape)),  # exact ones
+    # Exact ones.
+    *dict.fromkeys(s for bits in (4, 8) for s in few_row_shapes(bits, (9, 0)).values() if isinstance(s, TallShape)),
 )
 FEW = {key: shape for key, shape in few_row_shapes(4, (8, 0)).items() if key[1] == 8}  # kernels that have the bits
 SHAPES = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}

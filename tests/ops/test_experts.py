@@ -65,6 +65,25 @@ def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
     assert torch.equal(torch.cat([one.weights for one in alone]), routed.weights)
 
 
+@pytest.mark.parametrize("shared", ["whole", "gated"])
+@pytest.mark.parametrize(("rows", "sigmoid"), [(1, False), (5, False), (5, True)])
+def test_every_row_goes_to_a_shared_expert(ops: TorchOps, rows: int, sigmoid: bool, shared: str) -> None:
+    logits, shift = made(ops, rows, COUNT + 1) * 3, made(ops, COUNT, seed=1) if sigmoid else None
+    chosen, gate = logits[:, :COUNT], logits[:, COUNT:]
+    plain = ops.route(chosen, Routing(TOP, sigmoid=sigmoid, scale=1.5), shift)
+    routing = Routing(TOP, sigmoid=sigmoid, scale=1.5, shared=shared)  # type: ignore[arg-type]
+    routed = ops.route(logits if shared == "gated" else chosen, routing, shift)
+    assert routed.count == COUNT + 1 and routing.choices == TOP + 1
+    assert torch.equal(routed.experts[:, :TOP], plain.experts) and bool((routed.experts[:, TOP] == COUNT).all())
+    assert torch.equal(routed.weights[:, :TOP], plain.weights)
+    expected = gate[:, 0].double().sigmoid() if shared == "gated" else torch.ones(rows, dtype=torch.float64)
+    torch.testing.assert_close(routed.weights[:, TOP].cpu().double(), expected.cpu(), atol=1e-6, rtol=1e-6)
+    weight, x = made(ops, (COUNT + 1) * 32, 64, seed=5) / 8, made(ops, rows, 64, seed=4)
+    gemm = ops.expert_gemm(weight, COUNT + 1)
+    outs = ops.experts_linear(x, weight, None, routed) if gemm is None else gemm.linear(x, None, routed)
+    torch.testing.assert_close(outs.double(), by_hand(x, weight, None, routed), atol=1e-4, rtol=1e-4)
+
+
 def test_sigmoids_that_are_0_or_no_numbers(ops: TorchOps) -> None:
     """What is no number fails its request; nothing else is divided by 0."""
     logits = torch.stack((torch.full((COUNT,), -200.0), torch.arange(float(COUNT))))

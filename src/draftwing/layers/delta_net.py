@@ -14,6 +14,7 @@ from draftwing.kv.pool import DeltaSpec
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -144,7 +145,7 @@ class DeltaNetConfig(MixerConfig):
 
 
 class GatedDeltaNet(Mixer):
-    """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another."""
+    """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class GatedDeltaNet(Mixer):
         self.pool_layer, self.spec, self._eps = pool_layer, config.keeps(), layer.norm.eps
         spec, form = self.spec, layer.weight_format
         self.qkvz = Linear(in_size, spec.channels + config.made, False, dtype, device, form)
-        self.ba = Linear(in_size, 2 * spec.value_heads, False, dtype, device, form)
+        self.ba: Linear | None = Linear(in_size, 2 * spec.value_heads, False, dtype, device, form)
         self.out = row_parallel(Linear(config.made, layer.hidden, False, dtype, device, form), layer.ranks)
 
         def wide(*shape: int) -> nn.Parameter:
@@ -168,11 +169,20 @@ class GatedDeltaNet(Mixer):
         self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
         self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)
 
+    def merge(self, ops: LayerOps) -> None:
+        if ops.merges_matrices and self.ba is not None and self.qkvz.op.can_append(self.ba.op):
+            self.qkvz.append(self.ba)
+            self.ba = None
+
     def linears(self) -> list[Linear]:
-        return [self.qkvz, self.ba, self.out]
+        return [self.qkvz, *([] if self.ba is None else [self.ba]), self.out]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        (qkv, z), (b, a) = self.qkvz(x).tensor_split((self.spec.channels,), 1), self.ba(x).chunk(2, 1)
+        values = self.spec.value_heads * self.spec.value_dim
+        # The small matrix first: while it is multiplied, a GPU reads the other one ahead.
+        made = None if self.ba is None else self.ba(x)
+        qkv, z, ba = self.qkvz(x).tensor_split((self.spec.channels, self.spec.channels + values), 1)
+        b, a = (ba if made is None else made).chunk(2, 1)
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
 

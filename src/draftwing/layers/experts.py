@@ -26,6 +26,7 @@ from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 logger = logging.getLogger(__name__)
 
 FEW_ROWS = 16  # of which a wide router sums each logit by itself on a GPU, as `step.py` measured it on an H200
+_MORE_OUTPUTS = 8  # of a router with the gate of an expert of all rows: libraries are slow with odd numbers of outputs
 
 
 class ExpertMLP(nn.Module):
@@ -58,8 +59,26 @@ class ExpertMLP(nn.Module):
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self._ops: LayerOps = PLAIN
         self._exact = False
+        self._routing = experts.routing
         self.scatter: Tensor | None = None  # see `ExpertOps.route`
         self._whole: WholeMixture | None = None  # all of it
+
+    def merge(self, ops: LayerOps) -> None:
+        """Makes the expert of all rows the last one of the others, and its gate an output of the router, where the
+        device is faster then and weights lie alike; before the parts are packed."""
+        shared, experts = self.shared, self.experts
+        if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared != experts.ffn:
+            return
+        pairs = (self.gate_up, shared.gate_up), (self.down, shared.down)
+        biased = any(part.bias is not None for pair in pairs for part in pair)
+        if biased or experts.limit or self.scale is not None or not all(e.op.can_append(one.op) for e, one in pairs):
+            return
+        for every, one in pairs:
+            every.append_shared(one)
+        if self.shared_gate is not None:
+            self.router.append_row(self.shared_gate)
+        self._routing = replace(self._routing, shared="whole" if self.shared_gate is None else "gated")
+        self.shared = self.shared_gate = None
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         """When the parts are packed."""
@@ -108,9 +127,9 @@ class ExpertMLP(nn.Module):
 
     def _inner(self, x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""
-        logits = self.router(x if by is None else by)
-        experts = self.experts
-        routed = self._ops.route(logits, experts.routing, self.correction, self._exact, self.scatter, experts.own)
+        experts, routing = self.experts, self._routing
+        logits = self.router(x if by is None else by)[:, : experts.count + (routing.shared == "gated")]
+        routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if self._gelu:
@@ -163,6 +182,15 @@ class Router(Linear):
 
     __call__ = forward
 
+    def append_row(self, row: Tensor) -> None:
+        """row [1, in_features]: makes it the first of some more outputs, before it is packed."""
+        weight = self.weight.new_zeros(_MORE_OUTPUTS, self.in_features)
+        weight[:1] = row
+        self.weight = nn.Parameter(torch.cat((self.weight, weight)), False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.cat((self.bias, self.bias.new_zeros(_MORE_OUTPUTS))), False)
+        self.out_features += _MORE_OUTPUTS
+
 
 class EachLogit(InferenceDense):
     """A product in float32 of which each number is summed by itself: a row has the same bits in any batch."""
@@ -186,6 +214,7 @@ class ExpertLinear(Linear):
     Rows are multiplied with those of the experts that they were routed to."""
 
     takes_all = False  # whether every row is routed to all of them
+    shared = 0  # of them, the last, that every row is routed to besides those that it chooses
 
     def __init__(
         self,
@@ -232,6 +261,11 @@ class ExpertLinear(Linear):
                 f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
                 f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
             )
+
+    def append_shared(self, one: Linear) -> None:
+        """Makes one more expert of a layer that every row is routed to, before either is packed."""
+        self.append(one)
+        self.count, self.shared = self.count + 1, self.shared + 1
 
     def forward(self, x: Tensor, routed: Routed, with_bias: bool = True) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features]"""

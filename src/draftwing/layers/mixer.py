@@ -66,8 +66,11 @@ class Mixer(nn.Module):
         """Lets the device do what lies between its matrices as it does it best."""
         self.ops = ops
 
+    def merge(self, ops: LayerOps) -> None:
+        """Makes matrices of the same input one where the device multiplies faster then; before they are packed."""
+
     def linears(self) -> list[Linear]:
-        """Returns its matrices in the order of their calls."""
+        """Returns its matrices: the one that attention follows, and then the others."""
         raise NotImplementedError
 
 

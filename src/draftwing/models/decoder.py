@@ -22,6 +22,7 @@ from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
+from draftwing.layers.mixer import Mixer
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
@@ -332,7 +333,8 @@ class DecoderModel(nn.Module):
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
             experts = self.config.experts
             if isinstance(part, ExpertLinear) and not part.takes_all and experts is not None:
-                found = Counter({k: size * experts.routing.top_k // experts.count for k, size in found.items()})
+                read = experts.routing.top_k * (part.count - part.shared) / experts.count + part.shared
+                found = Counter({k: int(size * read / part.count) for k, size in found.items()})
             sizes += found
         return dict(sizes)
 
@@ -393,6 +395,8 @@ def use_between(module: nn.Module, ops: LayerOps) -> None:
 
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:
     """Packs all layers inside a model or head, parts before what is made of them. keep: whose weight is kept."""
+    for part in [part for part in module.modules() if isinstance(part, ExpertMLP | Mixer)]:
+        part.merge(ops)
     # What has two names, a tied head, is called by the last.
     names = {part: name for name, part in module.named_modules(remove_duplicate=False)}
     tables = {part.table for part in names if isinstance(part, Embedding)}

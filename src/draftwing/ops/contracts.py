@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -162,6 +162,8 @@ class Routing:
     scores are sigmoids of logits in place of their softmax; the choice is by scores and a correction of each expert
     then, weights are scores alone.  groups: of one size that experts lie in.  top_groups: those that a row chooses
     among, which have the largest sums of their two best sigmoids, or the largest best logits.  scale: of weights.
+    shared: whether one more expert behind all others gets every row, as its last choice: with weight 1 (`whole`), or
+    with the sigmoid of one more logit behind theirs (`gated`).
     """
 
     top_k: int
@@ -170,6 +172,12 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    shared: Literal["none", "whole", "gated"] = "none"
+
+    @property
+    def choices(self) -> int:
+        """Returns the experts that a row goes to."""
+        return self.top_k + (self.shared != "none")
 
 
 class MixtureWeights(NamedTuple):

@@ -99,13 +99,18 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
     return PackedGroups(_nibble_tiles(codes, _FIRST[dtype]), scales, zeros, 4, shift, order, False)
 
 
+def joinable(parts: Sequence[PackedGroups]) -> bool:
+    """Returns whether one kernel can read them all."""
+    kind, order = (parts[0].bits, parts[0].fp8), parts[0].order
+    return all((part.bits, part.fp8) == kind and _same(part.order, order) for part in parts)
+
+
 def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
-    """The rows of one part after those of another, or None where one kernel cannot read them all."""
+    """The rows of one part after those of another, or None where they are not `joinable`."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    kind = first.bits, first.fp8
-    if any((part.bits, part.fp8) != kind or not _same(part.order, first.order) for part in parts):
+    if not joinable(parts):
         return None
     shift = min(part.shift for part in parts)
     groups = groups_of_row(first.columns, shift)

@@ -41,9 +41,10 @@ from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.linear_ops.groups import alike, joined
 from draftwing.machine import processors
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
@@ -62,6 +63,7 @@ log = logging.getLogger("draftwing")
 PATIENCE = 60.0  # seconds that an engine which has loaded waits
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 _ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
+_SHARED_EXPERT = "model.layers.0.mlp.shared_expert.gate_proj"
 MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}  # by `--quantization`
 
 
@@ -380,28 +382,45 @@ def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Qu
     """Puts stand-ins for the experts of a model on the meta device that is to be packed. asked: `--quantization`."""
     if asked == "none":
         return
+    held: list[tuple[str, Linear]] = []
     for part in model.modules():
         if isinstance(part, ExpertLinear):
-            weight = _held(part.out_features, part.in_features, dtype, asked, stored)
-            if weight is not None:
-                part.op = _Held(part, weight)
+            held.append((_ANY_EXPERT, part))
+        elif isinstance(part, ExpertMLP) and part.shared is not None and (stored is None or stored.method != "mxfp4"):
+            held += [(_SHARED_EXPERT, part.shared.gate_up), (_SHARED_EXPERT, part.shared.down)]
+    for name, linear in held:
+        weight = _held(name, linear.out_features, linear.in_features, dtype, asked, stored)
+        if weight is not None:
+            linear.op = _Held(linear, weight, dtype)
 
 
 class _Held(LinearOp):
-    def __init__(self, layer: Linear, weight: PackedGroups | MXRows) -> None:
+    def __init__(self, layer: Linear, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
         super().__init__(layer)
-        self._weight = weight
+        self._weight, self._dtype = weight, dtype
 
     def groups(self) -> PackedGroups | MXRows | None:
         return self._weight
 
+    def can_append(self, other: LinearOp) -> bool:
+        return isinstance(other, _Held) and alike([self._weight, other._weight])
+
+    def append(self, other: LinearOp) -> None:
+        assert isinstance(other, _Held)
+        whole = joined([self._weight, other._weight])
+        assert whole is not None
+        self._weight = whole
+
+    def dense_weight(self) -> Tensor:
+        return torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device="meta")
+
 
 def _held(
-    rows: int, columns: int, dtype: torch.dtype, asked: str, stored: Quantization | None
+    name: str, rows: int, columns: int, dtype: torch.dtype, asked: str, stored: Quantization | None
 ) -> PackedGroups | MXRows | None:
     if stored is not None and stored.method == "mxfp4":
         return MXRows(_bytes(rows, columns // 2), _bytes(rows, columns // MX_BLOCK))
-    scheme = None if stored is None else stored.scheme_of(_ANY_EXPERT)
+    scheme = None if stored is None else stored.scheme_of(name)
     width = MADE.get(asked) if scheme is None else width_of(scheme)
     if width is None or rows % 16 or columns % 64:
         return None

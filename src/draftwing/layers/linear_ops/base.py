@@ -144,6 +144,14 @@ class LinearOp:
     def can_copy(self) -> bool:
         return type(self).copy_from is not LinearOp.copy_from
 
+    def can_append(self, other: LinearOp) -> bool:
+        """Returns whether `append` takes it."""
+        return False
+
+    def append(self, other: LinearOp) -> None:
+        """Takes the rows of another weight behind its own; before either is packed."""
+        raise NotImplementedError
+
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a
         mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of now."""

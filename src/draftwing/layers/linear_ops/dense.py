@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # GEMM, which is long enough for its start and end not to matter, up to fewer.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
+_TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Dense(LinearOp):
 
     def dense_weight(self) -> Tensor:
         return self.layer.weight
+
+    def can_append(self, other: LinearOp) -> bool:
+        return type(other) is type(self) and self.layer.weight.dtype == other.layer.weight.dtype
+
+    def append(self, other: LinearOp) -> None:
+        self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
 
     def copy_from(self, other: LinearOp) -> None:
         """Its weight is a parameter."""
@@ -96,7 +103,8 @@ class SmallM(InferenceDense):
     def __init__(self, layer: Linear, gemm: SmallMGemm, deterministic: bool) -> None:
         super().__init__(layer)
         self._gemm = gemm
-        fastest = _LONG_M if layer.out_features >= _LONG else _SMALL_M
+        outputs = layer.out_features
+        fastest = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
         self._max_rows = _ANY_M if deterministic else fastest  # rows
 
     def __call__(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
-from draftwing.ops.groups import PackedGroups, join, unpacked, why_not
+from draftwing.ops.groups import PackedGroups, join, joinable, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
@@ -93,6 +93,22 @@ class Groups(Dense):
     def sizes(self) -> Counter[str]:
         return sum((sizes_of(part) for part in self._parts.values()), Counter[str]())
 
+    def can_append(self, other: LinearOp) -> bool:
+        if not isinstance(other, Groups) or bool(self._parts) != bool(other._parts):
+            return False
+        if not self._parts:
+            return super().can_append(other)
+        whole = not any(hasattr(op.layer, "weight") for op in (self, other))
+        return whole and alike([*self._parts.values(), *other._parts.values()])
+
+    def append(self, other: LinearOp) -> None:
+        if not self._parts:
+            return super().append(other)
+        assert isinstance(other, Groups)
+        rows = sum(part.rows for part in self._parts.values())
+        self._parts |= {rows + start: part for start, part in other._parts.items()}
+        other._parts.clear()
+
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         whole = self.groups()
         if isinstance(whole, MXRows):  # only experts have kernels for it
@@ -103,7 +119,7 @@ class Groups(Dense):
     def groups(self) -> PackedGroups | MXRows | None:
         if not self._parts:
             return None
-        whole = None if hasattr(self.layer, "weight") else _joined([self._parts[at] for at in sorted(self._parts)])
+        whole = None if hasattr(self.layer, "weight") else joined([self._parts[at] for at in sorted(self._parts)])
         if whole is None:
             self._dequantise_all()
         self._parts.clear()
@@ -225,7 +241,13 @@ def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
             first.prefetch_dequant([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
 
 
-def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
+def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:
+    """Returns whether one kernel reads them all."""
+    packed = [part for part in parts if isinstance(part, PackedGroups)]
+    return joinable(packed) if len(packed) == len(parts) else not packed
+
+
+def joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
     """The rows of one part after those of another, or None where one kernel cannot read them all."""
     packed = [part for part in parts if isinstance(part, PackedGroups)]
     if len(packed) == len(parts):

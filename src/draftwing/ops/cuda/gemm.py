@@ -26,10 +26,11 @@ _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the
 CLUSTERS = (9, 0)  # compute capability that has them
 WARP_GROUPS = 9  # major compute capability that alone has their instructions
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
-NARROW = 32  # features a multiprocessor, up to which a width is `narrow`, and may be cut otherwise
+# Features a multiprocessor, up to which a width has this name, and may be cut otherwise.
+NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_narrow": name for kind, name in KINDS.items()}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ _ANYWHERE = {
     ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
+    ("plain_tiny", 16): shared(16, (1, 4), row_tiles=1, ahead=4, stages=4, blocks=2, cluster=2),
     ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=8),
     ("add_long_narrow", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
     ("silu", 16): shared(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
@@ -213,15 +215,16 @@ def shapes_for(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
 def tile_of(rows: int, features: int, processors: int) -> int:
     """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
     if rows <= _SMALL[-1]:
-        return next(tile for tile in _SMALL if tile >= rows)
+        tiles = _SMALL[:2] if features <= NARROW["tiny"] * processors else _SMALL  # else there would be few blocks
+        return next((tile for tile in tiles if tile >= rows), tiles[-1])
     # The largest needs a lot of work to be faster: blocks for half of the processors.
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
 
 
 def key_of(kernels: Container[tuple[str, int]], kind: str, tile: int, width: int, processors: int) -> tuple[str, int]:
     """Returns which of the kernels takes a product of this kind. width: of the result."""
-    narrow = f"{kind}_narrow", tile
-    return narrow if width <= NARROW * processors and narrow in kernels else (kind, tile)
+    names = (f"{kind}_{name}" for name, most in NARROW.items() if width <= most * processors)
+    return next(((name, tile) for name in names if (name, tile) in kernels), (kind, tile))
 
 
 class SmallMGemm:

@@ -208,10 +208,18 @@ struct Share {
     __device__ __forceinline__ static Share of(const int* tiles, int tile_count, int parts) {
         const int block = blockIdx.x, blocks = gridDim.x;
         if (tile_count * parts <= blocks) return {block, block + 1};  // there may be none
+        constexpr int TOGETHER = 16;  // loads that are under way at a time
         int live = 0;
-        for (int first = 0; first < tile_count; first += 32) {
-            const int tile = first + (threadIdx.x & 31);
-            live += count_in_warp(tile < tile_count && load_route(tiles + min(tile, tile_count - 1)) >= 0);
+        for (int first = 0; first < tile_count; first += 32 * TOGETHER) {
+            int expert[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int tile = first + i * 32 + (threadIdx.x & 31);
+                expert[i] = -1;
+                if (tile < tile_count) expert[i] = load_route(tiles + tile);
+            }
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) live += count_in_warp(expert[i] >= 0);
         }
         const int each = live * parts / blocks, rest = live * parts % blocks, at = each * block + min(block, rest);
         return {at, at + each + (block < rest)};

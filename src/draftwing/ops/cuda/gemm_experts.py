@@ -27,6 +27,7 @@ _CHUNK = 64  # columns
 # Of gemm_stream.cu:
 _LONGEST = 64  # chunks, of which x is in registers
 _MUCH_X = 64  # of these
+_SHORT = 8  # chunks, of which a warp has x of all features in registers
 _SHARED = 227 << 10  # bytes that a block can have
 _MAX_STAGES = 16
 
@@ -74,15 +75,16 @@ class Stream(NamedTuple):
     stages: int
     layout: Layout
     blocks: int = 1
+    by_rows: bool = False  # warps have features, not shares of K
 
     @property
     def threads(self) -> int:
         return (SHARES + 1) * 32
 
     @classmethod
-    def of(cls, layout: Layout, row_tiles: int, tokens: int) -> Stream:
+    def of(cls, layout: Layout, row_tiles: int, tokens: int, by_rows: bool = False) -> Stream:
         """Makes one with as many stages as there is room for."""
-        none = cls(row_tiles, 0, layout)
+        none = cls(row_tiles, 0, layout, by_rows=by_rows)
         room = _SHARED - none.shared_bytes(tokens)
         return none._replace(stages=min(room // (none.stage_bytes() + 16), _MAX_STAGES))
 
@@ -103,10 +105,14 @@ class Stream(NamedTuple):
 
     def shared_bytes(self, tokens: int) -> int:
         """Returns shared memory of a block: sums and pairs by turns, with a barrier each, and stages with two."""
+        if self.by_rows:
+            return self.stages * (self.stage_bytes() + 16)
         sums = SHARES * tokens * _pitch(self.row_tiles) * 4
         return 2 * (sums + tokens * 4 + 8) + self.stages * (self.stage_bytes() + 16)
 
     def line(self, name: str, kind: str, tokens: int) -> str:
+        if self.by_rows:
+            return f"ROW_STREAM_KERNEL({name}, {tokens // 8}, {self.stages}, {self.layout.chunks})\n"
         template = f"{tokens // 8}, {self.row_tiles}, {self.stages}, {self.layout.chunks}, {KINDS[kind]}"
         return f"STREAM_KERNEL({name}, {template})\n"
 
@@ -119,6 +125,13 @@ def grid(cut: Cut | Stream, kind: str, tiles: int, width: int, multiprocessors: 
     """Blocks: no more than run at once. width: of the result."""
     parts = -(-width // (cut.row_tiles * (16 if kind == "plain" else 8)))
     return min(parts * tiles, cut.blocks * multiprocessors)
+
+
+def by_rows(layout: Layout, tokens: int) -> Stream | None:
+    """Returns the stream whose warps have features, where K is short and there is room."""
+    cut = Stream.of(layout, SHARES, tokens, by_rows=True)
+    # A warp of MXFP4 has either even chunks or odd ones.
+    return cut if layout.kind != MX and layout.chunks <= _SHORT and cut.stages > 1 else None
 
 
 Cuts = dict[tuple[str, int], Cut | Stream]  # by kind and pairs that a tile has at most
@@ -142,6 +155,7 @@ def cuts_for(layout: Layout) -> Cuts:
     if not layout.chunks:
         return kept
     cuts: Cuts = {(kind, tile): Stream.best(layout, tile) for kind in KINDS for tile in _TILES}
+    cuts |= {("plain", tile): cut for tile in _TILES if (cut := by_rows(layout, tile)) is not None}
     if layout.kind in (DENSE, FP8):
         # Alone a stream is as fast, but leaves the next kernel no shared memory to begin early in, which is a larger
         # part of the little that there is to read: a step of Qwen3-30B-A3B in fp8 took 2.05 ms with it, not 1.94.

@@ -169,6 +169,7 @@ _HOPPER: dict[int, Shapes] = {
         ("plain_narrow", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
         ("add_long", 16): shared(16, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=8),
         ("add_long_narrow", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+        ("plain_slim", 64): TallShape(64, groups=1, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=3),
         ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=1, blocks=1),
     },
 }

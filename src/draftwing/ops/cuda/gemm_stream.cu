@@ -76,6 +76,50 @@ __device__ __forceinline__ void multiply_stage(float (&d)[ROW_TILES][TOKEN_TILES
     }
 }
 
+// sum += what the stage has of the warp's 16 features, times b: as `multiply_stage`, share after share.
+template <class WEIGHTS, class STAGE, int CHUNKS, int TILES, int TOKEN_TILES>
+__device__ __forceinline__ void multiply_rows(float (&sum)[1][TOKEN_TILES][4], float (&d)[1][TOKEN_TILES][4],
+                                              const u32* stage, const uint4 (&b)[CHUNKS][TOKEN_TILES][2]) {
+    constexpr int ROWS = SHARES * 16;
+    const int row = threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;
+    const u32 *const words = stage + row * STAGE::WIDTH, *const scales = stage + ROWS * STAGE::WIDTH + row;
+#pragma unroll
+    for (int v = 0; v < SHARES; ++v) {
+        if (v >= CHUNKS) continue;
+#pragma unroll
+        for (int c = v; c < CHUNKS; c += SHARES) {
+            typename WEIGHTS::Part a;
+            a.take(words + WEIGHTS::word_of(c), 8 * STAGE::WIDTH, scales + WEIGHTS::scale_of(c) * ROWS,
+                   ROWS * STAGE::SCALES);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                u32 top[4], bottom[4];
+                a.expand(j, top, bottom);
+#pragma unroll
+                for (int m = 0; m < TILES; ++m) mma_half(d[0][m], top, bottom, b[c][m][j]);
+            }
+        }
+        add_share(sum, d);
+    }
+}
+
+// A warp's part of a kernel: asks for the weights of a share, unit after unit, as far ahead as there are stages.
+template <class STAGE, int STAGES, int OUT, bool GATED, class WEIGHTS>
+__device__ __forceinline__ void ask_for_share(u32* stages, Barrier* full, Barrier* empty, const WEIGHTS& all,
+                                              const Share& share, const int* tiles, int parts, int N) {
+    int tile = share.at / parts - 1, part = share.at % parts, expert = -1, stage = 0, phase = 0;
+    for (int at = share.at; at < share.end; ++at, ++part) {
+        if (at == share.at || part == parts) {
+            if (at > share.at) part = 0;
+            expert = load_route(tiles + ++tile);
+        }
+        if (expert < 0) return;
+        wait_barrier(empty + stage, phase ^ 1);
+        STAGE::ask(stages + stage * STAGE::WORDS, all, (size_t)expert * (GATED ? 2 * N : N), part * OUT, N, full + stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+}
+
 // As `expert_gemm`, for K of CHUNKS chunks, with STAGES stages of ROW_TILES * 16 features.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int STAGES, int CHUNKS, int KIND>
 __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
@@ -114,18 +158,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
         if (++stage == STAGES) stage = 0, phase ^= 1;
     };
 
-    if (warp == SHARES) {
-        for (int unit = 0; unit < units; ++unit, next_stage()) {
-            if (unit == 0 || part == parts) {
-                if (unit > 0) part = 0;
-                expert = load_route(tiles + ++tile);
-            }
-            if (expert < 0) return;
-            wait_barrier(empty + stage, phase ^ 1);
-            STAGE::ask(stages + stage * STAGE::WORDS, all, (size_t)expert * (GATED ? 2 * N : N), part * OUT, N, full + stage);
-        }
-        return;
-    }
+    if (warp == SHARES) return ask_for_share<STAGE, STAGES, OUT, GATED>(stages, full, empty, all, share, tiles, parts, N);
 
     if (known) wait_for_earlier_kernels();
     uint4 b[COUNT][TOKEN_TILES][2];
@@ -213,6 +246,96 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
     }
     if (unit > 0) load_offsets(unit - 1), add_up(unit - 1);
 }
+
+// The same where K is short: a warp has some features of a stage with all their columns, and sums share after share in
+// registers, so that no sums pass through shared memory.
+template <class WEIGHTS, int TOKEN_TILES, int STAGES, int CHUNKS>
+__device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const WEIGHTS all,
+                                                const u16* __restrict__ bias, const int* __restrict__ order,
+                                                const int* __restrict__ tiles, u16* __restrict__ y, int tile_count,
+                                                int choices, int known, int N) {
+    constexpr int ROWS = SHARES * 16;
+    using STAGE = Stage<WEIGHTS, ROWS, CHUNKS, false>;
+    extern __shared__ float sums[];  // stages; barriers: [STAGES] that are full, as many that are empty
+    u32* const stages = (u32*)sums;
+    Barrier* const full = (Barrier*)(stages + STAGES * STAGE::WORDS);
+    Barrier* const empty = full + STAGES;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int parts = (N + ROWS - 1) / ROWS;  // of a tile
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) init_barrier(full + s, STAGE::ARRIVE), init_barrier(empty + s, SHARES);
+        show_barriers();
+    }
+    __syncthreads();
+
+    // As in `expert_gemm`.
+    if (!known) wait_for_earlier_kernels();
+    launch_dependents();
+    const Share share = Share::of(tiles, tile_count, parts);
+    if (warp == SHARES) return ask_for_share<STAGE, STAGES, ROWS, false>(stages, full, empty, all, share, tiles, parts, N);
+
+    if (known) wait_for_earlier_kernels();
+    uint4 b[CHUNKS][TOKEN_TILES][2];
+    int result[TOKEN_TILES][2], live = 0;  // where the lane's two pairs of 8 have their results
+    int tile = share.at / parts - 1, part = share.at % parts, expert = -1, stage = 0, phase = 0;
+    for (int at = share.at; at < share.end; ++at, ++part) {
+        if (at == share.at || part == parts) {
+            if (at > share.at) part = 0;
+            expert = load_route(tiles + ++tile);
+            if (expert < 0) return;
+            const int begin = load_route(tiles + tile_count + tile);
+            live = load_route(tiles + 2 * tile_count + tile);
+            const auto pair_of = [&](int i) {
+                const int place = begin + min(i, live - 1);
+                return order ? load_route(order + place) : place;
+            };
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m) {
+                const u16* const token = x + (size_t)(pair_of(m * 8 + g) / choices) * (CHUNKS * CHUNK) + t * WEIGHTS::X_LANE;
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        b[c][m][j] = make_uint4(0, 0, 0, 0);
+                        if (m * 8 + g < live) b[c][m][j] = load_x(token + c * CHUNK + j * WEIGHTS::X_HALF);
+                    }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) result[m][i] = pair_of(m * 8 + t * 2 + i);
+            }
+        }
+
+        float d[1][TOKEN_TILES][4], sum[1][TOKEN_TILES][4];
+        clear_sums(d, sum);
+        wait_barrier(full + stage, phase);
+        const u32* const here = stages + stage * STAGE::WORDS;
+        if (TOKEN_TILES > 1 && live <= 8) multiply_rows<WEIGHTS, STAGE, CHUNKS, 1>(sum, d, here, b);
+        else multiply_rows<WEIGHTS, STAGE, CHUNKS, TOKEN_TILES>(sum, d, here, b);
+        __syncwarp();
+        if (lane == 0) arrive(empty + stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int n = part * ROWS + warp * 16 + half * 8 + g;
+            const float offset = bias && n < N ? load_value(bias + (size_t)expert * N + n) : 0.f;
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (m * 8 + t * 2 + i < live && n < N)
+                        y[(size_t)result[m][i] * N + n] = from_float(sum[0][m][half * 2 + i] + offset);
+        }
+    }
+}
+
+#define ROW_STREAM_KERNEL(NAME, ...)                                                                                  \
+    extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \
+        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
+        row_stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y,          \
+                                              tile_count, choices, known, N);                                         \
+    }
 
 #define STREAM_KERNEL(NAME, ...)                                                                                      \
     extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \

@@ -38,6 +38,11 @@ def _sum_in_order(x: Tensor) -> Tensor:
     return first
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """By a softmax, which goes by row: of a tensor's end, which fills no vector, torch's sigmoid has other bits."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+
+
 def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
     """rows [pairs, in], weight [count, out, in], bias [count * out] -> [pairs, out]"""
     flat = routed.experts.flatten()
@@ -70,11 +75,14 @@ class ExpertOps:
         scatter: Tensor | None = None,
         own: range | None = None,
     ) -> Routed:
-        """logits [M, count], correction [count] of sigmoids -> the best experts of each row with their weights, in
-        float32 or wider. A row chooses the same in any batch. exact: GEMMs are to give a row the same bits in any
-        batch, too. scatter [1] int32: where it is not 0, rows choose at random, whatever their logits are. own: the
-        experts that this rank has; other pairs are left out (`Routed`)."""
+        """logits [M, count], [M, count + 1] of a gated `Routing.shared`, correction [count] of sigmoids -> the best
+        experts of each row with their weights, in float32 or wider, [M, `Routing.choices`]. A row chooses the same in
+        any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not 0,
+        rows choose at random, whatever their logits are. own: the experts that this rank has; other pairs are left out
+        (`Routed`)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        gate = wide[:, -1:]
+        wide = wide[:, :-1] if routing.shared == "gated" else wide
         if scatter is not None and (not self.reads_routes or bool(scatter)):
             places = torch.arange(wide.numel(), device=wide.device)
             anything = (places * places % _PRIME * _SPREAD % _PRIME).view_as(wide) / _PRIME  # the same on all ranks
@@ -82,8 +90,7 @@ class ExpertOps:
             correction = None if correction is None else torch.where(scatter != 0, 0, correction)
         scores, by = wide, wide
         if correction is not None:
-            # By a softmax, which goes by row: of a tensor's end, which fills no vector, torch's sigmoid has other bits.
-            scores = torch.stack((wide, torch.zeros_like(wide)), -1).softmax(-1)[..., 0]
+            scores = _sigmoid(wide)
             by = scores.detach() + correction
         assert routing.sigmoid == (correction is not None)
         experts = (_without_other_groups(by, routing) if routing.groups > 1 else by).topk(routing.top_k, -1).indices
@@ -93,8 +100,14 @@ class ExpertOps:
         else:
             weights = by.gather(-1, experts).softmax(-1) if routing.renormalise else by.softmax(-1).gather(-1, experts)
         weights = weights * routing.scale if routing.scale != 1 else weights
+        count = wide.shape[1]
+        if routing.shared != "none":
+            assert own is None
+            more = _sigmoid(gate) if routing.shared == "gated" else torch.ones_like(gate)
+            experts, weights = F.pad(experts, (0, 1), value=count), torch.cat((weights, more), 1)
+            count += 1
         if own is None:
-            return Routed(experts, weights, logits.shape[1])
+            return Routed(experts, weights, count)
         here = (experts >= own.start) & (experts < own.stop)
         return Routed(torch.where(here, experts - own.start, -1), weights.where(here, 0), len(own), partial=True)
 

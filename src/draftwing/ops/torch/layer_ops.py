@@ -44,6 +44,7 @@ class LayerOps(ExpertOps):
 
     norm_adds_residual = False  # whether `add_rms_norm` is one kernel, which then adds residuals better than a GEMM
     mixes_under_norms = False  # whether `mix_norm` is one kernel
+    merges_matrices = False  # whether one GEMM of more outputs, or experts, is faster than two
 
     def mix_norm(
         self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float

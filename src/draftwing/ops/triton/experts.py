@@ -22,7 +22,8 @@ FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
 SMALL = tl.constexpr(TINY)
-_BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are compared with at a time
+# Pairs that a program places, those that they are compared with at a time, and that are counted at a time.
+_BLOCK, _CHUNK, _COUNTED = 64, 128, 1024
 
 
 @triton.jit
@@ -69,13 +70,15 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     LANES: tl.constexpr,
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. first, end: the experts that are here; others become -1. tiles: to be filled, where there is
-    but one row."""
+    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED, GATED: as `Routing.shared`.
+    tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -100,12 +103,15 @@ def _route_kernel(
     free = lane < COUNT
     if GROUPS > 1:
         free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
+    # As integers, which have the order of the numbers, and one below all of them for those that are not free: an expert
+    # is found by one reduction then.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # of -0 those of 0
+    key = tl.where(free, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     for choice in tl.static_range(TOP):
-        best = tl.max(tl.where(free, value, float("-inf")), 0)
-        expert = tl.min(tl.where(free & (value == best), lane, LANES), 0)
+        _, expert = tl.max(key, 0, return_indices=True)
         chosen = tl.where(place == choice, expert, chosen)
         found = tl.where(place == choice, tl.max(tl.where(lane == expert, score, float("-inf")), 0), found)
-        free &= lane != expert
+        key = tl.where(lane == expert, -0x80000000, key)
     there = place < TOP
     if correction is not None:
         weight = tl.where(there, found, 0.0)
@@ -116,14 +122,22 @@ def _route_kernel(
     weight = tl.where(broken == 0, weight / total * scale, float("nan"))  # so that the request fails
     here = there & (chosen >= first) & (chosen < end)
     own = tl.where(here, chosen - first, -1)
-    tl.store(experts + row * TOP + place, own.to(tl.int64), mask=there)
-    tl.store(weights + row * TOP + place, tl.where(here, weight, 0.0), mask=there)
+    PAIRS: tl.constexpr = TOP + SHARED
+    if SHARED:
+        last = 1.0
+        if GATED:
+            last = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + COUNT).to(tl.float32)))
+        own = tl.where(place == TOP, COUNT, own)
+        weight = tl.where(place == TOP, last, weight)
+        there, here = place < PAIRS, here | (place == TOP)
+    tl.store(experts + row * PAIRS + place, own.to(tl.int64), mask=there)
+    tl.store(weights + row * PAIRS + place, tl.where(here, weight, 0.0), mask=there)
     if tiles is not None:  # those that are not there come last
         before = tl.cumsum(here.to(tl.int32), 0)
         at = tl.where(here, before - 1, tl.sum(here.to(tl.int32), 0) + place - before)
         tl.store(tiles + at, own, mask=there)
-        tl.store(tiles + TOP + at, place, mask=there)
-        tl.store(tiles + 2 * TOP + at, place * 0 + 1, mask=there)
+        tl.store(tiles + PAIRS + at, place, mask=there)
+        tl.store(tiles + 2 * PAIRS + at, place * 0 + 1, mask=there)
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_count", "max_tiles"])
@@ -138,38 +152,36 @@ def _tile_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Puts pairs in the order of experts, cut into tiles, at most `max_tiles` of an expert. The last program makes
     the tiles, the others place BLOCK pairs each; each compares its own with all pairs."""
     start(PDL)
-    place = tl.arange(0, CHUNK)
     block = tl.program_id(0)
     if block < tl.num_programs(0) - 1:
         pair = block * BLOCK + tl.arange(0, BLOCK)
         there = pair < pairs
         own = tl.load(experts + pair, mask=there, other=0).to(tl.int32)[:, None]
-        before = tl.zeros([BLOCK, CHUNK], tl.int32)
+        before = tl.zeros([BLOCK], tl.int32)
         for first in range(0, pairs, CHUNK):
-            other = (first + place)[None, :]
-            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)
-            before += ((expert < own) | ((expert == own) & (other < pair[:, None]))).to(tl.int32)
-        tl.store(order + tl.sum(before, 1), pair, mask=there)
+            other = first + tl.arange(0, CHUNK)
+            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)[None, :]
+            before += tl.sum(((expert < own) | ((expert == own) & (other[None, :] < pair[:, None]))).to(tl.int32), 1)
+        tl.store(order + before, pair, mask=there)
     else:
-        lane = tl.arange(0, LANES)
-        same = tl.zeros([LANES, CHUNK], tl.int32)
-        less = tl.zeros([LANES, CHUNK], tl.int32)
-        for first in range(0, pairs, CHUNK):
-            other = (first + place)[None, :]
-            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)
-            same += (expert == lane[:, None]).to(tl.int32)
-            less += (expert < lane[:, None]).to(tl.int32)
-        counts, begins = tl.sum(same, 1), tl.sum(less, 1)
-        own_tiles = (counts + ROWS - 1) // ROWS
+        lane = tl.arange(0, LANES)  # of expert lane - 1; the last is no expert's
+        counts = tl.zeros([LANES], tl.int32)
+        for first in range(0, pairs, COUNTED):
+            other = first + tl.arange(0, COUNTED)
+            expert = tl.load(experts + other, mask=other < pairs, other=LANES - 2).to(tl.int32)
+            counts += tl.histogram(expert + 1, LANES)
+        begins = tl.cumsum(counts, 0) - counts
+        own_tiles = tl.where((lane > 0) & (lane < LANES - 1), (counts + ROWS - 1) // ROWS, 0)
         at = tl.cumsum(own_tiles, 0) - own_tiles
         for i in range(0, max_tiles):
             there = i < own_tiles
-            tl.store(tiles + at + i, lane, mask=there)
+            tl.store(tiles + at + i, lane - 1, mask=there)
             tl.store(tiles + tile_count + at + i, begins + i * ROWS, mask=there)
             tl.store(tiles + 2 * tile_count + at + i, tl.minimum(counts - i * ROWS, ROWS), mask=there)
         total = tl.sum(own_tiles, 0)
@@ -279,22 +291,24 @@ def route(
     own: range | None = None,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
-    (rows, count), top_k = logits.shape, routing.top_k
+    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared != "none"
+    count = logits.shape[1] - (routing.shared == "gated")
     here = range(count) if own is None else own
     assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
-    experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
-    tiles = torch.empty(3, top_k, dtype=torch.int32, device=logits.device) if rows == 1 else None  # a pair each
+    assert own is None or not shared
+    experts = torch.empty(rows, choices, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, choices, dtype=torch.float32, device=logits.device)
+    tiles = torch.empty(3, choices, dtype=torch.int32, device=logits.device) if rows == 1 else None  # a pair each
     if rows:
         _route_kernel[(rows,)](
             experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale,
             here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups,
-            TOP_GROUPS=routing.top_groups, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
-            **launch_options(logits.device),
+            TOP_GROUPS=routing.top_groups, SHARED=shared, GATED=routing.shared == "gated", LANES=lanes(count),
+            TOP_LANES=lanes(choices), num_warps=1, **launch_options(logits.device),
         )  # fmt: skip
-    tile = tile_rows(rows, top_k, count, exact)
-    made = tiles_of(experts, len(here), tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, len(here), made, own is not None)
+    tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
+    made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
+    return Routed(experts, weights, held, made, own is not None)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
@@ -330,8 +344,9 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
     tiles = torch.empty(3, max_tiles, dtype=torch.int32, device=experts.device)
     if pairs:
         _tile_kernel[(triton.cdiv(pairs, _BLOCK) + 1,)](
-            order, tiles, experts, pairs, max_tiles, triton.cdiv(experts.shape[0], rows), ROWS=rows, LANES=lanes(count),
-            BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=4, **launch_options(experts.device),
+            order, tiles, experts, pairs, max_tiles, triton.cdiv(experts.shape[0], rows), ROWS=rows,
+            LANES=lanes(count + 2), BLOCK=_BLOCK, CHUNK=_CHUNK, COUNTED=_COUNTED, num_warps=4,
+            **launch_options(experts.device),
         )  # fmt: skip
     return ExpertTiles(order, tiles, rows)
 

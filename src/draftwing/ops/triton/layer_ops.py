@@ -23,11 +23,13 @@ class TritonLayerOps(LayerOps):
     device: torch.device
     norm_adds_residual = True
     mixes_under_norms = True
+    merges_matrices = True
 
     rms_norm = staticmethod(layers.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_mul = staticmethod(layers.silu_mul)
+    gate = staticmethod(layers.gate)
     soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
     concat_rope = staticmethod(rope.concat_rope)

@@ -106,6 +106,20 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
+@triton.jit
+def _gate_kernel(
+    out, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < SIZE
+    start(PDL)
+    by = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0)
+    value = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
+    by = (1.0 / (1.0 + tl.exp(-by.to(tl.float32)))).to(by.dtype).to(tl.float32)
+    tl.store(out + row * SIZE + col, (by * value.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _soft_cap_kernel(out, x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -302,6 +316,20 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
         return out
     _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
         out, gate_up, gate_up.stride(0), GELU=gelu, FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
+    )
+    return out
+
+
+def gate(gate: Tensor, x: Tensor) -> Tensor:
+    """gate, x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in torch"""
+    rows, size = x.shape
+    assert gate.shape == x.shape and gate.stride(1) == x.stride(1) == 1
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    block = min(triton.next_power_of_2(size), _SHORT)
+    _gate_kernel[(rows, triton.cdiv(size, block))](
+        out, gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **launch_options(x.device)
     )
     return out
 
