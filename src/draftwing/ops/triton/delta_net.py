@@ -20,7 +20,7 @@ from torch import Tensor
 from draftwing.ops.attention import DeltaInputs, DeltaWeights
 from draftwing.ops.row_states import LayerStates
 from draftwing.ops.torch.delta_net import L2_EPS
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
 SLICE = 2048  # elements of S of a program, which is one warp: sums over key_dim then need no shared memory
@@ -48,31 +48,47 @@ def _softplus(x):
 
 
 @triton.jit
+def _known(
+    conv, windows, inputs, codes, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BY_TAP: tl.constexpr,
+):  # fmt: skip
+    """codes (WIDTH): where a token's inputs lie. -> of each tap its weights [HEADS, DIM], and its input where that is
+    no query's, else zeros."""
+    weights, known = (), ()
+    for tap in tl.static_range(WIDTH):
+        kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
+        base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
+        known = known + (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)
+        weights = weights + (tl.load(conv + (tap * CHANNELS + channel if BY_TAP else channel * WIDTH + tap), mask=mask, other=0.0),)
+    return weights, known
+
+
+@triton.jit
+def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
+    """Returns the inputs of all taps."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        is_query = (codes[tap] & 3) == QUERY
+        row = qkv + (codes[tap] >> 2).to(tl.int64) * qkv_stride
+        own = tl.load(row + channel, mask=mask & is_query, other=0.0)
+        taps = taps + (tl.where(is_query, own, known[tap]),)
+    return taps
+
+
+@triton.jit
 def _convolved(
-    qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
     windows, where state slots say so."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
-        code = tl.load(sources + tap)
-        kind, index = code & 3, (code >> 2).to(tl.int64)
-        if kind == QUERY:
-            base = qkv + index * qkv_stride
-        elif kind == RECORD:
-            base = inputs + index * CHANNELS
-        else:
-            base = windows + index * CHANNELS
-        x = tl.load(base + channel, mask=mask, other=0.0)
-        weight = tl.load(conv + channel * WIDTH + tap, mask=mask, other=0.0)
-        total = tl.fma(x.to(tl.float32), weight, total)
+        total = tl.fma(taps[tap].to(tl.float32), weights[tap], total)
         if tap > 0:
             into = windows + (tap - 1) * CHANNELS + channel
-            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (keep >= 0))
-            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (save >= 0))
-        if tap == WIDTH - 1:
-            tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, x, mask=mask & (record >= 0))
+            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (keep >= 0))
+            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (save >= 0))
+    tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
     return total * _sigmoid(total)
 
 
@@ -87,16 +103,20 @@ def _inputs_kernel(
     qkv_stride, b_stride, a_stride, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    BY_TAP: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
     and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
-    key; all float32."""
-    start(PDL)
+    key; all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
+    let_next_come(PDL)
+    if not READY:
+        wait(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
     BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
-    token, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    # Tokens that might be run again come first: most of them are not there, and those programs end at once.
+    token, block = tl.num_programs(0) // BLOCKS - 1 - tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     tokens += token * 4
     live = tl.load(tokens) > 0
     keep, save, known = tl.load(tokens + 1), tl.load(tokens + 2), tl.load(tokens + 3)
@@ -104,22 +124,27 @@ def _inputs_kernel(
     record = tl.where(is_query, known, -1)
     token64 = token.to(tl.int64)
     sources += token * WIDTH
+    codes = ()
+    for tap in tl.static_range(WIDTH):
+        codes = codes + (tl.load(sources + tap),)
     if live & (block < KEY_BLOCKS):
         head = block * KEYS + tl.arange(0, KEYS)
         dim = tl.arange(0, KEY_PAD)
         mask = (head < KEY_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
-        channel = head[:, None] * KEY_DIM + dim[None, :]
-        q = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        of_q = head[:, None] * KEY_DIM + dim[None, :]
+        of_k = of_q + KEY_HEADS * KEY_DIM
+        weights, before = _known(conv, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
+        k_weights, k_before = _known(conv, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
+        if READY:
+            wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
+        k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
+        q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
         q = _unit(q, EPS) * SCALE
-        tl.store(made + token64 * CHANNELS + channel, q, mask=mask)
-        channel += KEY_HEADS * KEY_DIM
-        k = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        k = _convolved(k_taps, k_weights, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
         k = _unit(k, EPS)
-        tl.store(made + token64 * CHANNELS + channel, k, mask=mask)
+        tl.store(made + token64 * CHANNELS + of_q, q, mask=mask)
+        tl.store(made + token64 * CHANNELS + of_k, k, mask=mask)
         dot = tl.sum(q * k, 1)
         for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
             theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
@@ -129,13 +154,17 @@ def _inputs_kernel(
         dim = tl.arange(0, VALUE_PAD)
         mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
         channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
-        v = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
+        if READY:
+            wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
+        v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
         tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
+        if READY:
+            wait(PDL)
         if is_query:
             x = tl.load(a + token64 * a_stride + head, mask=mask, other=0.0).to(tl.float32)
             x += tl.load(dt_bias + head, mask=mask, other=0.0)
@@ -151,6 +180,8 @@ def _inputs_kernel(
         into = numbers + (token64 * VALUE_HEADS + head) * 4
         tl.store(into, tl.exp(log_decay), mask=mask)
         tl.store(into + 1, beta, mask=mask)
+    elif READY and block == 0:
+        wait(PDL)  # the kernel ends after those before it, even where no token is there
 
 
 @triton.jit
@@ -168,10 +199,13 @@ def _one(numbers, index, which: tl.constexpr):
 def _walk_kernel(
     out, made, numbers, state, steps, walks, segments, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr,
+    HINT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
-    start(PDL)
+    let_next_come(PDL)
+    if not READY:
+        wait(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     walks += tl.program_id(1) * 4
@@ -187,7 +221,12 @@ def _walk_kernel(
     size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
     four = tl.arange(0, 4)
-    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
+    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0, eviction_policy=HINT)
+    if READY:
+        # The first token and segment are asked for, too, and then lie in the L1 cache.
+        known = (tl.load(steps) >= 0) | (tl.load(segments + first * 2) >= 0)
+        wait(PDL)
+        is_column &= known
     for segment in range(first, end):
         # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
         done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
@@ -207,22 +246,26 @@ def _walk_kernel(
             o = decay * by_query + dot * d
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
-            tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
+            tl.store(within + slot.to(tl.int64) * size, s, mask=mask, eviction_policy=HINT)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _norm_kernel(
     out, o, z, norm, tokens, z_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (queries * blocks of BLOCK heads). Dead nodes get zeros."""
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     query, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
     dim = tl.arange(0, PAD)
     weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
-    start(PDL)
+    let_next_come(PDL)
+    if not READY:
+        wait(PDL)
     live = tl.load(tokens + query * 4) > 0
+    if READY:
+        wait(PDL)
     head = block * BLOCK + tl.arange(0, BLOCK)
     at = head[:, None] * DIM + dim[None, :]
     mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
@@ -232,13 +275,15 @@ def _norm_kernel(
     tl.store(out + query * (HEADS * DIM) + at, (x * (gate * _sigmoid(gate))).to(out.dtype.element_ty), mask=mask)
 
 
-def _heads(heads: int, dim_pad: int) -> int:
+def _heads(heads: int, dim_pad: int, elements: int) -> int:
     """Returns how many heads a program takes."""
-    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
+    return min(triton.next_power_of_2(heads), max(elements // dim_pad, 1))
 
 
 def delta_net(
-    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, columns: int = 0, stages: int = STAGES
+    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, ready: bool = False,
+    columns: int = 0, stages: int = STAGES, registers: int | None = None, input_registers: int | None = None,
+    hint: str = "", elements: int = _ELEMENTS, input_warps: int = 4,
 ) -> Tensor:
     """Computes what `Attend.delta` returns. plan: of the batch. columns, stages: of a program of the recurrence, 0: as
     is best; other columns, other bits."""
@@ -249,12 +294,12 @@ def delta_net(
     assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
     conv = weights.conv
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
-    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    assert all(w.dtype == torch.float32 and (w.is_contiguous() or w.t().is_contiguous()) for w in weights[:4])
     tokens = plan.tokens.shape[0]
     made = torch.empty(tokens, spec.channels, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
-    keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
+    keys, per_value = _heads(spec.key_heads, key_pad, elements), _heads(spec.value_heads, value_pad, elements)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options = launch_options(device)
     _inputs_kernel[(tokens * blocks,)](
@@ -262,19 +307,20 @@ def delta_net(
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
-        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, num_warps=4,
-        **options,
+        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, READY=ready,
+        BY_TAP=conv.stride(0) == 1, maxnreg=input_registers, num_warps=input_warps, **options,
     )  # fmt: skip
     columns = columns or min(max(SLICE // key_pad, 4), value_pad)
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), plan.walks.shape[0])](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, **options,
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, READY=ready, HINT=hint, maxnreg=registers,
+        num_warps=1, **options,
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
         out, o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim, PAD=value_pad,
-        EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
+        EPS=weights.eps, BLOCK=per_value, READY=ready, num_warps=4, **options,
     )  # fmt: skip
     return out

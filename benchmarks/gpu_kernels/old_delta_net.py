@@ -1,0 +1,280 @@
+"""Gated delta nets over chunks and trees, by the plain recurrence. The reference is `ops.torch.delta_net`.
+
+Three launches a layer: what goes into the recurrence, for all tokens at once (`_inputs_kernel`); the recurrence, walk
+by walk (`ops.triton.delta_plan`), of each head in slices of value_dim that know nothing of each other; the gated norm.
+With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d;
+S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
+
+A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
+that are run again go through the same compiled kernels, which know of nothing else than of a token's own inputs.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.attention import DeltaInputs, DeltaWeights
+from draftwing.ops.row_states import LayerStates
+from draftwing.ops.torch.delta_net import L2_EPS
+from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
+
+SLICE = 2048  # elements of S of a program, which is one warp: sums over key_dim then need no shared memory
+STAGES = 4  # of the recurrence: tokens whose inputs are fetched ahead, and one
+_ELEMENTS = 1024  # of a program of the other kernels
+_ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log1p(exp(-|x|)). A GPU's logarithm near 1 is too coarse for decays of thousands of tokens. So
+    log1p(u) = 2 artanh(u / (2 + u)), whose series, of numbers up to 1/3, is short."""
+    u = tl.exp(-tl.abs(x))
+    y = u / (2.0 + u)
+    square = y * y
+    total = tl.zeros(x.shape, tl.float32) + 1.0 / 15
+    for i in tl.static_range(7):
+        total = tl.fma(total, square, 1.0 / (13 - 2 * i))
+    return tl.maximum(x, 0.0) + 2.0 * y * total
+
+
+@triton.jit
+def _convolved(
+    qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
+    windows, where state slots say so."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        code = tl.load(sources + tap)
+        kind, index = code & 3, (code >> 2).to(tl.int64)
+        if kind == QUERY:
+            base = qkv + index * qkv_stride
+        elif kind == RECORD:
+            base = inputs + index * CHANNELS
+        else:
+            base = windows + index * CHANNELS
+        x = tl.load(base + channel, mask=mask, other=0.0)
+        weight = tl.load(conv + channel * WIDTH + tap, mask=mask, other=0.0)
+        total = tl.fma(x.to(tl.float32), weight, total)
+        if tap > 0:
+            into = windows + (tap - 1) * CHANNELS + channel
+            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (keep >= 0))
+            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (save >= 0))
+        if tap == WIDTH - 1:
+            tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, x, mask=mask & (record >= 0))
+    return total * _sigmoid(total)
+
+
+@triton.jit
+def _unit(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+
+
+@triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
+def _inputs_kernel(
+    made, numbers, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
+    qkv_stride, b_stride, a_stride, queries,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
+    and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
+    key; all float32."""
+    start(PDL)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
+    BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
+    token, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    tokens += token * 4
+    live = tl.load(tokens) > 0
+    keep, save, known = tl.load(tokens + 1), tl.load(tokens + 2), tl.load(tokens + 3)
+    is_query = token < queries
+    record = tl.where(is_query, known, -1)
+    token64 = token.to(tl.int64)
+    sources += token * WIDTH
+    if live & (block < KEY_BLOCKS):
+        head = block * KEYS + tl.arange(0, KEYS)
+        dim = tl.arange(0, KEY_PAD)
+        mask = (head < KEY_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
+        channel = head[:, None] * KEY_DIM + dim[None, :]
+        q = _convolved(
+            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
+        )
+        q = _unit(q, EPS) * SCALE
+        tl.store(made + token64 * CHANNELS + channel, q, mask=mask)
+        channel += KEY_HEADS * KEY_DIM
+        k = _convolved(
+            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
+        )
+        k = _unit(k, EPS)
+        tl.store(made + token64 * CHANNELS + channel, k, mask=mask)
+        dot = tl.sum(q * k, 1)
+        for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
+            theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
+            tl.store(numbers + (token64 * VALUE_HEADS + theirs) * 4 + 2, dot, mask=head < KEY_HEADS)
+    elif live & (block < BLOCKS - 1):
+        head = (block - KEY_BLOCKS) * VALUES + tl.arange(0, VALUES)
+        dim = tl.arange(0, VALUE_PAD)
+        mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
+        channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
+        v = _convolved(
+            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
+        )
+        tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+    elif live:
+        head = tl.arange(0, HEADS_PAD)
+        mask = head < VALUE_HEADS
+        if is_query:
+            x = tl.load(a + token64 * a_stride + head, mask=mask, other=0.0).to(tl.float32)
+            x += tl.load(dt_bias + head, mask=mask, other=0.0)
+            log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
+            beta = _sigmoid(tl.load(b + token64 * b_stride + head, mask=mask, other=0.0).to(tl.float32))
+            its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
+            tl.store(its, log_decay, mask=mask & (record >= 0))
+            tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
+        else:
+            its = gates + known.to(tl.int64) * (2 * VALUE_HEADS) + head
+            log_decay = tl.load(its, mask=mask, other=0.0)
+            beta = tl.load(its + VALUE_HEADS, mask=mask, other=0.0)
+        into = numbers + (token64 * VALUE_HEADS + head) * 4
+        tl.store(into, tl.exp(log_decay), mask=mask)
+        tl.store(into + 1, beta, mask=mask)
+
+
+@triton.jit
+def _loaded(at, mask, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _one(numbers, index, which: tl.constexpr):
+    """Returns one of four numbers, all of which each thread has."""
+    return tl.sum(tl.where(index == which, numbers, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
+def _walk_kernel(
+    out, made, numbers, state, steps, walks, segments, queries,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
+    start(PDL)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    walks += tl.program_id(1) * 4
+    steps += tl.load(walks)
+    read, first, end = tl.load(walks + 1), tl.load(walks + 2), tl.load(walks + 3)
+    head = tl.program_id(0) // SLICES
+    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+    key = tl.arange(0, KEY_PAD)
+    column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    mask = is_key[:, None] & is_column[None, :]
+    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + column[None, :]
+    size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
+    four = tl.arange(0, 4)
+    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
+    for segment in range(first, end):
+        # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
+        done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
+        until, slot = tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1)
+        for step in tl.range(done, until, num_stages=STAGES):
+            token = tl.load(steps + step)
+            token64 = token.to(tl.int64)
+            its = made + token64 * CHANNELS
+            q = _loaded(its + key_head * KEY_DIM + key, is_key, EVEN)
+            k = _loaded(its + (KEY_HEADS + key_head) * KEY_DIM + key, is_key, EVEN)
+            v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
+            number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
+            decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
+            by_key, by_query = tl.sum(s * k[:, None], 0), tl.sum(s * q[:, None], 0)
+            d = beta * (v - decay * by_key)
+            s = s * decay + k[:, None] * d[None, :]
+            o = decay * by_query + dot * d
+            tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
+        if slot >= 0:
+            tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _norm_kernel(
+    out, o, z, norm, tokens, z_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (queries * blocks of BLOCK heads). Dead nodes get zeros."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    query, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    dim = tl.arange(0, PAD)
+    weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
+    start(PDL)
+    live = tl.load(tokens + query * 4) > 0
+    head = block * BLOCK + tl.arange(0, BLOCK)
+    at = head[:, None] * DIM + dim[None, :]
+    mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    x = tl.load(o + query * (HEADS * DIM) + at, mask=mask & live, other=0.0)
+    gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + EPS)[:, None] * weight[None, :]
+    tl.store(out + query * (HEADS * DIM) + at, (x * (gate * _sigmoid(gate))).to(out.dtype.element_ty), mask=mask)
+
+
+def _heads(heads: int, dim_pad: int) -> int:
+    """Returns how many heads a program takes."""
+    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
+
+
+def delta_net(
+    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, columns: int = 0, stages: int = STAGES
+) -> Tensor:
+    """Computes what `Attend.delta` returns. plan: of the batch. columns, stages: of a program of the recurrence, 0: as
+    is best; other columns, other bits."""
+    spec, device, count = kept.spec, inputs.qkv.device, plan.queries
+    qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
+    assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
+    values = spec.value_heads * spec.value_dim
+    assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
+    conv = weights.conv
+    assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
+    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    tokens = plan.tokens.shape[0]
+    made = torch.empty(tokens, spec.channels, device=device)
+    numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
+    key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
+    keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
+    blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
+    options = launch_options(device)
+    _inputs_kernel[(tokens * blocks,)](
+        made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
+        plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
+        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
+        WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
+        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, num_warps=4,
+        **options,
+    )  # fmt: skip
+    columns = columns or min(max(SLICE // key_pad, 4), value_pad)
+    o = torch.empty(count, values, device=device)
+    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), plan.walks.shape[0])](
+        o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
+        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, **options,
+    )  # fmt: skip
+    out = z.new_empty(count, values)
+    _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
+        out, o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim, PAD=value_pad,
+        EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
+    )  # fmt: skip
+    return out
