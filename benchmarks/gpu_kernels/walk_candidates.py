@@ -36,26 +36,19 @@ def _producer(w, source, into, sink, count, EACH: tl.constexpr, BLOCK: tl.conste
         tl.store(into + i + at, tl.load(source + i + at, mask=i + at < count), mask=i + at < count)
 
 
-BEST = dict(ready=True, registers=128, elements=512, tap=True)
 CANDIDATES = {
+    "c16 s4": dict(columns=16, stages=4),
     "old": None,
-    "late": dict(elements=512),
-    "s4": dict(BEST, registers=None),
-    "r128": BEST,
-    "r128 by channel": dict(BEST, tap=False),
-    "r128 e1024 w8": dict(BEST, elements=1024, input_warps=8),
-    "r128 e128 w1": dict(BEST, elements=128, input_warps=1),
-    "s2": dict(BEST, registers=None, stages=2),
-    "s2 r96": dict(BEST, registers=96, stages=2),
-    "s3 r112": dict(BEST, registers=112, stages=3),
-    "r128 evict": dict(BEST, hint="evict_first"),
-    "c8": dict(BEST, columns=8, registers=None),
-    "c8 s2": dict(BEST, columns=8, registers=None, stages=2),
-    "s1": dict(BEST, registers=None, stages=1),
-    "c32 s2": dict(BEST, columns=32, registers=None, stages=2),
+    "c32 s2": dict(columns=32, stages=2),
+    "c32 s1": dict(columns=32, stages=1),
+    "c32 s3": dict(columns=32, stages=3),
+    "c16 s1": dict(columns=16, stages=1),
+    "c16 s4 r128": dict(columns=16, stages=4, registers=128),
+    "c8 s4": dict(columns=8, stages=4),
+    "c32 s2 by channel": dict(columns=32, stages=2, tap=False),
+    "other spread": dict(columns=32, stages=2, other=True),
+    "c16 other spread": dict(columns=16, stages=4, other=True),
 }
-if CPU:
-    CANDIDATES = {k: v for k, v in CANDIDATES.items() if k in ("old", "late", "r128", "c8")}
 
 
 class Case:
@@ -130,10 +123,11 @@ def all_layers(case, options):
         if options is None:
             outs.append(old_delta_net.delta_net(kept, case.plan, case.inputs, WEIGHTS))
         else:
-            options = dict(options)
-            weights = WEIGHTS._replace(conv=BY_TAP) if options.pop("tap", False) else WEIGHTS
-            outs.append(new.delta_net(kept, case.plan, case.inputs, weights, **options))
-            options["tap"] = weights.conv is BY_TAP
+            own = dict(options)
+            weights = WEIGHTS._replace(conv=BY_TAP) if own.pop("tap", True) else WEIGHTS
+            if own.pop("other", False):
+                own["spread"] = not case.chunk_len
+            outs.append(new.delta_net(kept, case.plan, case.inputs, weights, layer == 0, **own))
     return outs
 
 
@@ -184,11 +178,11 @@ def main():
         x = torch.empty(1 << 30, dtype=torch.uint8, device=DEV); y = torch.empty_like(x)
         run, _ = recorded(lambda: y.copy_(x))
         say("copy TB/s", 2 * x.nbytes / times({"c": run})["c"][0] / 1e6)
-        run, _ = recorded(lambda: y.view(torch.int32).sum())
-        say("read TB/s", x.nbytes / times({"c": run})["c"][0] / 1e6)
+        run, _ = recorded(lambda: torch.add(x.view(torch.float32), 1, out=y.view(torch.float32)))
+        say("add TB/s", 2 * x.nbytes / times({"c": run})["c"][0] / 1e6)
         del x, y
     failed, compiled = set(), False
-    for rows, nodes, chunk in [(64, 1, 0), (16, 1, 0), (1, 1, 0), (64, 4, 0), (16, 4, 0), (1, 4, 0), (1, 1, 512), (128, 1, 0), (1, 16, 0), (16, 16, 0), (64, 16, 0)][:: 1 if not CPU else 1]:
+    for rows, nodes, chunk in [(64, 1, 0), (1, 1, 512), (1, 1, 0), (16, 1, 0), (64, 4, 0), (16, 4, 0), (1, 4, 0), (1, 1, 2048), (128, 1, 0), (1, 16, 0), (16, 16, 0), (64, 16, 0)]:
         if CPU and rows * nodes > 4 or time.monotonic() - T0 > SECONDS - 6:
             continue
         case = Case(rows, nodes, 8 if CPU and chunk else chunk)

@@ -23,9 +23,9 @@ from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
-SLICE = 2048  # elements of S of a program, which is one warp: sums over key_dim then need no shared memory
-STAGES = 4  # of the recurrence: tokens whose inputs are fetched ahead, and one
-_ELEMENTS = 1024  # of a program of the other kernels
+# Elements of S of a program, which is one warp, and stages: tokens whose inputs are fetched ahead, and one.
+_SHORT, _LONG = (4096, 2), (2048, 4)  # of walks of trees, of chunks
+_ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
 
@@ -104,14 +104,12 @@ def _inputs_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-    BY_TAP: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
+    BY_TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
     and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
     key; all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
     let_next_come(PDL)
-    if not READY:
-        wait(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
     BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
@@ -135,8 +133,7 @@ def _inputs_kernel(
         of_k = of_q + KEY_HEADS * KEY_DIM
         weights, before = _known(conv, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
         k_weights, k_before = _known(conv, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
-        if READY:
-            wait(PDL)
+        wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
         k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
         q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
@@ -155,16 +152,14 @@ def _inputs_kernel(
         mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
         channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
         weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
-        if READY:
-            wait(PDL)
+        wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
         v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
         tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
-        if READY:
-            wait(PDL)
+        wait(PDL)
         if is_query:
             x = tl.load(a + token64 * a_stride + head, mask=mask, other=0.0).to(tl.float32)
             x += tl.load(dt_bias + head, mask=mask, other=0.0)
@@ -180,13 +175,20 @@ def _inputs_kernel(
         into = numbers + (token64 * VALUE_HEADS + head) * 4
         tl.store(into, tl.exp(log_decay), mask=mask)
         tl.store(into + 1, beta, mask=mask)
-    elif READY and block == 0:
+    elif block == 0:
         wait(PDL)  # the kernel ends after those before it, even where no token is there
 
 
 @triton.jit
 def _loaded(at, mask, EVEN: tl.constexpr):
     return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _over_keys(x):
+    """x [OUTER, 2, 8, COLUMNS] -> [COLUMNS]. A thread has all of the first dimension. What is added to what is the same
+    whether the others are its own or those of other threads, which depends on COLUMNS: halves, and halves of these."""
+    return tl.sum(tl.sum(tl.sum(x, 0), 0), 0)
 
 
 @triton.jit
@@ -199,13 +201,10 @@ def _one(numbers, index, which: tl.constexpr):
 def _walk_kernel(
     out, made, numbers, state, steps, walks, segments, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr,
-    HINT: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
     let_next_come(PDL)
-    if not READY:
-        wait(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     walks += tl.program_id(1) * 4
@@ -213,20 +212,21 @@ def _walk_kernel(
     read, first, end = tl.load(walks + 1), tl.load(walks + 2), tl.load(walks + 3)
     head = tl.program_id(0) // SLICES
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
-    key = tl.arange(0, KEY_PAD)
+    MIDDLE: tl.constexpr = 2 if KEY_PAD >= 16 else 1
+    INNER: tl.constexpr = 8 if KEY_PAD >= 8 else KEY_PAD
+    outer, middle, inner = tl.arange(0, KEY_PAD // (MIDDLE * INNER)), tl.arange(0, MIDDLE), tl.arange(0, INNER)
+    key = (outer[:, None, None] * MIDDLE + middle[None, :, None]) * INNER + inner[None, None, :]
     column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < KEY_DIM, column < VALUE_DIM
-    mask = is_key[:, None] & is_column[None, :]
-    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + column[None, :]
+    mask = is_key[:, :, :, None] & is_column[None, None, None, :]
+    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, :, :, None] * VALUE_DIM + column[None, None, None, :]
     size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
     four = tl.arange(0, 4)
-    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0, eviction_policy=HINT)
-    if READY:
-        # The first token and segment are asked for, too, and then lie in the L1 cache.
-        known = (tl.load(steps) >= 0) | (tl.load(segments + first * 2) >= 0)
-        wait(PDL)
-        is_column &= known
+    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
+    # The first token and segment are asked for, too: then they lie in the L1 cache.
+    is_column &= (tl.load(steps) >= 0) | (tl.load(segments + first * 2) >= 0)
+    wait(PDL)
     for segment in range(first, end):
         # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
         done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
@@ -240,20 +240,20 @@ def _walk_kernel(
             v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
             number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
             decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
-            by_key, by_query = tl.sum(s * k[:, None], 0), tl.sum(s * q[:, None], 0)
+            by_key, by_query = _over_keys(s * k[:, :, :, None]), _over_keys(s * q[:, :, :, None])
             d = beta * (v - decay * by_key)
-            s = s * decay + k[:, None] * d[None, :]
+            s = s * decay + k[:, :, :, None] * d[None, None, None, :]
             o = decay * by_query + dot * d
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
-            tl.store(within + slot.to(tl.int64) * size, s, mask=mask, eviction_policy=HINT)
+            tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _norm_kernel(
     out, o, z, norm, tokens, z_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-    READY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (queries * blocks of BLOCK heads). Dead nodes get zeros."""
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
@@ -261,11 +261,8 @@ def _norm_kernel(
     dim = tl.arange(0, PAD)
     weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
     let_next_come(PDL)
-    if not READY:
-        wait(PDL)
     live = tl.load(tokens + query * 4) > 0
-    if READY:
-        wait(PDL)
+    wait(PDL)
     head = block * BLOCK + tl.arange(0, BLOCK)
     at = head[:, None] * DIM + dim[None, :]
     mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
@@ -275,18 +272,17 @@ def _norm_kernel(
     tl.store(out + query * (HEADS * DIM) + at, (x * (gate * _sigmoid(gate))).to(out.dtype.element_ty), mask=mask)
 
 
-def _heads(heads: int, dim_pad: int, elements: int) -> int:
+def _heads(heads: int, dim_pad: int) -> int:
     """Returns how many heads a program takes."""
-    return min(triton.next_power_of_2(heads), max(elements // dim_pad, 1))
+    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
 
 
 def delta_net(
-    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, ready: bool = False,
-    columns: int = 0, stages: int = STAGES, registers: int | None = None, input_registers: int | None = None,
-    hint: str = "", elements: int = _ELEMENTS, input_warps: int = 4,
-) -> Tensor:
-    """Computes what `Attend.delta` returns. plan: of the batch. columns, stages: of a program of the recurrence, 0: as
-    is best; other columns, other bits."""
+    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
+    columns: int = 0, stages: int = 0, registers: int | None = None, spread: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether it is the plan's first layer. columns,
+    stages: of a program of the recurrence, 0: as is best; they change no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
@@ -294,33 +290,39 @@ def delta_net(
     assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
     conv = weights.conv
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
-    assert all(w.dtype == torch.float32 and (w.is_contiguous() or w.t().is_contiguous()) for w in weights[:4])
+    assert conv.is_contiguous() or conv.t().is_contiguous()
+    assert all(w.dtype == torch.float32 for w in weights[:4]) and all(w.is_contiguous() for w in weights[1:4])
     tokens = plan.tokens.shape[0]
     made = torch.empty(tokens, spec.channels, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
-    keys, per_value = _heads(spec.key_heads, key_pad, elements), _heads(spec.value_heads, value_pad, elements)
+    keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options = launch_options(device)
+    late = options | {"launch_pdl": False} if options["PDL"] else options
     _inputs_kernel[(tokens * blocks,)](
         made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
-        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, READY=ready,
-        BY_TAP=conv.stride(0) == 1, maxnreg=input_registers, num_warps=input_warps, **options,
+        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
+        BY_TAP=conv.stride(0) == 1, num_warps=4, **(late if is_first else options),
     )  # fmt: skip
-    columns = columns or min(max(SLICE // key_pad, 4), value_pad)
+    walks = plan.walks.shape[0]
+    is_long = walks < count
+    elements, best = (_LONG if is_long else _SHORT)
+    columns, stages = columns or min(max(elements // key_pad, 4), value_pad), stages or best
+    if spread is None:
+        spread = is_long
     o = torch.empty(count, values, device=device)
-    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), plan.walks.shape[0])](
+    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, READY=ready, HINT=hint, maxnreg=registers,
-        num_warps=1, **options,
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, maxnreg=registers, **(late if spread else options),
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
         out, o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim, PAD=value_pad,
-        EPS=weights.eps, BLOCK=per_value, READY=ready, num_warps=4, **options,
+        EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
     )  # fmt: skip
     return out
