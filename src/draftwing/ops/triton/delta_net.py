@@ -186,9 +186,9 @@ def _loaded(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _over_keys(x):
-    """x [OUTER, 2, 8, COLUMNS] -> [COLUMNS]. A thread has all of the first dimension. What is added to what is the same
-    whether the others are its own or those of other threads, which depends on COLUMNS: halves, and halves of these."""
-    return tl.sum(tl.sum(tl.sum(x, 0), 0), 0)
+    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. A thread has all of OUTER. What is added to what is the same whether the
+    others are its own or those of other threads, which depends on COLUMNS: halves, and halves of these."""
+    return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _walk_kernel(
     MIDDLE: tl.constexpr = 2 if KEY_PAD >= 16 else 1
     INNER: tl.constexpr = 8 if KEY_PAD >= 8 else KEY_PAD
     outer, middle, inner = tl.arange(0, KEY_PAD // (MIDDLE * INNER)), tl.arange(0, MIDDLE), tl.arange(0, INNER)
-    key = (outer[:, None, None] * MIDDLE + middle[None, :, None]) * INNER + inner[None, None, :]
+    key = (outer[None, None, :] * MIDDLE + middle[None, :, None]) * INNER + inner[:, None, None]
     column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < KEY_DIM, column < VALUE_DIM
     mask = is_key[:, :, :, None] & is_column[None, None, None, :]
