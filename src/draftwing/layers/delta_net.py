@@ -14,6 +14,7 @@ from draftwing.kv.pool import DeltaSpec
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -167,6 +168,12 @@ class GatedDeltaNet(Mixer):
 
         self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
         self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)
+
+    def use(self, ops: LayerOps) -> None:
+        super().use(ops)
+        if self.conv.device.type != "cpu":
+            # A GPU's threads have a channel each: weights of a tap lie beside each other.
+            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:
         return [self.qkvz, self.ba, self.out]

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftwing.ops.attention import DeltaInputs, DeltaWeights
 from draftwing.ops.row_states import LayerStates
 from draftwing.ops.torch.delta_net import L2_EPS
-from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
+from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
 # Elements of S of a program, which is one warp, and stages: tokens whose inputs are fetched ahead, and one.
@@ -225,7 +225,8 @@ def _walk_kernel(
     four = tl.arange(0, 4)
     s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
     # The first token and segment are asked for, too: then they lie in the L1 cache.
-    is_column &= (tl.load(steps) >= 0) | (tl.load(segments + first * 2) >= 0)
+    is_there = first < end
+    is_column &= (tl.load(steps, mask=is_there) >= 0) | (tl.load(segments + first * 2, mask=is_there) >= 0)
     wait(PDL)
     for segment in range(first, end):
         # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
@@ -299,14 +300,14 @@ def delta_net(
     keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options = launch_options(device)
-    late = options | {"launch_pdl": False} if options["PDL"] else options
+    ordinary = ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](
         made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
         HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
-        BY_TAP=conv.stride(0) == 1, num_warps=4, **(late if is_first else options),
+        BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
     walks = plan.walks.shape[0]
     is_long = walks < count
@@ -318,7 +319,7 @@ def delta_net(
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, maxnreg=registers, **(late if spread else options),
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, maxnreg=registers, **(ordinary if spread else options),
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
