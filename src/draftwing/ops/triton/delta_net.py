@@ -59,7 +59,8 @@ def _known(
         kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
         base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
         known = known + (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)
-        weights = weights + (tl.load(conv + (tap * CHANNELS + channel if BY_TAP else channel * WIDTH + tap), mask=mask, other=0.0),)
+        its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
+        weights = weights + (tl.load(its, mask=mask, other=0.0),)
     return weights, known
 
 
@@ -77,8 +78,8 @@ def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
     """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
     windows, where state slots say so."""
     total = tl.zeros(channel.shape, tl.float32)
@@ -95,6 +96,14 @@ def _convolved(
 @triton.jit
 def _unit(x, EPS: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+
+
+@triton.jit
+def _gates(a, b, decay, dt_bias, head, mask):
+    """Returns log decay and beta of a query."""
+    x = tl.load(a + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=mask, other=0.0)
+    log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
+    return log_decay, _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
@@ -161,10 +170,7 @@ def _inputs_kernel(
         mask = head < VALUE_HEADS
         wait(PDL)
         if is_query:
-            x = tl.load(a + token64 * a_stride + head, mask=mask, other=0.0).to(tl.float32)
-            x += tl.load(dt_bias + head, mask=mask, other=0.0)
-            log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
-            beta = _sigmoid(tl.load(b + token64 * b_stride + head, mask=mask, other=0.0).to(tl.float32))
+            log_decay, beta = _gates(a + token64 * a_stride, b + token64 * b_stride, decay, dt_bias, head, mask)
             its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
             tl.store(its, log_decay, mask=mask & (record >= 0))
             tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
