@@ -3,8 +3,9 @@
 With it (Hopper and later) a kernel's blocks come up while the kernel before still runs, which hides the cost of a
 launch. Each kernel calls `start`, or `let_next_come` and then `wait`, before it touches anything that an earlier kernel
 wrote, and every kernel does, so that when one has finished all before it have. Before that it may read what a kernel of
-torch's came after, or one with `ordinary_options`, since those are launched when all before them have finished. GEMMs of experts wait first and let the
-next kernel come then: so that one may read the routes before it waits (`gemm_experts.routes_known`).
+torch's came after, or one with `ordinary_options`, since those are launched when all before them have finished. GEMMs
+of experts wait first and let the next kernel come then: so that one may read the routes before it waits
+(`gemm_experts.routes_known`).
 """
 
 # mypy: allow-untyped-defs

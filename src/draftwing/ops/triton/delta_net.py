@@ -6,7 +6,11 @@ With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k);
 S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
 
 A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
-that are run again go through the same compiled kernels, which know of nothing else than of a token's own inputs.
+that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
+more columns where there are many, and every sum the same order then (`_over_keys`).
+
+What was there before the plan, and the plan, is read ahead of the wait for the kernel in front: the first launch that
+does so is an ordinary one. No walk reads a state that another one of the same forward writes.
 """
 
 # mypy: allow-untyped-defs
@@ -23,8 +27,10 @@ from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
-# Elements of S of a program, which is one warp, and stages: tokens whose inputs are fetched ahead, and one.
-_SHORT, _LONG = (4096, 2), (2048, 4)  # of walks of trees, of chunks
+# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory; and
+# stages: tokens whose inputs are fetched ahead, and one. A chunk's few programs are spread over the multiprocessors by
+# an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
+_OF_TREES, _OF_CHUNKS = (4096, 2), (2048, 4)
 _ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
@@ -58,9 +64,9 @@ def _known(
     for tap in tl.static_range(WIDTH):
         kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
         base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
-        known = known + (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)
+        known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)
         its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
-        weights = weights + (tl.load(its, mask=mask, other=0.0),)
+        weights += (tl.load(its, mask=mask, other=0.0),)
     return weights, known
 
 
@@ -72,7 +78,7 @@ def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
         is_query = (codes[tap] & 3) == QUERY
         row = qkv + (codes[tap] >> 2).to(tl.int64) * qkv_stride
         own = tl.load(row + channel, mask=mask & is_query, other=0.0)
-        taps = taps + (tl.where(is_query, own, known[tap]),)
+        taps += (tl.where(is_query, own, known[tap]),)
     return taps
 
 
@@ -133,7 +139,7 @@ def _inputs_kernel(
     sources += token * WIDTH
     codes = ()
     for tap in tl.static_range(WIDTH):
-        codes = codes + (tl.load(sources + tap),)
+        codes += (tl.load(sources + tap),)
     if live & (block < KEY_BLOCKS):
         head = block * KEYS + tl.arange(0, KEYS)
         dim = tl.arange(0, KEY_PAD)
@@ -286,10 +292,10 @@ def _heads(heads: int, dim_pad: int) -> int:
 
 def delta_net(
     kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
-    columns: int = 0, stages: int = 0, registers: int | None = None, spread: bool | None = None,
+    columns: int = 0, stages: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether it is the plan's first layer. columns,
-    stages: of a program of the recurrence, 0: as is best; they change no bits."""
+    """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
+    columns, stages: of a program of the recurrence, 0: as is best; they change no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
@@ -305,8 +311,7 @@ def delta_net(
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
     keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
-    options = launch_options(device)
-    ordinary = ordinary_options(device)
+    options, ordinary = launch_options(device), ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](
         made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
@@ -316,16 +321,14 @@ def delta_net(
         BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
     walks = plan.walks.shape[0]
-    is_long = walks < count
-    elements, best = (_LONG if is_long else _SHORT)
-    columns, stages = columns or min(max(elements // key_pad, 4), value_pad), stages or best
-    if spread is None:
-        spread = is_long
+    is_chunk = walks < count  # trees have a walk for each query
+    elements, best = _OF_CHUNKS if is_chunk else _OF_TREES
+    columns = columns or min(max(elements // key_pad, 4), value_pad)
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, maxnreg=registers, **(ordinary if spread else options),
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **(ordinary if is_chunk else options),
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
