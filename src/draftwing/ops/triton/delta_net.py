@@ -64,9 +64,9 @@ def _known(
     for tap in tl.static_range(WIDTH):
         kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
         base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
-        known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)
+        known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)  # type: ignore[assignment]
         its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
-        weights += (tl.load(its, mask=mask, other=0.0),)
+        weights += (tl.load(its, mask=mask, other=0.0),)  # type: ignore[assignment]
     return weights, known
 
 
@@ -78,7 +78,7 @@ def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
         is_query = (codes[tap] & 3) == QUERY
         row = qkv + (codes[tap] >> 2).to(tl.int64) * qkv_stride
         own = tl.load(row + channel, mask=mask & is_query, other=0.0)
-        taps += (tl.where(is_query, own, known[tap]),)
+        taps += (tl.where(is_query, own, known[tap]),)  # type: ignore[assignment]
     return taps
 
 
@@ -139,7 +139,7 @@ def _inputs_kernel(
     sources += token * WIDTH
     codes = ()
     for tap in tl.static_range(WIDTH):
-        codes += (tl.load(sources + tap),)
+        codes += (tl.load(sources + tap),)  # type: ignore[assignment]
     if live & (block < KEY_BLOCKS):
         head = block * KEYS + tl.arange(0, KEYS)
         dim = tl.arange(0, KEY_PAD)
@@ -254,9 +254,10 @@ def _walk_kernel(
             number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
             decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
             by_key, by_query = _over_keys(s * k[:, :, :, None]), _over_keys(s * q[:, :, :, None])
-            d = beta * (v - decay * by_key)
-            s = s * decay + k[:, :, :, None] * d[None, None, None, :]
-            o = decay * by_query + dot * d
+            # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
+            d = beta * tl.fma(-decay, by_key, v)
+            s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
+            o = tl.fma(dot, d, decay * by_query)
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
