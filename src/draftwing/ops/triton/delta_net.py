@@ -198,8 +198,8 @@ def _loaded(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _over_keys(x):
-    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. A thread has all of OUTER. What is added to what is the same whether the
-    others are its own or those of other threads, which depends on COLUMNS: halves, and halves of these."""
+    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. With 8 to 32 columns a thread has all of OUTER, and of the others one or
+    two. So it is always halves that are added, and halves of these, whether a thread has both or two threads do."""
     return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
 
 
@@ -296,7 +296,7 @@ def delta_net(
     columns: int = 0, stages: int = 0,
 ) -> Tensor:  # fmt: skip
     """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
-    columns, stages: of a program of the recurrence, 0: as is best; they change no bits."""
+    columns, stages: of a program of the recurrence, 0: as is best; up to 32 columns change no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
@@ -323,8 +323,9 @@ def delta_net(
     )  # fmt: skip
     walks = plan.walks.shape[0]
     is_chunk = walks < count  # trees have a walk for each query
-    elements, best = _OF_CHUNKS if is_chunk else _OF_TREES
-    columns = columns or min(max(elements // key_pad, 4), value_pad)
+    # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
+    elements, best = _OF_CHUNKS if is_chunk or spec.value_dim % 4 else _OF_TREES
+    columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
