@@ -27,10 +27,11 @@ from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
-# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory; and
-# stages: tokens whose inputs are fetched ahead, and one. A chunk's few programs are spread over the multiprocessors by
-# an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
-_OF_TREES, _OF_CHUNKS = (4096, 2), (2048, 4)
+# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory: as
+# many for chunks as for trees, which then are the same code but for stages (tokens whose inputs are fetched ahead, and
+# one). A chunk's few programs are spread over the multiprocessors by an ordinary launch: those that came up early would
+# crowd where the kernel in front leaves room.
+_STATE, _TREE_STAGES, _CHUNK_STAGES = 4096, 2, 4
 _ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
@@ -324,8 +325,9 @@ def delta_net(
     walks = plan.walks.shape[0]
     is_chunk = walks < count  # trees have a walk for each query
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
-    elements, best = _OF_CHUNKS if is_chunk or spec.value_dim % 4 else _OF_TREES
+    elements = _STATE // 2 if spec.value_dim % 4 else _STATE
     columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
+    best = _CHUNK_STAGES if is_chunk else _TREE_STAGES
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
