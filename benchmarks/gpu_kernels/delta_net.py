@@ -45,7 +45,7 @@ class Net:
         self.states.set(torch.stack((at, 1 + 2 * at, 2 + 2 * at, 0 * at), 1))
         self.table = 1 + torch.arange((rows + 1) * CONTEXT, device=CUDA).view(rows + 1, CONTEXT)
         self.weights = DeltaWeights(
-            torch.randn(spec.channels, 4, device=CUDA), -torch.rand(spec.value_heads, device=CUDA),
+            torch.randn(4, spec.channels, device=CUDA).t(), -torch.rand(spec.value_heads, device=CUDA),
             torch.zeros(spec.value_heads, device=CUDA), torch.ones(spec.value_dim, device=CUDA), 1e-6,
         )  # fmt: skip
 
@@ -76,13 +76,13 @@ class Net:
     def plan(self, batch: Batch) -> Walks:
         return (plan_chunks if batch.chunks else plan_trees)(self.states, batch, self.spec.conv_width)
 
-    def micros(self, batch: Batch, columns: int = 0, stages: int = delta_net.STAGES) -> float:
+    def micros(self, batch: Batch, columns: int = 0, stages: int = 0) -> float:
         """Of a layer, without the plan."""
         inputs, layers, plan = self.inputs(len(batch.write_slots)), self.states.layers, self.plan(batch)
 
         def all_layers() -> None:
             for layer in range(LAYERS):
-                delta_net.delta_net(layers[layer], plan, inputs, self.weights, columns, stages)
+                delta_net.delta_net(layers[layer], plan, inputs, self.weights, layer == 0, columns, stages)
 
         return replay_us(all_layers, 5, least=True) / LAYERS
 

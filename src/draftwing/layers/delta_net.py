@@ -174,6 +174,12 @@ class GatedDeltaNet(Mixer):
             self.qkvz.append(self.ba)
             self.ba = None
 
+    def use(self, ops: LayerOps) -> None:
+        super().use(ops)
+        if self.conv.device.type != "cpu":
+            # A GPU's threads have a channel each: weights of a tap lie beside each other.
+            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
     def linears(self) -> list[Linear]:
         return [self.qkvz, *([] if self.ba is None else [self.ba]), self.out]
 

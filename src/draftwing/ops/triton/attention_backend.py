@@ -97,10 +97,11 @@ class TritonAttend(KernelAttend):
         assert states is not None, "only a pool with states of rows has such layers"
         kept = states.layers[self._first_layer + layer]
         width = kept.spec.conv_width
-        if width not in self._walks:
+        is_first = width not in self._walks
+        if is_first:
             plan = plan_chunks if self._batch.chunks else plan_trees
             self._walks[width] = plan(states, self._batch, width)
-        return delta_net(kept, self._walks[width], inputs, weights)
+        return delta_net(kept, self._walks[width], inputs, weights, is_first)
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""

@@ -3,8 +3,9 @@
 With it (Hopper and later) a kernel's blocks come up while the kernel before still runs, which hides the cost of a
 launch. Each kernel calls `start`, or `let_next_come` and then `wait`, before it touches anything that an earlier kernel
 wrote, and every kernel does, so that when one has finished all before it have. Before that it may read what a kernel of
-torch's came after, since those are launched when all before them have finished. GEMMs of experts wait first and let the
-next kernel come then: so that one may read the routes before it waits (`gemm_experts.routes_known`).
+torch's came after, or one with `ordinary_options`, since those are launched when all before them have finished. GEMMs
+of experts wait first and let the next kernel come then: so that one may read the routes before it waits
+(`gemm_experts.routes_known`).
 """
 
 # mypy: allow-untyped-defs
@@ -58,6 +59,12 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     if known is None:
         known = _LAUNCH[device.type] = _options(device.type)
     return known
+
+
+def ordinary_options(device: torch.device) -> dict[str, Any]:
+    """Those of a launch that waits for all before it; the kernel is written as all others are."""
+    options = launch_options(device)
+    return options | {"launch_pdl": False} if options["PDL"] else options
 
 
 def _options(kind: str) -> dict[str, Any]:

@@ -6,7 +6,11 @@ With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k);
 S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
 
 A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
-that are run again go through the same compiled kernels, which know of nothing else than of a token's own inputs.
+that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
+more columns where there are many, and every sum the same order then (`_over_keys`).
+
+What was there before the plan, and the plan, is read ahead of the wait for the kernel in front: the first launch that
+does so is an ordinary one. No walk reads a state that another one of the same forward writes.
 """
 
 # mypy: allow-untyped-defs
@@ -20,12 +24,15 @@ from torch import Tensor
 from draftwing.ops.attention import DeltaInputs, DeltaWeights
 from draftwing.ops.row_states import LayerStates
 from draftwing.ops.torch.delta_net import L2_EPS
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
-SLICE = 2048  # elements of S of a program, which is one warp: sums over key_dim then need no shared memory
-STAGES = 4  # of the recurrence: tokens whose inputs are fetched ahead, and one
-_ELEMENTS = 1024  # of a program of the other kernels
+# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory: as
+# many for chunks as for trees, which then are the same code but for stages (tokens whose inputs are fetched ahead, and
+# one). A chunk's few programs are spread over the multiprocessors by an ordinary launch: those that came up early would
+# crowd where the kernel in front leaves room.
+_STATE, _TREE_STAGES, _CHUNK_STAGES = 4096, 2, 4
+_ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
 
@@ -48,31 +55,48 @@ def _softplus(x):
 
 
 @triton.jit
-def _convolved(
-    qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+def _known(
+    conv, windows, inputs, codes, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BY_TAP: tl.constexpr,
 ):  # fmt: skip
+    """codes (WIDTH): where a token's inputs lie. -> of each tap its weights [HEADS, DIM], and its input where that is
+    no query's, else zeros."""
+    weights, known = (), ()
+    for tap in tl.static_range(WIDTH):
+        kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
+        base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
+        known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)  # type: ignore[assignment]
+        its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
+        weights += (tl.load(its, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return weights, known
+
+
+@triton.jit
+def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
+    """Returns the inputs of all taps."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        is_query = (codes[tap] & 3) == QUERY
+        row = qkv + (codes[tap] >> 2).to(tl.int64) * qkv_stride
+        own = tl.load(row + channel, mask=mask & is_query, other=0.0)
+        taps += (tl.where(is_query, own, known[tap]),)  # type: ignore[assignment]
+    return taps
+
+
+@triton.jit
+def _convolved(
+    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
     """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
     windows, where state slots say so."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
-        code = tl.load(sources + tap)
-        kind, index = code & 3, (code >> 2).to(tl.int64)
-        if kind == QUERY:
-            base = qkv + index * qkv_stride
-        elif kind == RECORD:
-            base = inputs + index * CHANNELS
-        else:
-            base = windows + index * CHANNELS
-        x = tl.load(base + channel, mask=mask, other=0.0)
-        weight = tl.load(conv + channel * WIDTH + tap, mask=mask, other=0.0)
-        total = tl.fma(x.to(tl.float32), weight, total)
+        total = tl.fma(taps[tap].to(tl.float32), weights[tap], total)
         if tap > 0:
             into = windows + (tap - 1) * CHANNELS + channel
-            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (keep >= 0))
-            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), x, mask=mask & (save >= 0))
-        if tap == WIDTH - 1:
-            tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, x, mask=mask & (record >= 0))
+            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (keep >= 0))
+            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (save >= 0))
+    tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
     return total * _sigmoid(total)
 
 
@@ -81,22 +105,32 @@ def _unit(x, EPS: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
+@triton.jit
+def _gates(a, b, decay, dt_bias, head, mask):
+    """Returns log decay and beta of a query."""
+    x = tl.load(a + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=mask, other=0.0)
+    log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
+    return log_decay, _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
 def _inputs_kernel(
     made, numbers, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
     qkv_stride, b_stride, a_stride, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    BY_TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
     and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
-    key; all float32."""
-    start(PDL)
+    key; all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
+    let_next_come(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
     BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
-    token, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    # Tokens that might be run again come first: most of them are not there, and those programs end at once.
+    token, block = tl.num_programs(0) // BLOCKS - 1 - tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     tokens += token * 4
     live = tl.load(tokens) > 0
     keep, save, known = tl.load(tokens + 1), tl.load(tokens + 2), tl.load(tokens + 3)
@@ -104,22 +138,26 @@ def _inputs_kernel(
     record = tl.where(is_query, known, -1)
     token64 = token.to(tl.int64)
     sources += token * WIDTH
+    codes = ()
+    for tap in tl.static_range(WIDTH):
+        codes += (tl.load(sources + tap),)  # type: ignore[assignment]
     if live & (block < KEY_BLOCKS):
         head = block * KEYS + tl.arange(0, KEYS)
         dim = tl.arange(0, KEY_PAD)
         mask = (head < KEY_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
-        channel = head[:, None] * KEY_DIM + dim[None, :]
-        q = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        of_q = head[:, None] * KEY_DIM + dim[None, :]
+        of_k = of_q + KEY_HEADS * KEY_DIM
+        weights, before = _known(conv, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
+        k_weights, k_before = _known(conv, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
+        wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
+        k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
+        q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
         q = _unit(q, EPS) * SCALE
-        tl.store(made + token64 * CHANNELS + channel, q, mask=mask)
-        channel += KEY_HEADS * KEY_DIM
-        k = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        k = _convolved(k_taps, k_weights, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
         k = _unit(k, EPS)
-        tl.store(made + token64 * CHANNELS + channel, k, mask=mask)
+        tl.store(made + token64 * CHANNELS + of_q, q, mask=mask)
+        tl.store(made + token64 * CHANNELS + of_k, k, mask=mask)
         dot = tl.sum(q * k, 1)
         for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
             theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
@@ -129,18 +167,17 @@ def _inputs_kernel(
         dim = tl.arange(0, VALUE_PAD)
         mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
         channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
-        v = _convolved(
-            qkv, qkv_stride, windows, inputs, conv, sources, keep, save, record, channel, mask, CHANNELS, WIDTH
-        )
+        weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
+        wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
+        v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
         tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
+        wait(PDL)
         if is_query:
-            x = tl.load(a + token64 * a_stride + head, mask=mask, other=0.0).to(tl.float32)
-            x += tl.load(dt_bias + head, mask=mask, other=0.0)
-            log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
-            beta = _sigmoid(tl.load(b + token64 * b_stride + head, mask=mask, other=0.0).to(tl.float32))
+            log_decay, beta = _gates(a + token64 * a_stride, b + token64 * b_stride, decay, dt_bias, head, mask)
             its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
             tl.store(its, log_decay, mask=mask & (record >= 0))
             tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
@@ -151,11 +188,20 @@ def _inputs_kernel(
         into = numbers + (token64 * VALUE_HEADS + head) * 4
         tl.store(into, tl.exp(log_decay), mask=mask)
         tl.store(into + 1, beta, mask=mask)
+    elif block == 0:
+        wait(PDL)  # the kernel ends after those before it, even where no token is there
 
 
 @triton.jit
 def _loaded(at, mask, EVEN: tl.constexpr):
     return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _over_keys(x):
+    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. With 8 to 32 columns a thread has all of OUTER, and of the others one or
+    two. So it is always halves that are added, and halves of these, whether a thread has both or two threads do."""
+    return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
 
 
 @triton.jit
@@ -171,7 +217,7 @@ def _walk_kernel(
     TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
-    start(PDL)
+    let_next_come(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     walks += tl.program_id(1) * 4
@@ -179,15 +225,22 @@ def _walk_kernel(
     read, first, end = tl.load(walks + 1), tl.load(walks + 2), tl.load(walks + 3)
     head = tl.program_id(0) // SLICES
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
-    key = tl.arange(0, KEY_PAD)
+    MIDDLE: tl.constexpr = 2 if KEY_PAD >= 16 else 1
+    INNER: tl.constexpr = 8 if KEY_PAD >= 8 else KEY_PAD
+    outer, middle, inner = tl.arange(0, KEY_PAD // (MIDDLE * INNER)), tl.arange(0, MIDDLE), tl.arange(0, INNER)
+    key = (outer[None, None, :] * MIDDLE + middle[None, :, None]) * INNER + inner[:, None, None]
     column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < KEY_DIM, column < VALUE_DIM
-    mask = is_key[:, None] & is_column[None, :]
-    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + column[None, :]
+    mask = is_key[:, :, :, None] & is_column[None, None, None, :]
+    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, :, :, None] * VALUE_DIM + column[None, None, None, :]
     size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
     four = tl.arange(0, 4)
     s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
+    # The first token and segment are asked for, too: then they lie in the L1 cache.
+    is_there = first < end
+    is_column &= (tl.load(steps, mask=is_there) >= 0) | (tl.load(segments + first * 2, mask=is_there) >= 0)
+    wait(PDL)
     for segment in range(first, end):
         # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
         done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
@@ -201,10 +254,11 @@ def _walk_kernel(
             v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
             number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
             decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
-            by_key, by_query = tl.sum(s * k[:, None], 0), tl.sum(s * q[:, None], 0)
-            d = beta * (v - decay * by_key)
-            s = s * decay + k[:, None] * d[None, :]
-            o = decay * by_query + dot * d
+            by_key, by_query = _over_keys(s * k[:, :, :, None]), _over_keys(s * q[:, :, :, None])
+            # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
+            d = beta * tl.fma(-decay, by_key, v)
+            s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
+            o = tl.fma(dot, d, decay * by_query)
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
@@ -221,8 +275,9 @@ def _norm_kernel(
     query, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
     dim = tl.arange(0, PAD)
     weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
-    start(PDL)
+    let_next_come(PDL)
     live = tl.load(tokens + query * 4) > 0
+    wait(PDL)
     head = block * BLOCK + tl.arange(0, BLOCK)
     at = head[:, None] * DIM + dim[None, :]
     mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
@@ -238,10 +293,11 @@ def _heads(heads: int, dim_pad: int) -> int:
 
 
 def delta_net(
-    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, columns: int = 0, stages: int = STAGES
-) -> Tensor:
-    """Computes what `Attend.delta` returns. plan: of the batch. columns, stages: of a program of the recurrence, 0: as
-    is best; other columns, other bits."""
+    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
+    columns: int = 0, stages: int = 0,
+) -> Tensor:  # fmt: skip
+    """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
+    columns, stages: of a program of the recurrence, 0: as is best; up to 32 columns change no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
@@ -249,28 +305,34 @@ def delta_net(
     assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
     conv = weights.conv
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
-    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    assert conv.is_contiguous() or conv.t().is_contiguous()
+    assert all(w.dtype == torch.float32 for w in weights[:4]) and all(w.is_contiguous() for w in weights[1:4])
     tokens = plan.tokens.shape[0]
     made = torch.empty(tokens, spec.channels, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
     keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
-    options = launch_options(device)
+    options, ordinary = launch_options(device), ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](
         made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
         plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
-        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS, num_warps=4,
-        **options,
+        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
+        BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
-    columns = columns or min(max(SLICE // key_pad, 4), value_pad)
+    walks = plan.walks.shape[0]
+    is_chunk = walks < count  # trees have a walk for each query
+    # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
+    elements = _STATE // 2 if spec.value_dim % 4 else _STATE
+    columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
+    best = _CHUNK_STAGES if is_chunk else _TREE_STAGES
     o = torch.empty(count, values, device=device)
-    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), plan.walks.shape[0])](
+    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages, num_warps=1, **options,
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **(ordinary if is_chunk else options),
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
