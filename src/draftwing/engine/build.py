@@ -257,7 +257,11 @@ def assemble(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
-    costs = StepCost(policy.menu, graph_size > 0) if isinstance(policy, TreePolicy) else None
+    chooses = isinstance(policy, TreePolicy)
+    # Steps that prompts are always beside show no costs of their own.
+    measures = chooses or (graph_size > 0 and options.enable_mixed_chunk)
+    costs = StepCost(policy.menu, graph_size > 0) if measures else None
+    file = file if chooses else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
@@ -267,7 +271,7 @@ def assemble(
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
-    if costs is not None and isinstance(policy, TreePolicy):
+    if costs is not None and isinstance(policy, TreePolicy | FixedShape):
         if not known and file is not None:
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
@@ -303,7 +307,9 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs, file)
+    return Parts(
+        options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file
+    )
 
 
 def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:

@@ -82,7 +82,7 @@ def divided(
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
     ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
-    sizes: as of `SchedulerConfig.prefill_sizes`.
+    sizes: tokens that it is padded to, ascending; of more it is not.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
