@@ -77,7 +77,7 @@ def divided(
     todo: Sequence[Req],
     prefills: PrefillBudget,
     ready: Sequence[Req],
-    spared: float = 0.0,
+    spared: float | None = None,
     sizes: Sequence[int] = (),
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.

@@ -149,7 +149,7 @@ class Scheduler:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next, as all is if the step has come out as one that is
         not mixed."""
-        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, 0.0
+        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, None
         nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
         sizes = tuple(size - nodes for size in self.config.prefill_sizes if size > nodes)
         if tree is not None:
@@ -236,7 +236,7 @@ class Scheduler:
             rows += 1
 
     def _plan_prefill(
-        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float = 0.0
+        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None
     ) -> Plan | None:
         """ready: who decodes, and waits for it.  room: tokens.  sizes: tokens that it is padded to, ascending.
         retracts: whether others may be retracted for it.  spared: as of `PrefillBudget.max_seconds`."""
