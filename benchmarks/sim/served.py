@@ -207,7 +207,8 @@ class Burst(OnH200):
     ) -> None:
         """sizes: tokens of prompts, which take turns."""
         super().__init__(drafts, LongContexts, mixed)
-        self.sizes, self.left, self.tokens, self.asked = sizes, 0, tokens, dict[str, float]()
+        self.clients, self.sizes, self.left, self.tokens = clients, sizes, 0, tokens
+        self.asked: dict[str, float] = {}
         self.paces: list[float] = []  # of a token, of each answer
         self.ask(200)
         self.run()
@@ -238,6 +239,17 @@ class Burst(OnH200):
     def rate(self) -> float:
         """Returns tokens per second."""
         return len(self.paces) * self.tokens / (self.now - self.begun)
+
+    def bound(self) -> float:
+        """Returns tokens per second where all prompts are prefilled at the best rate, one behind the other, and all
+        clients decode meanwhile or afterwards, in plain steps that share nothing with prompts."""
+        count, clients = len(self.paces), self.clients
+        sizes = [self.sizes[number % len(self.sizes)] for number in range(count)]
+        keys = [Chunk(0, 0, size, True) for size in sizes]
+        prompts = 1e-3 * self.world.SLOPE * sum(sizes) + self.world.attention(0, keys)
+        context = round(sum(sizes) / count + self.tokens / 2)
+        step = self.world.seconds(PLAIN, clients) + self.world.attention(clients * context, ())
+        return count * self.tokens / (prompts + count / clients * self.tokens * step)
 
 
 class FewPasses(H200):

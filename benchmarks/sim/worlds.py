@@ -128,6 +128,7 @@ class H200(World):
 
     PROMPT = (0, 32, 128, 256, 512, 775, 1022, 1493)  # tokens of a prefill
     PREFILL = (4.9, 4.95, 5.7, 7.35, 11.0, 15.97, 19.74, 28.5)
+    SLOPE = (PREFILL[-1] - PREFILL[-2]) / (PROMPT[-1] - PROMPT[-2])  # for each token more
     HEAD = (0.3, 1.04)  # and with the head's
     LAUNCH, REPLAY = 17.0, 0.5  # milliseconds of the host: of a prefill, of one that was captured
 
@@ -138,8 +139,7 @@ class H200(World):
         captured = queries <= SIZES[-1]
         queries = next(size for size in SIZES if size >= max(queries, least)) if captured else queries
         more, times = self.HEAD if len(self.menu) > 1 else (0.0, 1.0)
-        slope = (self.PREFILL[-1] - self.PREFILL[-2]) / (self.PROMPT[-1] - self.PROMPT[-2])
-        took = np.interp(queries, self.PROMPT, self.PREFILL) + slope * max(queries - self.PROMPT[-1], 0)
+        took = np.interp(queries, self.PROMPT, self.PREFILL) + self.SLOPE * max(queries - self.PROMPT[-1], 0)
         return 1e-3 * (more + times * float(took)), 1e-3 * (self.REPLAY if captured else self.LAUNCH)
 
     def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:

@@ -258,10 +258,9 @@ def assemble(
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
     chooses = isinstance(policy, TreePolicy)
-    # Steps that prompts are always beside show no costs of their own.
-    measures = chooses or (graph_size > 0 and options.enable_mixed_chunk)
-    costs = StepCost(policy.menu, graph_size > 0) if measures else None
-    file = file if chooses else None
+    # How long parts of prompts beside rows are follows from what steps cost, which those that have some do not show.
+    needed = chooses or (graph_size > 0 and options.enable_mixed_chunk)
+    costs = StepCost(policy.menu, graph_size > 0) if needed else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
