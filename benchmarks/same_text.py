@@ -54,6 +54,8 @@ def answers(args: argparse.Namespace, prompts: Sequence[str], way: Way) -> tuple
         for i in range(len(prompts))
     ]
     given = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1, **args.options}
+    if args.draft and way.drafter != "none":
+        given["speculative_draft_model_path"] = args.draft
     with LLM(args.model, speculative_algorithm=way.drafter, **(given | way.options)) as llm:
         if args.again:  # the first parts of prompts are in the cache then
             llm.generate([prompt[: len(prompt) // 2] for prompt in prompts], {"max_new_tokens": 1})
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=80, help="of prompts")
     parser.add_argument("--drafters", type=listed(str), default=["none", "NEXTN", "NGRAM"])
+    parser.add_argument("--draft", metavar="FOLDER", help="draft model of all drafters")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--pool", type=int, default=2600, help="tokens of the pool in which requests are preempted")
     parser.add_argument("--only", default="", help="ways whose name has this")

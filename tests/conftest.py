@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec import build
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
-# Files that take half a minute and more, the longest first.
+# Files that take ten seconds and more, the longest first.
 LONGEST = (
-    "tests/test_soak.py", "tests/train/test_command.py", "tests/spec/test_model_drafter_reference.py",
-    "tests/test_readme.py", "tests/ops/test_isa.py", "tests/train/test_fit.py", "tests/test_docs.py",
+    "tests/engine/graphs/test_prefill.py", "tests/engine/test_heads.py", "tests/engine/process/test_ranks.py",
+    "tests/test_readme.py", "tests/train/test_command.py", "tests/engine/test_no_host_reads.py",
+    "tests/engine/test_exact_states.py", "tests/spec/test_model_drafter_reference.py", "tests/ops/test_cuda_compile.py",
+    "tests/cli/test_main.py", "tests/engine/startup/test_precompile.py", "tests/engine/test_compile.py",
+    "tests/test_docs.py", "tests/ops/test_isa.py", "tests/sched/test_scheduler_stateful.py", "tests/train/test_fit.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 
@@ -73,10 +76,17 @@ def hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def pytest_collection_finish() -> None:
-    """What thousands of tests import makes each collection of an engine's garbage take a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What thousands of tests import makes each collection of an engine's garbage take a second, and to look for
+    garbage meanwhile makes their import take a quarter longer."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def has(item: pytest.Item, **params: Any) -> bool:

@@ -11,8 +11,9 @@ import gguf as gguf_package
 import numpy as np
 import torch
 import transformers
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import quantize
+from moe_models import quantised
 from torch import Tensor
 
 VOCAB = 101
@@ -69,6 +70,7 @@ def filled(model: Any) -> Any:
 TOP = {
     "embed_tokens": "token_embd", "norm": "output_norm", "embed_tokens_per_layer": "per_layer_token_embd",
     "per_layer_model_projection": "per_layer_model_proj", "per_layer_projection_norm": "per_layer_proj_norm",
+    "pre_projection": "nextn.pre_projection", "post_projection": "nextn.post_projection",
 }  # fmt: skip
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -96,11 +98,15 @@ def write_gguf(
     suppressed: Sequence[int] = (),
     edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
 ) -> Path:
-    """A file as llama.cpp's converter lays it out. kind: of matrices.  table, stored: type and bytes of the embeddings
-    by layer, None: theirs.  suppressed: tokens that are never drawn.  edit: adds metadata."""
-    config = theirs.config
-    writer = gguf_package.GGUFWriter(path, "gemma4")
+    """A file as llama.cpp's converter lays it out. theirs: a model or an assistant.  kind: of matrices.  table, stored:
+    type and bytes of the embeddings by layer, None: theirs.  suppressed: tokens that are never drawn.  edit: adds
+    metadata."""
+    config, target_hidden = theirs.config.get_text_config(), getattr(theirs.config, "backbone_hidden_size", None)
+    writer = gguf_package.GGUFWriter(path, "gemma4" if target_hidden is None else "gemma4-assistant")
     _metadata(writer, config)
+    if target_hidden is not None:
+        writer.add_embedding_length_out(target_hidden)
+        writer.add_nextn_predict_layers(config.num_hidden_layers)
     if edit is not None:
         edit(writer)
     if suppressed:
@@ -108,19 +114,20 @@ def write_gguf(
     factors = [1.0] * 8 + [1e30] * 24  # a quarter of a head's pairs
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     for name, value in theirs.state_dict().items():
-        if name == "lm_head.weight":
-            continue
         parts = name.split(".")
+        if parts[0] in ("lm_head", "masked_embedding"):
+            continue
         if "layers" not in parts:
-            made = f"{TOP[parts[1]]}.weight"
+            made = f"{TOP[parts[-2]]}.weight"
         else:
             inner = ".".join(parts[3:])
             made = f"blk.{parts[2]}.{WHOLE.get(inner) or NAMES[inner.removesuffix('.weight')] + '.weight'}"
-        own = Type.F32 if value.dim() == 1 or any(part in made for part in ("gate_inp", "token_embd")) else kind
+        whole = value.dim() == 1 or any(part in made for part in ("gate_inp", "token_embd"))
+        own = Type.F32 if whole or value.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
         if stored is not None and made.startswith("per_layer_token"):
             writer.add_tensor(made, stored, raw_dtype=table)
             continue
-        writer.add_tensor(made, quantize(value.float().contiguous().numpy(), own), raw_dtype=own)
+        writer.add_tensor(made, quantised(value.float().contiguous().numpy(), own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -169,7 +176,8 @@ def assistant_for(theirs: Any, clusters: int = 0) -> Any:
     three."""
     config = theirs.config
     more = {"use_ordered_embeddings": True, "num_centroids": clusters, "centroid_intermediate_top_k": 3}
-    each = [config.per_layer_config[i] for i in range(2)]
+    kinds = "sliding_attention", "full_attention"
+    each = [config.per_layer_config[config.layer_types.index(kind)] for kind in kinds]
     text = {
         **SIZES, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": config.vocab_size,
         "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],

@@ -11,12 +11,14 @@ from typing import Any
 import gguf as gguf_package
 import torch
 import transformers
-from gguf import ExpertGatingFuncType
+from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
+
+from draftwing.ops import make_ops
 
 VOCAB, LAYERS = 101, 3
 SIZES = {
@@ -63,7 +65,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4-moe-lite": ("Glm4MoeLite", LATENT),
+    "glm4-moe-lite-halves": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
@@ -94,6 +97,8 @@ def filled(model: Any) -> Any:
 
 def predicting(theirs: Any) -> Any:
     """Transformers' prediction layer of a model: it shares embedding and head."""
+    if theirs.config.model_type == "glm4_moe_lite":  # of which it has none; this is one of its layers with experts
+        theirs.config.num_mtp_layers, theirs.config.mtp_mlp_layer_types = 1, ["sparse"]
     kept = {name: value.clone() for name, value in theirs.state_dict().items()}
     torch.manual_seed(7)
     layer = filled(MtpModel(theirs, 1).float().eval())
@@ -193,9 +198,19 @@ def write_gguf(
 
 
 def _add(writer: gguf_package.GGUFWriter, name: str, value: Tensor, kind: Type) -> None:
-    whole = value.dim() == 1 or value.shape[-1] % 32 or any(part in name for part in ("gate_inp", "_embd"))
+    block = GGML_QUANT_SIZES[kind][0]
+    whole = value.dim() == 1 or value.shape[-1] % block or any(part in name for part in ("gate_inp", "_embd"))
     own = Type.F32 if whole else kind
-    writer.add_tensor(name, quantize(value.contiguous().numpy(), own), raw_dtype=own)
+    writer.add_tensor(name, quantised(value.contiguous().numpy(), own), raw_dtype=own)
+
+
+def quantised(values: Any, kind: Type) -> Any:
+    """An array as its rows are stored. The gguf package makes none of K-quants."""
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        rows = torch.from_numpy(values).reshape(-1, values.shape[-1])
+        return make_ops(torch.device("cpu")).quantize(rows, kind.name).data.view(*values.shape[:-1], -1).numpy()
 
 
 def _metadata(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> None:

@@ -107,6 +107,7 @@ def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixt
     assert response.usage is not None and 1 <= response.usage.completion_tokens <= 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/constrained.md", "docs/python.md", "docs/speculative_decoding.md"])
 def test_python(page: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small model in the default one's place, which the README's program has."""

@@ -60,7 +60,9 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
     shapes: dict[str, tuple[Any, Any]] = {}
     dtypes: dict[str, np.dtype] = {}
     make_type, make_tensor, same = core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__
-    np_dtype, make_alike = triton._get_np_dtype, triton.TritonSemantic.broadcast_impl_value
+    semantic, constants = triton.TritonSemantic, dict[tuple[type, Any, str], Any]()
+    np_dtype, make_alike, make_constant = triton._get_np_dtype, semantic.broadcast_impl_value, semantic.scalar_constant
+    check_types = semantic.binary_op_type_checking_impl
 
     def patch_once(fn: Any) -> Any:
         """It searches the language for what to replace at each launch and where a kernel calls a function."""
@@ -97,6 +99,27 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
             return lhs, rhs
         return make_alike(self, lhs, rhs)
 
+    def operands(
+        self: Any, lhs: Any, rhs: Any, left_ptr: bool = False, right_ptr: bool = False, arithmetic: bool = True,
+        divides: bool = False,
+    ) -> Any:  # fmt: skip
+        """Of one type they are not converted, unless halves are divided; and numpy broadcasts a scalar itself."""
+        tensors = type(lhs) is type(rhs) is core.tensor
+        if not tensors or divides or lhs.dtype.name != rhs.dtype.name or lhs.dtype.is_ptr():
+            return check_types(self, lhs, rhs, left_ptr, right_ptr, arithmetic, divides)
+        if lhs.type.is_block() == rhs.type.is_block():
+            return broadcast(self, lhs, rhs)
+        if lhs.type.is_block():
+            return lhs, core.tensor(rhs.handle, lhs.type)
+        return core.tensor(lhs.handle, rhs.type), rhs
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        """Nothing changes a tensor where it is."""
+        key = type(value), value, dtype.name
+        if key not in constants:
+            constants[key] = make_constant(self, value, dtype)
+        return constants[key]
+
     def equal(self: Any, other: Any) -> Any:
         if type(other) is core.tuple:
             return core.constexpr(self.values == other.values)
@@ -112,7 +135,9 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
 
     monkeypatch.setattr(triton, "_patch_lang", patch_once)
     monkeypatch.setattr(triton.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(triton.TritonSemantic, "broadcast_impl_value", broadcast)
+    monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast)
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", operands)
+    monkeypatch.setattr(semantic, "scalar_constant", constant)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.tuple, "__eq__", equal)

@@ -1,6 +1,6 @@
 """A step of the 8B Llama shape, stage by stage: microseconds of a replay of each graph, and of its kernels.
 
-    python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [--draft JSON] [option=value ...]
+    python benchmarks/gpu_kernels/step.py [--profile 1,16] [--sizes 1,16] [--tiny] [--draft JSON] [option=value ...]
 
 Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
 those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH` and `STANDALONE` get a draft model of their
@@ -219,7 +219,7 @@ def options_of(words: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="1,4,8,16,64,128")
-    parser.add_argument("--profile", type=int, metavar="SIZE", help="of which batch size to show the kernels")
+    parser.add_argument("--profile", default="", metavar="SIZES", help="of which batch sizes to show the kernels")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of Llama's")
     parser.add_argument("--draft", type=json.loads, metavar="JSON", help="keys of the draft model's config")
@@ -244,7 +244,7 @@ def main() -> None:
             print(f"{took:9.1f} us  {stage:7s} {tuple(key.shape)} x {key.size}")
         print_steps(parts, undrafted, totals)
         for key, stage, replay in found:
-            if key.size == args.profile:
+            if str(key.size) in args.profile.split(","):
                 profile(f"{stage} {tuple(key.shape)} x {key.size}", replay)
 
 

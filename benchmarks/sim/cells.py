@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from served import MIX, TIMES, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
-from worlds import MACHINES, TREE, World
+from worlds import MACHINES, TREE, WithKeys, World
 
 from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.sched.policy.cost import StepCost
@@ -107,6 +107,22 @@ def busy(machine: str, hit: float, by: float) -> Figures:
     return against(world, hits, rate)
 
 
+def wrong_keys(context: int, by: float, tokens: int) -> Figures:
+    """A start has measured steps of 1 and 4 requests without context, and of 1 with 1,024 tokens. The best shape of 4
+    was measured once more on another day, with so much `context`: `by` times too slow. Now contexts have `tokens`."""
+    world, hits = WithKeys(tree_menu(TREE), 2.0, 0.5, 0.6), [0.8] * 4
+    cost, world.kv_tokens = world.cost((1, 4)), 1024
+    for shape in world.menu:
+        cost.measured(shape, 1, 1024, world.seconds(shape, 1))
+    world.kv_tokens = tokens
+    best = max(world.menu, key=lambda shape: world.rate(shape, hits))
+    world.kv_tokens = context
+    cost.measured(best, 4, context, by * world.seconds(best, 4))
+    world.kv_tokens = tokens
+    rate, _ = world.run(TreePolicy(world.menu, cost), hits, 600)
+    return against(world, hits, rate)
+
+
 def all_trees(by: float, which: str) -> Figures:
     world, hits = MACHINES["gpu"](tree_menu(TREE)), [0.8] * 4
     best, cost = max(world.menu, key=lambda shape: world.rate(shape, hits)), world.cost()
@@ -163,6 +179,10 @@ CELLS["busy when measured / a tree is best"] = partial(busy, "gpu", 0.8, 1.4)
 for by in (2.5, 5.0):
     for which in ("the best", "all trees"):
         CELLS[f"measured {by} x too slow / {which}"] = partial(all_trees, by, which)
+for context in (200, 600):
+    for tokens in (2000, 8000):
+        name = f"key's price / {context} tokens 1.9 x too slow / {tokens}"
+        CELLS[name] = partial(wrong_keys, context, 1.9, tokens)
 CELLS["not measured"] = unmeasured
 CELLS["machine becomes 2 x slower"] = partial(speed, 2.0, 1.0, 0.8)
 CELLS["machine becomes 2 x faster"] = partial(speed, 0.5, 1.0, 0.8)

@@ -18,7 +18,13 @@ from statistics import fmean
 
 from cells import CELLS, Figures, long_prompts
 
-MODULES = ("cost_table", "cost", "acceptance", "tree_policy", "prefill_budget", "draft_prefill", "choice")
+POLICY = ("cost_table", "cost", "acceptance", "tree_policy", "prefill_budget", "draft_prefill", "choice")
+MODULES = (
+    *(f"draftwing.sched.policy.{name}" for name in POLICY),
+    "draftwing.engine.graphs.prefill",
+    "worlds",
+    "served",
+)
 CHOICE = (
     "steady / gpu / 1 ", "steady / small machine / 4", "2.5 x too slow / the best", "not measured", "trees become",
     "text becomes", "lookup", "far behind / 1 ",
@@ -37,6 +43,7 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "MARGIN": ((1.0, 1.02, 1.05), CHOICE),
     "MAX_QUERIES": ((256, 1024, 4096), ("steady / gpu / 64", "steady / drafts cost nothing / 64", "draft model / 128")),
     "HOLD": ((1, 2, 4, 8), (*CHOICE, "host")),
+    "FAR": ((100, 300, 1000, 3000), ("key's price",)),
     "CONTEXT": ((60, 250, 1000), PREFILL),
     "PART": ((2.0, 3.0, 4.0), PREFILL),
     "UNNOTICED_GAP": ((0.006, 0.012, 0.024), PREFILL),
@@ -45,12 +52,15 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "UNNOTICED_WAIT": ((0.08, 0.16, 0.32), PREFILL),
     "CROWD": ((4, 8, 16), PREFILL),
     "PRIOR": ((0.03, 0.1, 0.3, 1.0), PREFILL),
+    "BESIDE": ((0.1, 2.0, 8.0, 32.0), ("beside prompts",)),
+    "MIXED_NODES": ((64, 128, 256), ("beside prompts",)),
+    "MIXED_QUERIES": ((64, 256, 512), ("beside prompts",)),
 }
 
 
 def run(constants: Mapping[str, float], cells: Sequence[str]) -> dict[str, Figures]:
     """Returns the figures of the cells whose names have one of these parts."""
-    modules = [importlib.import_module(f"draftwing.sched.policy.{name}") for name in MODULES]
+    modules = [importlib.import_module(name) for name in MODULES]
     before = [
         (module, name, getattr(module, name)) for module in modules for name in constants if hasattr(module, name)
     ]

@@ -25,6 +25,8 @@ class World:
     """A machine on which a step costs (base + per query + per level), and requests whose drafts survive by `hit`
     to the power of their depth, spread over a tree of `topk` nodes a level."""
 
+    kv_tokens = 0  # of a batch, which cost nothing
+
     def __init__(self, menu: Sequence[TreeShape], base: float, query: float, level: float, seed: int = 0) -> None:
         self.menu, self.base, self.query, self.level = menu, base, query, level
         self.rng = random.Random(seed)
@@ -66,7 +68,7 @@ class World:
 
     def run(self, policy: TreePolicy, hits: Sequence[float], steps: int, lag: int = 0) -> tuple[float, list[TreeShape]]:
         """lag: steps that are chosen before a step's result comes  -> tokens per second, and what was chosen"""
-        load, tokens, seconds, chosen = StepContext([MAX_CONFIDENCE] * len(hits)), 0.0, 0.0, []
+        load, tokens, seconds, chosen = StepContext([MAX_CONFIDENCE] * len(hits), self.kv_tokens), 0.0, 0.0, []
         flying: deque[tuple[TreeShape, StepResult]] = deque()
         for _ in range(steps):
             shape = policy.choose(load)
@@ -79,6 +81,15 @@ class World:
         for ended, result in flying:
             policy.record(ended, load, result)
         return tokens / seconds, chosen
+
+
+class WithKeys(World):
+    """A step costs `KEY` more for each token of the batch's contexts, and a tenth of that for each further query."""
+
+    KEY = 3e-4  # milliseconds
+
+    def seconds(self, shape: TreeShape, batch: int) -> float:
+        return super().seconds(shape, batch) + 1e-3 * self.KEY * self.kv_tokens * (1 + 0.1 * (shape.queries - 1))
 
 
 @cache

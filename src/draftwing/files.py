@@ -16,11 +16,12 @@ def cache_folder() -> Path:
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "draftwing"
 
 
-def lock_file(path: Path) -> IO[str]:
-    """Opens a file that this process alone has, until it is closed. Raises BlockingIOError where another has it."""
+def lock_file(path: Path, wait: bool = False) -> IO[str]:
+    """Opens a file that nobody else has, until it is closed. Raises BlockingIOError where another has it, unless it is
+    to `wait`."""
     file = path.open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         raise

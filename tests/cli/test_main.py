@@ -73,6 +73,7 @@ def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixtur
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["draftwing", "draftwing.launch_server"])
 def test_modules_are_the_command(module: str) -> None:
     argv = ["serve"] if module == "draftwing" else []

@@ -97,6 +97,18 @@ WRONG = [
     ("train --out {root}/run", "--prompts or --conversations"),
     ("train fti --out {root}/run", "did you mean fit"),
     ("train --out {root}/run --prompts {root}/nothing", "nothing cannot be read"),
+    ("serve --learn ''", "--learn must not be empty"),
+    ("serve --learn=", "--learn must not be empty"),
+    ("serve {target} --speculative-algorithm NGRAM --speculative-memory ''", "--speculative-memory must not be empty"),
+    ("heads list --learn ''", "--learn must not be empty"),
+    ("traffic rm anonymous --learn ''", "--learn must not be empty"),
+    ("traffic rm anonymous --speculative-memory ''", "--speculative-memory must not be empty"),
+    ("traffic rm '' --learn {root}", "client must not be empty"),
+    ("train --out '' --prompts {root}/nothing", "--out must not be empty"),
+    ("train --out {root}/run --from ''", "--from must not be empty"),
+    ("train --out {root}/run --prompts {root}/nothing ''", "--prompts must not be empty"),
+    ("bench --output ''", "--output must not be empty"),
+    ("token-map --model x --out {root}/map ''", "files must not be empty"),
     ("train --out {root}/run --algorithm EAGLE4", "--algorithm must be one of"),
 ]
 

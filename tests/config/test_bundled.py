@@ -21,7 +21,8 @@ from draftwing.core import TreeShape
 from draftwing.models.loader import load_model
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_eagle3_head
-from draftwing.train.settings import Run, Settings
+from draftwing.train.run import Run
+from draftwing.train.settings import Settings
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 

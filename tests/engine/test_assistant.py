@@ -6,23 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised as tiny
 import torch
 from engine.test_hybrid_models import texts
 from engine.test_no_host_reads import SHAPES, FakeDevice, plans
-from gemma4_models import ON_GPU, assistant_for, drafted, reference
+from gemma4_models import ON_GPU, assistant_for, drafted, reference, write_gguf
+from gguf import GGMLQuantizationType as Type
 from reference.learnable import ENGINE
+from thread_ranks import meet
 from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
 from draftwing.core import TreeShape
+from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.models.config import from_hf
-from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
 from draftwing.ops.types import Draft
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.drafter import DraftStep
 
 pytestmark = pytest.mark.slow
+FEW = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+OTHERS: list[tuple[str, dict[str, int]]] = [("dense", FEW), ("clusters", {})]
 TARGET = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
 
 
@@ -46,9 +54,8 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     written(tmp_path, kind)
     plain = texts(tmp_path / "target", "none", dtype)
     own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
-    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     for algorithm in ("FROZEN_KV_MTP", "FROZEN_KV_MTP+SUFFIX"):
-        for shape in ({}, tree):
+        for shape in ({}, FEW):
             assert texts(tmp_path / "target", algorithm, dtype, **own, **shape) == plain, (algorithm, shape)
 
 
@@ -80,6 +87,73 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch
         assert tokens.tolist() == [int(logits.argmax()) for logits in drafted(theirs, helper, ids, 3)]
 
 
+@pytest.mark.further(form=["fp8 block", "gptq", "compressed int4"])
+@pytest.mark.parametrize("form", ["Q8_0", "fp8 block", "awq", "gptq", "compressed int4"])
+def test_of_files_that_are_quantised(tmp_path: Path, form: str) -> None:
+    """Target and assistant, a folder each or a GGUF file."""
+    theirs, helper = written(tmp_path, "dense")
+    names = ["target", "assistant"]
+    if form == "Q8_0":
+        for name, one in zip(names, (theirs, helper), strict=True):
+            write_gguf(tmp_path / f"{name}.gguf", one, Type.Q8_0)
+        names = [f"{name}.gguf" for name in names]
+    else:
+        config, write = tiny.FORMATS[form]
+        for name in names:
+            tiny.quantise(tmp_path / name, config, lambda _: write)
+    target, assistant = (tmp_path / name for name in names)
+    own: dict[str, Any] = {"tokenizer_path": str(tmp_path / "target")}
+    plain = texts(target, "none", "auto", **own)
+    own |= {"speculative_draft_model_path": str(assistant), "speculative_fixed_shape": True}
+    for shape in ({}, FEW):
+        assert texts(target, "FROZEN_KV_MTP", "auto", **own, **shape) == plain, shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("dense", {}), ("clusters", FEW), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
+)
+def test_steps_are_recorded(tmp_path: Path, kind: str, shape: dict[str, int]) -> None:
+    written(tmp_path, kind)
+    params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
+    options = {**ENGINE, "speculative_algorithm": "FROZEN_KV_MTP", "quantization": "q8_0", **own, **shape}
+    with LLM(str(tmp_path / "target"), **options) as llm:
+        stages = llm.engine.parts.executor.graphs
+        if not isinstance(stages, RecordedStages):
+            pytest.skip("nothing is recorded here")
+        llm.generate([[5, 6, 7, 8, 9, 5, 6, 7]], params)
+        assert stages.replays > 5 and not stages.refused
+
+
+@pytest.mark.further(kind=["per-layer", "clusters"])
+@pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session")
+@pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
+def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
+    """The same text as on one rank without drafts, of as many steps as with them."""
+    written(tmp_path, kind)
+    whole = load_model(tmp_path / "target", torch.float32, "cpu")
+    ops, shape = make_ops(torch.device("cpu")), TreeShape(3, 2, 6)
+    model, *others = (load_model(tmp_path / "target", torch.float32, "cpu", ranks=ranks) for ranks in meet())
+    for share in (model, *others):
+        share.pack(ops)
+    model.others, model.whole = others, (whole,)  # type: ignore[assignment]
+    prompts = harness.prompts_for(4, seed=3)
+    params = [harness.greedy(24) if i % 2 else harness.seeded(24, seed=i) for i in range(4)]
+    expected = harness.plain_answers(model, prompts, params)
+
+    def drafter(target: Any) -> AssistantDrafter:
+        head = load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+        head.pack(ops)
+        return AssistantDrafter(head, 6, shape.topk, torch.float32, ops)
+
+    spread = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=5, lag=1)
+    assert spread.answer(prompts, params).tokens == expected.tokens
+    alone = harness.one_rank(whole, shapes=(shape,), drafter=drafter(whole), rows=5, lag=1)
+    assert alone.answer(prompts, params).tokens == expected.tokens
+    assert spread.accept_length == alone.accept_length > 1
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> None:
     """Neither of the target's, with embeddings and keys of its own kind, nor of the assistant's."""
@@ -107,6 +181,5 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     # Of prompts that are not replayed from graphs the last layers see few queries, but not where an assistant drafts.
     assert texts(tmp_path / "target", "none", "bfloat16", disable_cuda_graph=True, **gpu) == plain
     own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
-    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    for shape in ({}, tree):
+    for shape in ({}, FEW):
         assert texts(tmp_path / "target", "FROZEN_KV_MTP", "bfloat16", **gpu, **own, **shape) == plain, shape

@@ -342,6 +342,6 @@ def test_filters_and_bans_do_what_they_say(harness):
         at = greedy.tokens[str(i)].index(stop)
         stopped = harness.plain_answers(model, [prompt], [harness.greedy(20, stop_token_ids=(stop,))]).tokens["0"]
         assert stopped == greedy.tokens[str(i)][: at + 1]
-        params = harness.greedy(20, stop_token_ids=(stop,), min_new_tokens=10)
+        params = harness.greedy(20, stop_token_ids=(stop,), min_new_tokens=10, logit_bias=((stop, 100.0),))
         longer = harness.plain_answers(model, [prompt], [params]).tokens["0"]
-        assert stop not in longer[:9] and len(longer) >= 10
+        assert longer.index(stop) == 10 and len(longer) == 11, "as soon as it may"

@@ -61,6 +61,34 @@ def test_what_is_deferred_is_seen_once(harness, case, lag):
     assert rig.stats.mixed >= 5 and rig.stats.shapes == {TREE, PLAIN}
 
 
+def test_what_is_shown_of_prompts_is_not_the_steps_time(harness, case):
+    """It would be taken for a price of the prompts beside it."""
+    model, prompts, params, _, book = case
+    if hasattr(model, "whole") or harness.device != "cpu":
+        pytest.skip("one rank on a CPU shows it")
+    rig = harness.Rig(
+        model, drafter="oracle", policy=harness.Cycle(TREE), book=book, chunk=30, mixed=True,
+        deferral=DraftDeferral(200, 60), rows=4,
+    )  # fmt: skip
+    now, backlog, commit, shown = [0.0], rig.executor._backlog, rig.sched.commit, []
+    see = backlog.see
+
+    def slow(parts):
+        now[0] += 1.0
+        see(parts)
+
+    def committed(plan, result, guidance):
+        if plan.beside is not None:
+            shown.append(len(plan.beside.shown) > 0)
+            assert result.seconds == result.catching_up >= shown[-1]
+        commit(plan, result, guidance)
+
+    backlog.see, rig.sched.commit = slow, committed
+    rig.executor.device.mark = lambda: now[0]
+    one_by_one(rig, prompts, params, every=2)
+    assert any(shown)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_preemption(harness, case, lag):
     """A pool for less than two requests: nobody is retracted for prompts in a step with rows that decode."""

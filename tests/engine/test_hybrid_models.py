@@ -132,8 +132,8 @@ def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.slow
 def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwing.engine.build.LARGE", VOCAB - 1)
-    monkeypatch.setattr("draftwing.engine.build.FIRST", 100)
+    monkeypatch.setattr("draftwing.engine.startup.drafter.LARGE", VOCAB - 1)
+    monkeypatch.setattr("draftwing.engine.startup.drafter.FIRST", 100)
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
     folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
     write_tokenizer(folder)

@@ -58,6 +58,17 @@ def test_a_wake_ends_one_wait() -> None:
     assert not waiting.is_alive()
 
 
+def test_a_wait_of_some_seconds_says_whether_there_is_something() -> None:
+    queue = InputQueue()
+    assert not queue.wait(0)
+    queue.wake()
+    assert queue.wait(0) and not queue.wait(0)
+    queue.put(req("a", ""))
+    assert queue.wait(0) and queue.wait(0)
+    queue.end("a")
+    assert queue.wait(60) and len(queue.take_ended(2)) == 1 and not queue.wait(0)
+
+
 class Turning:
     """An engine's outputs, taken together."""
 

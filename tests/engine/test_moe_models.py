@@ -29,7 +29,7 @@ WIDE = {"kv_lora_rank": 56, "qk_nope_head_dim": 24, "v_head_dim": 32}
 def written(folder: Path, kind: str, **changes: Any) -> list[str]:
     """Writes a checkpoint with its prediction layer, if transformers has it -> what can draft for it."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3")
+    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite")
     with_layer(folder, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(folder)
     return ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]
@@ -47,6 +47,12 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     )
     for algorithm in drafters:
         assert texts(tmp_path, algorithm, dtype) == plain, algorithm
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", pytest.param("v_head_dim", marks=pytest.mark.exhaustive)])
+def test_latents_of_one_element(tmp_path: Path, name: str) -> None:
+    written(tmp_path, "deepseek-v3", **{name: 1})
+    assert texts(tmp_path, "NGRAM", "bfloat16") == texts(tmp_path, "none", "bfloat16")
 
 
 @pytest.mark.further(kind=["glm4-moe-groups", "deepseek-v2-groups", "glm4-moe-lite"])

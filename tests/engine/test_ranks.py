@@ -16,7 +16,7 @@ from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, DraftDeferral, TreeShape
-from draftwing.engine.executor import Executor
+from draftwing.engine.loaded_heads import take_head
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
 from draftwing.models.heads.base import DraftLM
@@ -146,7 +146,9 @@ def test_heads_that_are_swapped_between_steps_change_no_token(case: Case) -> Non
 
     def swap(*args: Any) -> None:
         if (turn := next(turns)) % 7 == 3:
-            rig.executor.run_on_all_ranks(Executor.swap_head, Path(f"{turn % 3}"))
+            for executor in (rig.executor, *(other.executor for other in rig.executor.broadcast.others)):
+                executor.heads.load(turn, Path(f"{turn % 3}"))
+            rig.executor.run_on_all_ranks(take_head, turn)
 
     assert rig.answer(case.prompts, case.params, between=swap).tokens == case.expected.tokens
     assert next(turns) > 10 and rig.accept_length > 1.2

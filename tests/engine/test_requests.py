@@ -187,6 +187,7 @@ def test_predictions_stay_with_their_request(harness):
     assert got.tokens["after"] == text and got.final["after"].meta["spec_num_proposed_drafts"] == 0
 
 
+@pytest.mark.slow
 def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=1, rows=24)

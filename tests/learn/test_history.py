@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +80,50 @@ def test_a_copy_that_was_stopped_is_no_head(tmp_path: Path, head: Path, monkeypa
     assert history.list() == []
     number = history.add(head, {})
     assert [one.number for one in history.list()] == [number]
-    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == sorted([str(number), "last"])
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == sorted([str(number), "last", "lock"])
+
+
+def test_processes_that_add_heads_at_once_take_turns(
+    tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, go_on, copy = threading.Event(), threading.Event(), shutil.copyfile
+
+    def slow(*args: Any) -> Any:
+        copy(*args)
+        copied.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(shutil, "copyfile", slow)
+    with ThreadPoolExecutor() as pool:  # a lock is of one who opens the file, in whatever process
+        first = pool.submit(HeadHistory(tmp_path / "heads").add, head, {"algorithm": "first"})
+        assert copied.wait(30)
+        second = pool.submit(HeadHistory(tmp_path / "heads").add, head, {"algorithm": "second"})
+        wait([second], 0.2)
+        go_on.set()
+        assert (first.result(30), second.result(30)) == (1, 2)
+    found = HeadHistory(tmp_path / "heads").list()
+    assert [(one.number, one.algorithm) for one in found] == [(1, "first"), (2, "second")]
+    HeadHistory(tmp_path / "heads").use(2)  # both are whole
+
+
+def test_a_head_takes_the_place_of_the_one_that_it_was_compared_with_alone(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    for _ in range(3):
+        history.add(head, {})
+    assert history.use_instead(1, None) and not history.use_instead(2, None)
+    assert history.current() == 1
+    assert history.use_instead(3, 1) and history.current() == 3
+
+
+def test_the_oldest_go_but_for_the_one_that_is_served_and_its_parent(tmp_path: Path, head: Path) -> None:
+    history = HeadHistory(tmp_path / "heads")
+    for parent in (None, 1, None, None, None):
+        history.add(head, {"parent": parent})
+    history.use(2)
+    history.keep(3)
+    assert [one.number for one in history.list()] == [1, 2, 5]
+    history.keep(1)
+    assert [one.number for one in history.list()] == [1, 2]
 
 
 def test_heads_of_deleted_clients_are_marked(tmp_path: Path, head: Path) -> None:

@@ -371,3 +371,23 @@ def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
 def test_models_that_look_ahead_are_refused() -> None:
     with pytest.raises(CheckpointError, match="is_causal = False is not supported"):
         from_hf({**LLAMA2_7B, "is_causal": False})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "missing"),
+    [
+        ("KimiK25ForConditionalGeneration", "kimi_k25", "a model for images"),
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "DSA"),
+        ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "DSA"),
+        ("Glm5NextForConditionalGeneration", "glm5_next", "DSA.*KDA.*hyper-connections"),
+        ("DeepseekV4ForCausalLM", "deepseek_v4", "hyper-connections"),
+        ("KimiLinearForCausalLM", "kimi_linear", "KDA"),
+        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "sparse attention"),
+        ("Qwen4ExpForConditionalGeneration", "qwen4_exp", "QSA"),
+    ],
+)
+def test_relatives_that_are_not_served_say_what_they_have(architecture: str, model_type: str, missing: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{architecture} has .*{missing}.*, which is not served yet"):
+        from_hf({**DEEPSEEK_V3, "architectures": [architecture]})
+    with pytest.raises(CheckpointError, match=f"model_type '{model_type}' has .*{missing}"):
+        from_hf({**DEEPSEEK_V3, "architectures": [], "model_type": model_type})

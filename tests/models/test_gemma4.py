@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_quantised as tiny
 import torch
 from gemma4_models import KINDS, reference, write_gguf
 from hybrid_models import Pooled, check_steps, on_two_ranks, tokens, whole_logits
@@ -150,27 +149,6 @@ def test_stored_values_are_not_asked_for(tmp_path: Path) -> None:
     qkv = load_model(tmp_path, torch.float32, "cpu").layers[1].mixer.qkv.weight
     assert len(qkv) == 4 * 64 + 64  # queries and keys
     assert torch.equal(qkv[-64:], stored["model.layers.1.self_attn.k_proj.weight"])
-
-
-@pytest.mark.slow
-@pytest.mark.further(name="fp8 block")
-@pytest.mark.parametrize("name", ["fp8 block", "awq"])
-@torch.inference_mode()
-def test_quantised_matrices(tmp_path: Path, name: str) -> None:
-    """Those of both kinds of layer, and of the embeddings by layer but for their table."""
-    config, write = tiny.FORMATS[name]
-    sizes = {"head_dim": 64, "global_head_dim": 64}  # of which groups are a part
-    theirs = reference("per-layer", **sizes, attention_k_eq_v=True, num_global_key_value_heads=1)
-    for part in ("quantised", "wide", "plain"):
-        theirs.save_pretrained(tmp_path / part)
-    wide = tiny.quantise(tmp_path / "quantised", config, lambda module: None if "norm" in module else write)
-    save_file(wide, tmp_path / "wide/model.safetensors")
-    ids = tokens(30)
-    found, expected, plain = (
-        whole_logits(load_model(tmp_path / part, torch.float32, "cpu"), ids) for part in ("quantised", "wide", "plain")
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (found - plain).norm() > 0.01 * plain.norm()
 
 
 def test_what_is_mapped_is_not_counted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
-KINDS = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
+KINDS = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite-halves"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

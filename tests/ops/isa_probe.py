@@ -95,6 +95,13 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
 
 @case
+def clusters(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Equal scores among them: the lower cluster comes first."""
+    ids = ops.cluster_tokens(made.floats(dtype, 3, 41).mul_(4).round_(), 5, torch.arange(41 * 3).flip(0))
+    yield from (ids, ops.spread_logits(made.floats(torch.float32, 3, 15), ids, 41 * 3, dtype))
+
+
+@case
 def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """What latent attention multiplies heads with and turns, and a step over what it keeps."""
     for heads, inputs, outputs in ((3, 24, 56), (2, 130, 128)):

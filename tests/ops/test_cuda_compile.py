@@ -4,8 +4,9 @@ another torch with `pip install nvidia-cuda-nvrtc`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -48,20 +49,39 @@ def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+Kernels = TypeVar("Kernels")
+
+
+def some(shapes: Mapping[tuple[str, int], Kernels]) -> dict[tuple[str, int], Kernels]:
+    """By kind and tile: each kind and each tile once, for they are apart."""
+    kinds, tiles, found = set[str](), set[int](), dict[tuple[str, int], Kernels]()
+    for (kind, tile), shape in shapes.items():
+        if kind not in kinds or tile not in tiles:
+            found[kind, tile] = shape
+        kinds.add(kind)
+        tiles.add(tile)
+    return found
+
+
+@pytest.mark.further(every=True)
+@pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("capability", [HOPPER, *OLDER, (12, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_few_rows(dtype: torch.dtype, capability: tuple[int, int], tmp_path: Path) -> None:
-    gemm.compile_ahead(dtype, capability)
+def test_few_rows(dtype: torch.dtype, capability: tuple[int, int], every: bool, tmp_path: Path) -> None:
+    shapes = gemm.shapes_for(capability, dtype)
+    gemm.compile_ahead(dtype, capability, shapes if every else some(shapes))
     assert list(tmp_path.rglob("*.cubin"))
 
 
-@pytest.mark.further(compile_ahead=gemm_tall.compile_ahead)  # test_cuda_tall_host.py compiles it for a CPU
-@pytest.mark.parametrize("compile_ahead", [gemm_groups.compile_ahead, gemm_tall.compile_ahead], ids=["few", "many"])
+@pytest.mark.further(every=True)
+@pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_groups_on_hopper(width: Width, compile_ahead: Callable[..., object], tmp_path: Path) -> None:
-    """Of few rows and of many."""
-    compile_ahead(torch.bfloat16, width, HOPPER)
-    assert len(list(tmp_path.rglob("*.cubin"))) == 1
+def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
+    shapes = gemm_groups.shapes_for(width.bits, HOPPER)
+    gemm_groups.compile_ahead(torch.bfloat16, width, HOPPER, shapes if every else some(shapes))
+    if every:  # of many rows; test_cuda_tall_host.py compiles them for a CPU
+        gemm_tall.compile_ahead(torch.bfloat16, width, HOPPER)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1 + every
 
 
 @pytest.mark.parametrize("capability", OLDER)

@@ -106,9 +106,14 @@ def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
 @pytest.mark.further(dtype=torch.bfloat16, rows=[70, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 70, 1500])
-def test_experts_of_other_ranks_are_left_out(ops: TorchOps, rows: int, dtype: torch.dtype) -> None:
+def test_experts_of_other_ranks_are_left_out(
+    ops: TorchOps, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank multiplies the pairs of its own experts; the sum of what ranks have is that of all experts. A row has
     the same bits in any batch, also where other rows have none of the rank's experts."""
+    if rows == 1500 and type(ops).__name__ == "TritonOps" and ops.device.type == "cpu":  # the interpreter is slow
+        monkeypatch.setattr("draftwing.ops.triton.experts.FEW_PAIRS", 100)  # so that torch sorts them, too
+        rows = 70
     logits, x = made(ops, rows, COUNT, seed=3), made(ops, rows, 64, seed=4, dtype=dtype)
     weight = made(ops, COUNT * 40, 64, seed=5, dtype=dtype) / 8
     bias = made(ops, COUNT * 40, seed=6, dtype=dtype)

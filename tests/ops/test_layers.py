@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -375,11 +376,30 @@ def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
         parts = [ops.share_logits(hidden, weight[begin : begin + 45].clone(), ids, begin) for begin in (0, 45)]
         assert torch.equal(parts[0] + parts[1], found)  # each is 0 but in one of them
+        if len(shape) == 1:
+            torch.testing.assert_close(ops.every_logit(hidden, weight).gather(1, ids), found, rtol=1e-5, atol=1e-4)
         if ops.name != "torch":  # a logit has the same bits among others
             alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())
             assert torch.equal(alone, found[-1:, ..., 3:4])
             strided = hidden.transpose(0, -2).contiguous().transpose(0, -2)
             assert torch.equal(ops.exact_logits(strided, weight, ids), found)
+
+
+def test_logits_of_a_few_clusters(dtype: torch.dtype, ops: TorchOps) -> None:
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.stack([torch.randperm(37, generator=generator) for _ in range(3)])
+    ordering = torch.randperm(37 * 5, generator=generator)
+    ids = ops.cluster_tokens((scores / 8).to(ops.device, dtype), 4, ordering.to(ops.device)).cpu()
+    best = np.argsort(-scores.numpy())[:, :4]
+    expected = ordering.numpy().reshape(37, 5)[best].reshape(3, 20)
+    assert np.array_equal(np.sort(ids.numpy()), np.sort(expected))
+    found = torch.randn(3, 20, generator=generator).to(ops.device)
+    logits = ops.spread_logits(found, ids.to(ops.device), 37 * 5, dtype).cpu()
+    assert logits.dtype == dtype
+    for row, some, values in zip(logits, ids.tolist(), found.cpu().to(dtype), strict=True):
+        wanted = (values.min() - 1).repeat(37 * 5)
+        wanted[some] = values
+        assert torch.equal(row, wanted)
 
 
 def test_no_rows(dtype: torch.dtype, ops: TorchOps) -> None:
@@ -397,3 +417,5 @@ def test_no_rows(dtype: torch.dtype, ops: TorchOps) -> None:
     )
     assert ops.take_rows(table, ids).shape == (0, 64)
     assert ops.exact_logits(x, table, ids.view(0, 1)).shape == (0, 1)
+    assert ops.cluster_tokens(x, 2, torch.arange(128, device=ops.device)).shape == (0, 4)
+    assert ops.spread_logits(x[:, :1].float(), ids.view(0, 1), 9, dtype).shape == (0, 9)

@@ -12,7 +12,7 @@ from decoder_configs import decoder_config
 from plain_attention import brute_force
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.kv.pool import FP8, KVPool, KVSpec
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.models.decoder import DecoderLayer
@@ -274,6 +274,30 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, 
     torch.testing.assert_close(qkv[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert v_norm or torch.equal(kv[:, :, 1], expected[:, :, 1])
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_write_latents(dtype: torch.dtype, eight: bool, device: torch.device) -> None:
+    """Of rows that are apart, to a pool of their type and to one in 8 bits."""
+    latent, turned, count = 96, 16, 5
+    stored = FP8 if eight and dtype.itemsize == 2 else dtype
+    rng = torch.Generator().manual_seed(7)
+    made = torch.randn(count, latent + turned + 9, generator=rng).to(device, dtype)[:, 9:]
+    weight = (torch.rand(latent, generator=rng) + 0.5).to(device, dtype)
+    table = rope_table(RopeConfig(), turned, 40, dtype, device)
+    cos, sin = table[torch.randint(40, (count,), generator=rng).to(device)].unsqueeze(2).unbind(1)
+    slots = (torch.randperm(9, generator=rng)[:count] + 1).to(device)
+    spec = KVSpec(1, latent + turned, shared=True)
+    found, expected = (KVPool([spec], 9, stored, device, [(0.5, 0.5)]) for _ in range(2))
+    scale = found.scales[0][0]
+    rope.write_latents(made, weight, 1e-6, cos, sin, slots, found.kv[0], scale)
+    x = made[:, :latent].double()
+    normed = (x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()).to(dtype)
+    keys = torch.cat((normed.unsqueeze(1), rotate(made[:, None, latent:], cos, sin)), 2)
+    expected.write(0, slots, keys, keys)
+    unit = 0.13 if stored == FP8 else TOLERANCE[dtype]  # a code more or less
+    torch.testing.assert_close(found.kv[0].float(), expected.kv[0].float(), atol=unit, rtol=unit)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -81,7 +81,7 @@ def test_dead_nodes_give_zeros(spec: DeltaSpec, device: torch.device) -> None:
 def test_bits_are_those_of_one_chunk(spec: DeltaSpec, device: torch.device) -> None:
     """In whichever chunks, trees, chains and parts of trees a token is, alone or with other rows, accepted at once or
     run again."""
-    count = 400 if GPU else 20
+    count = 400 if GPU else 16
     alone = TritonOps(device)
     inputs = steps_of(alone, spec, torch.bfloat16).inputs(count)
     whole = Texts(alone, spec, inputs).chunk(count)

@@ -93,6 +93,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.has_openmp, reason="torch brings no GNU OpenMP")
 def test_threads_stay_on_their_processors() -> None:
     assert subprocess.check_output([sys.executable, "-c", PINNED], text=True, timeout=60) == "done\n"

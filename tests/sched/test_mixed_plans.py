@@ -13,6 +13,7 @@ from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.config import SchedulerConfig
+from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler
@@ -66,6 +67,26 @@ def test_parts_of_prompts_come_with_those_who_decode() -> None:
     assert seen == [15, 15, 10], "with one row that decodes 15 of 16 queries are of prompts"
     both = turn(sched)
     assert uids(sched, both) == ["a", "b"] and not both.mixed, "b decodes once its first token was drawn"
+
+
+@pytest.mark.parametrize(("seconds", "given"), [(0.006, 300), (0.0112, 511)])
+def test_parts_beside_rows_are_cut_to_what_they_are_padded_to_there(
+    seconds: float, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of less than 512 are padded to that, the row that decodes among them."""
+    config = SchedulerConfig(
+        4000, 6, 1, 1000, mixes=lambda shape, rows: 1, prefill_sizes=(64, 256, 512, 768), mixed_sizes=(512, 768)
+    )
+    sched = Scheduler(config, FixedShape(PLAIN), {PLAIN: 1})
+    sched.submit(req("a", new=40))
+    turn(sched)
+    sched.submit(req("b", length=3000, new=3, first=100))
+    monkeypatch.setattr(PrefillBudget, "token_seconds", lambda *_: 2e-5)
+    monkeypatch.setattr(PrefillBudget, "max_seconds", lambda *_: seconds)
+    monkeypatch.setattr(PrefillBudget, "start", 0.004)
+    plan = sched.plan()
+    assert plan is not None and plan.beside is not None
+    assert [chunk.length for chunk in plan.beside.chunks] == [given]
 
 
 def test_who_decodes_fills_the_step() -> None:

@@ -124,7 +124,7 @@ class FakeEngine:
         self.forgotten.append(client)
         return 2
 
-    def swap_draft(self, folder: Path) -> None:
+    def swap_draft(self, folder: Path | None) -> None:
         """Goes on as before: it has no head."""
 
     def stats(self) -> dict[str, Any]:

@@ -28,11 +28,11 @@ WORKS: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2]},
 }
 ENDLESS = "/ui/engine"  # a stream for the page, which takes nothing and is read for 10 s each time
-schemathesis = pytest.importorskip("schemathesis")
 
 
 def fuzz(url: str, requests: int) -> Counter[tuple[str, int]]:
     """Status codes by endpoint."""
+    schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
     from schemathesis import GenerationMode

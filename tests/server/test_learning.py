@@ -29,9 +29,10 @@ class Engine:
         self.info = SimpleNamespace(options=Options.from_kwargs(**options))
         self.link, self.active, self.swapped, self.refusal = object(), 0, list[str](), dict[str, str]()
 
-    async def swap_draft(self, folder: Path) -> str | None:
-        self.swapped.append(folder.name)
-        return self.refusal.get(folder.name)
+    async def swap_draft(self, folder: Path | None) -> str | None:
+        name = "first" if folder is None else folder.name
+        self.swapped.append(name)
+        return self.refusal.get(name)
 
     async def stats(self) -> dict[str, Any]:
         return {"chain_seconds": [0.01, 0.02]}
@@ -76,7 +77,7 @@ def history(tmp_path: Path) -> HeadHistory:
 def requests(learning: Learning, accepted: int) -> None:
     for i in range(ENOUGH):
         meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
-        learning.finished(SimpleNamespace(meta=meta))  # type: ignore[arg-type]
+        learning.finished(SimpleNamespace(meta=meta, request=SimpleNamespace(client="")))  # type: ignore[arg-type]
 
 
 def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: HeadHistory) -> None:
@@ -97,7 +98,7 @@ def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: Head
 def test_server_info_names_the_head_that_drafts(
     tmp_path: Path, history: HeadHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.001)
+    monkeypatch.setattr(module, "FOLLOW_SECONDS", 0.001)
     options = Options(learn=str(tmp_path), speculative_algorithm="EAGLE3", speculative_draft_model_path="first")
     with client_of(FakeEngine(options)) as client:
         assert client.get("/server_info").json()["speculative_draft_model_path"] == "first"
@@ -149,6 +150,47 @@ def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: 
     assert len(learning.facts()["curve"]) in (1, 2)
 
 
+@pytest.mark.parametrize("gone", ["removed", "damaged", "refused"])
+def test_the_first_head_is_swapped_in_where_the_parent_is_gone(
+    tmp_path: Path, history: HeadHistory, gone: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    history.use(1)
+    looked(learning)
+    requests(learning, 10)
+    history.use(2)
+    looked(learning)
+    if gone == "removed":
+        history.remove(1)
+    elif gone == "damaged":
+        (history.folder / "1" / "config.json").write_text("{ }")
+    else:
+        engine.refusal["1"] = "restart with it"
+    for _ in range(4):
+        requests(learning, 2)
+    looked(learning, 5)
+    assert engine.swapped[-1] == "first" and learning.head is None and history.current() is None
+    assert learning.draft_model_path == "first"
+
+
+def test_a_bad_head_stays_where_there_is_nothing_to_go_back_to(
+    tmp_path: Path, history: HeadHistory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = Engine(tmp_path)
+    engine.refusal["first"] = "its folder is gone"
+    learning = Learning(engine, tmp_path)
+    requests(learning, 10)
+    history.use(1)
+    looked(learning)
+    for _ in range(4):
+        requests(learning, 2)
+    looked(learning, 3)
+    said = len(caplog.records)
+    looked(learning, 9)
+    assert learning.head == 1 and engine.swapped == ["1", "first"] and len(caplog.records) == said, "it is told once"
+
+
 def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
     engine, training = Engine(tmp_path), Training()
     learning = Learning(engine, tmp_path, training)  # type: ignore[arg-type]
@@ -164,7 +206,7 @@ def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.001)
+    monkeypatch.setattr(module, "FOLLOW_SECONDS", 0.001)
     training = Training()
     learning = Learning(Engine(tmp_path), tmp_path, training)  # type: ignore[arg-type]
 
@@ -225,7 +267,7 @@ def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refuse
 def test_a_damaged_head_is_told_once(
     tmp_path: Path, history: HeadHistory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.001)
+    monkeypatch.setattr(module, "FOLLOW_SECONDS", 0.001)
     history.use(2)
     (history.folder / "2" / "head.json").write_text("{")
     looks = list[int]()

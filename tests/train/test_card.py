@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from draftwing.train.card import card
-from draftwing.train.settings import Run, Settings
+from draftwing.train.run import Run
+from draftwing.train.settings import Settings
 
 REPORT: dict[str, Any] = {"steps": 3, "seconds": 1.0, "tokens": 90}
 

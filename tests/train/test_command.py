@@ -27,7 +27,7 @@ from tiny_checkpoint import write_tokenizer
 from draftwing import LLM
 from draftwing.cli.main import main
 from draftwing.train import stages
-from draftwing.train.settings import open_run
+from draftwing.train.run import open_run
 
 pytestmark = pytest.mark.slow
 
@@ -358,7 +358,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **kw: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    for name in ("draftwing.models.loader.load_model", "draftwing.engine.build.load_model",
+    for name in ("draftwing.models.loader.load_model", "draftwing.engine.startup.weights.load_model",
                  "draftwing.train.capture.load_model", "draftwing.train.heads.load_target_ends"):  # fmt: skip
         monkeypatch.setattr(name, never)
 

@@ -94,6 +94,26 @@ def test_a_candidate_is_taken_for_being_better_by_more_than_noise() -> None:
     assert not same.taken and same.general is None and same.traffic.gain == 1
 
 
+def refused(draw: np.random.Generator, count: int, gain: float) -> float:
+    """Which share of candidates is refused for a client with so many texts, who gets so much more tokens per second.
+    Texts differ as those of benchmarks do, by 0.07; everybody else gains."""
+    before = {str(i): Drafted(400, draw.integers(100, 300, 1)) for i in range(100)}
+    clients = {key: "b" if int(key) < count else "a" for key in before}
+    found = 0
+    for _ in range(200):
+        gains = {key: 1.1 if clients[key] == "a" else gain * math.exp(0.07 * draw.normal()) for key in before}
+        after = {key: Drafted(400, np.round(one.steps / gains[key]).astype(np.int64)) for key, one in before.items()}
+        found += not judge(before, after, clients, [1.0]).taken
+    return found / 200
+
+
+@pytest.mark.parametrize("count", [FEW, 20])
+def test_few_texts_of_a_client_hide_no_loss_and_make_none_up(count: int) -> None:
+    draw = np.random.default_rng(6)
+    assert refused(draw, count, 0.9) > 0.95 and refused(draw, count, 0.94) > 0.75
+    assert refused(draw, count, 1.0) < 0.25 and refused(draw, count, 1.05) < 0.03
+
+
 @pytest.mark.parametrize("who", ["another client", "small clients", "general text"])
 def test_a_candidate_that_harms_somebody_is_not_taken(who: str) -> None:
     draw = np.random.default_rng(5)

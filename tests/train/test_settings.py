@@ -10,7 +10,8 @@ import pytest
 from draftwing.errors import ConfigError, RequestError
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.train.generate import MIN_ANSWER
-from draftwing.train.settings import Settings, open_run
+from draftwing.train.run import open_run
+from draftwing.train.settings import Settings
 
 
 @pytest.mark.parametrize(

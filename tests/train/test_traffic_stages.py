@@ -75,6 +75,9 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     # What traffic has and the head could not say has taken the place of tokens that nobody says.
     old, new = (load_file(path / "model.safetensors")["t2d"] for path in (served.head, record.folder))
     assert 0 < (new & ~old).sum() <= RENEWED * old.sum() and old.sum() == new.sum()
+    # Judged once more, as a second run of the same parent would be: by now the parent is not served.
+    served.train("traffic", "eval")
+    assert len(history.list()) == 2 and history.list()[1].figures["taken"] and history.current() == record.number
 
 
 def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> None:

@@ -23,6 +23,7 @@ from draftwing.train.command import add_train, run_train
 from draftwing.train.settings import Settings
 
 logger = logging.getLogger(__name__)
+MAY_BE_EMPTY = ("question", "system")  # arguments of `draftwing chat`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
     try:
         _take_positional_model(arguments)
+        _refuse_empty(words, arguments)
         runs[command](arguments)
     except DraftwingError as error:
         text = fields.as_typed(str(error), Options, Settings) if isinstance(error, ConfigError) else str(error)
@@ -60,6 +62,17 @@ def _take_positional_model(arguments: dict[str, Any]) -> None:
     given = arguments.pop(POSITIONAL_MODEL, None)
     if given is not None and arguments.setdefault("model", given) != given:
         raise ConfigError(f"the model is given twice: {given!r} and --model {arguments['model']!r}")
+
+
+def _refuse_empty(words: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an empty value, which a variable that is not set makes: of a folder it would be the one
+    where the command runs."""
+    names = fields.names_of(Options) | fields.names_of(Settings)
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    typed = {names.get(_name(flag), _name(flag)): flag for flag in flags}
+    for name, value in arguments.items():
+        if name not in MAY_BE_EMPTY and "" in (value if isinstance(value, list) else [value]):
+            raise ConfigError(f"{typed.get(name, name)} must not be empty")
 
 
 def _serve(arguments: dict[str, Any]) -> None:

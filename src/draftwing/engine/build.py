@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from draftwing.config.drafters import TOKEN_MAP, shipped_head
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
-from draftwing.core import LOOKUP_ALONE, PLAIN, PREDICTED, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
@@ -23,24 +21,25 @@ from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
-from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.checks import capability, check_draft_files, check_target, check_token_map, in_words
+from draftwing.engine.startup.capture import capture
+from draftwing.engine.startup.checks import capability, check_draft_files, check_target, in_words
 from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
+from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
-from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
-from draftwing.engine.startup.memory import log_forecast, row_length, rows_of
+from draftwing.engine.startup.laps import Laps
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
+from draftwing.engine.startup.memory import log_forecast, rows_of
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
+from draftwing.engine.startup.weights import load_with_progress
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, check_int8
-from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.own_layers import with_own_layers
-from draftwing.models.hub import resolve_model
-from draftwing.models.loader import load_config, load_model, mapped_bytes
+from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.config import SchedulerConfig
@@ -49,9 +48,8 @@ from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
-from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep
-from draftwing.spec.token_map import FIRST, LARGE, load_token_map
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
+from draftwing.spec.drafter import Drafter
+from draftwing.text.tokenizer import Tokenizer
 
 log = logging.getLogger("draftwing")
 
@@ -119,11 +117,12 @@ def build(
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
+    lap = Laps()
     device, config = pick_device(options.device), load_config(path)
     check_target(options, path, config)
     options = with_own_layers(options, path, config)
     drafter_spec = options.drafter_spec
-    draft_path = _draft_path(options)
+    draft_path = draft_path_of(options)
     carried = None
     if drafter_spec.heads:
         carried = carried_shape(draft_path or path, device.kind, drafter_spec.tree)
@@ -141,7 +140,7 @@ def build(
     check_device(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     check_int8([spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None], precision.kv_dtype)
-    options, token_ids = _token_map(options, config.vocab_size, device, tokenizer)  # before anything large
+    options, token_ids = token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK
     ranks: Ranks = ALONE
@@ -158,11 +157,15 @@ def build(
             log.info("%s", in_words(found))
         files = bytes_of(path) - mapped_bytes(path, config) + (0 if draft_path is None else bytes_of(draft_path))
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
+        lap("device and checks")
         model = load_with_progress(path, precision, device, options, ranks)
+        lap("weights")
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
+        lap("the drafter")
         if ahead is not None:
             ahead.wait()
+            lap("kernels that are not compiled yet")
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
             file = cost_file(options, policy.menu, path, draft_path, precision, device)
@@ -246,7 +249,9 @@ def assemble(
     the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
+    lap = Laps()
     made = make_executor(options, model, precision, device, drafter, policy.menu)
+    lap("memory, KV pool and tables")
     executor, pool, context, pool_tokens, spans, graph_size, states = made
     rows = rows_of(options, states)
     options = replace(options, max_running_requests=rows)  # what a server says of itself
@@ -265,9 +270,12 @@ def assemble(
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
     if graph_size:
-        capture(executor, pool, policy.menu, None if known else costs)
+        again = kept is not None and kept.complete and file is not None and file.quiet
+        capture(executor, pool, policy.menu, None if known else costs, again)
+        lap("graphs")
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
+            lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
     if costs is not None and isinstance(policy, TreePolicy | FixedShape):
@@ -302,6 +310,7 @@ def assemble(
             states=StateSizes(states) if states else None,
             mixes=mixes,
             prefill_sizes=tuple(executor.prefills.sizes) if executor.prefills is not None else (),
+            mixed_sizes=tuple(executor.prefills.mixed_sizes) if executor.prefills is not None else (),
         ),
         policy,
         spans,
@@ -309,132 +318,3 @@ def assemble(
     return Parts(
         options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file
     )
-
-
-def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None) -> None:
-    """Captures all graphs. costs: to measure, None where they are known."""
-    start, free = time.monotonic(), executor.device.free_memory()
-    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    with experts_at_random(executor):
-        captured = executor.run_on_all_ranks(Executor.capture, menu)
-        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        if costs is not None:
-            for key, seconds in captured.items():
-                costs.measured(key.shape, key.size, 0, seconds)
-            measure_graphs(executor, pool, costs, captured, time.monotonic() + GRAPH_SECONDS)
-            executor.run_on_all_ranks(Executor.flush)
-
-
-def make_drafter(
-    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, precision: Precision, device: Device
-) -> tuple[Drafter | None, ShapePolicy]:
-    """The drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the target where
-    it drafts for itself."""
-    if not options.drafts:
-        return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
-    shape, rows = options.speculative_shape, options.max_running_requests
-    assert rows is not None, "for_engine gives it a value"
-
-    def load(path: Path) -> DecoderModel:
-        return load_with_progress(path, precision, device, options, target=False)
-
-    drafter: Drafter = options.drafter_spec.make(
-        DraftContext(
-            options, target, shape, rows + 1, precision.dtype, device.device, device.ops, path, token_ids, load,
-            precision.head_weights,
-        )
-    )  # fmt: skip
-    if options.drafter_spec.own and not drafter.kv_layers:
-        check_draft(drafter, options.drafter, shape, device)
-    if options.speculative_fixed_shape:
-        return drafter, FixedShape(shape)
-    menu = drafter.menu(shape)
-    return drafter, TreePolicy(menu, StepCost(menu, False), not drafter.fixed_confidence, drafter.initial_confidence)
-
-
-@torch.inference_mode()
-def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -> None:
-    """Raises ConfigError where a user's drafter, which needs no pool, proposes another tree than it is asked for.
-    Kernels would not notice."""
-    table = RowTable(1, row_length(shape.nodes + 1), device)
-    rows = torch.zeros(1, dtype=torch.int64, device=device.device)
-    draft = drafter.propose(DraftStep(table, rows, shape, 1, rows[:0]))
-    if not isinstance(draft, Draft):
-        raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
-    for part, tensor, dtype in zip(draft._fields[:3], draft[:3], (torch.int64, torch.int64, torch.bool), strict=True):
-        if tensor.shape != (1, shape.nodes) or tensor.dtype != dtype:
-            raise ConfigError(
-                f"{name}: the drafts of {shape} for one row must have {part} of shape [1, {shape.nodes}] and type "
-                f"{dtype}; found {list(tensor.shape)} and {tensor.dtype}"
-            )
-
-
-def _token_map(
-    options: Options, vocab: int, device: Device, tokenizer: Tokenizer | None
-) -> tuple[Options, Tensor | None]:
-    """The tokens that may be drafted, None: all; and options that name them. On a CPU few of a large vocabulary."""
-    spec, name = options.drafter_spec, options.speculative_token_map
-    if name is None and vocab > LARGE and tokenizer is not None and not device.has_own_memory:
-        name = str(FIRST) if spec.heads and TOKEN_MAP in spec.options else None
-    if name is None:
-        return options, None
-    token_ids = load_token_map(name, vocab, () if tokenizer is None else tokenizer.added_ids)
-    if token_ids is not None:
-        check_token_map(options, token_ids)
-    return replace(options, speculative_token_map=name), token_ids
-
-
-def _draft_path(options: Options) -> Path | None:
-    if options.speculative_draft_model_path is None:
-        return None
-    return resolve_model(
-        options.speculative_draft_model_path, options.speculative_draft_model_revision,
-        option="--speculative-draft-model-path", weights=not options.dummy,
-    )  # fmt: skip
-
-
-def check_draft_tokenizer(options: Options, draft_path: Path, target: Tokenizer) -> None:
-    """Raises ConfigError unless a small draft model has the target's token ids."""
-    difference = vocabulary_difference(target, load_tokenizer(draft_path, None))
-    if difference:
-        raise ConfigError(
-            f"{options.speculative_draft_model_path} cannot draft for {options.model}: their tokenizers give different "
-            f"ids to the same tokens. {difference}"
-        )
-
-
-def log_drafter(options: Options) -> None:
-    """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
-    if not options.drafts:
-        log.info("speculative decoding: off; --speculative-algorithm turns it on")
-        return
-    draft = options.speculative_draft_model_path
-    bundled = shipped_head(options.model, options.drafter_spec)
-    own = " (prediction layers of the checkpoint)" if options.drafter_spec.heads else ""
-    source = f" ({'bundled head' if draft == str(bundled) else draft})" if draft else own
-    log.info(
-        "speculative decoding: %s%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it "
-        "off",
-        options.drafter.replace("EAGLE3", "EAGLE-3"), source, *options.speculative_shape.tree,
-    )  # fmt: skip
-
-
-def load_with_progress(
-    path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
-) -> DecoderModel:
-    """The model, packed. target: whether it is the one that options are of."""
-    with progress_bar(unit="B", unit_scale=True, desc="loading weights", disable=ranks.rank > 0) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            if done >= total:
-                bar.close()  # before anything is logged
-
-        most = device.memory_limit() * (ranks.size if device.has_own_memory else 1)
-        model = load_model(
-            path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
-        )
-    model.pack(device.ops, options.deterministic and target)
-    return model

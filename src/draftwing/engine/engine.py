@@ -10,6 +10,7 @@ import logging
 import random
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
 from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.input_queue import InputQueue
+from draftwing.engine.loaded_heads import take_head
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
@@ -33,7 +35,6 @@ from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
-from draftwing.models.heads.base import FeatureHead
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
@@ -50,6 +51,9 @@ from draftwing.text.tokenizer import Tokenizer
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
+# Without a request, after which graphs of one more batch size and tree are captured, for some 0.1 s in which a request
+# has to wait. Not swept.
+IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
@@ -152,7 +156,9 @@ class Engine:
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
         self._input = InputQueue()
-        self._next_head: tuple[Path, FeatureHead] | None = None  # for the next step
+        self._next_head: deque[tuple[int, Path | None]] = deque(maxlen=1)  # for the next step, loaded by every rank
+        self._heads = 0  # that were asked for so far
+        self._loading = threading.Lock()  # held while one is loaded
         self._turning = threading.Lock()  # held while a step runs
         self._heartbeat = Heartbeat()
         self._heartbeat.watch_compilers()
@@ -219,12 +225,17 @@ class Engine:
                 self._memory.clear()
             return True
 
-    def swap_draft(self, folder: Path) -> None:
+    def swap_draft(self, folder: Path | None) -> None:
         """Loads another draft head, which drafts from the next step on. Texts do not change; what runs goes on.
 
-        folder: of a head that differs from the one in use in its weights, and perhaps in which tokens it drafts, alone.
-        Raises CheckpointError and ConfigError, before anything changes."""
-        self._next_head = folder, self.parts.executor.read_head(folder)
+        folder: of a head that differs from the one in use in its weights, and perhaps in which tokens it drafts, alone;
+        None for the one that it began with. Raises CheckpointError and ConfigError, of any rank, before anything
+        changes."""
+        with self._loading:
+            self._heads += 1
+            executor = self.parts.executor
+            executor.broadcast.load_head(executor.heads, self._heads, folder)
+            self._next_head.append((self._heads, folder))
         self.wake()
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
@@ -271,7 +282,7 @@ class Engine:
     def step(self, block: bool = False) -> list[Output]:
         """One turn of the loop. block: with nothing to do, wait for a request first."""
         if block and self._loop.idle:
-            self._input.wait()
+            self._wait()
         with self._turning, self._heartbeat.step():
             self._receive()
             self._swap()
@@ -279,6 +290,8 @@ class Engine:
                 self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
+                if self.parts.executor.graphs.wanted:
+                    self.parts.executor.capture_next()
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -287,6 +300,13 @@ class Engine:
             outputs = self.parts.sched.take_outputs()
             self._input.forget(output.uid for output in outputs if output.finish_reason is not None)
             return outputs
+
+    def _wait(self) -> None:
+        """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
+        executor = self.parts.executor
+        while not self._input.wait(IDLE_SECONDS if executor.graphs.later else None):
+            with self._turning:
+                executor.capture_next()
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""
@@ -303,14 +323,12 @@ class Engine:
 
     def _swap(self) -> None:
         """Takes the head that `swap_draft` has loaded."""
-        if self._next_head is None:
+        if not self._next_head:
             return
-        (folder, head), self._next_head = self._next_head, None
-        executor = self.parts.executor
-        executor.broadcast.call(Executor.swap_head, folder)
-        executor.take_head(head)
+        number, folder = self._next_head.pop()
+        self.parts.executor.run_on_all_ranks(take_head, number)
         self.parts.sched.choice.policy.forget()
-        log.info("drafts come from the head in %s now", folder)
+        log.info("drafts come from %s now", "the first head" if folder is None else f"the head in {folder}")
 
     def _turn(self) -> None:
         try:

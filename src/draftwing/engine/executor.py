@@ -9,9 +9,9 @@ batch), `verify` (the target's forward), `commit`. On CUDA they are captured as 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,17 +24,16 @@ from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes
+from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes, first_sizes
 from draftwing.engine.graphs.prefill import PrefillGraphs
+from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
 from draftwing.engine.target import TargetForward
-from draftwing.errors import ConfigError
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.base import FeatureHead
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
 from draftwing.ops.types import Draft, SamplingGroups
@@ -42,6 +41,7 @@ from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep, PastText
 from draftwing.spec.simulate import Simulation
 
+log = logging.getLogger("draftwing")
 T = TypeVar("T")
 FORGET_EVERY = 64  # steps with drafts: see `forget`
 
@@ -89,6 +89,7 @@ class Executor:
         self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration
+        self.heads = LoadedHeads(drafter, device, self.calibration)
         self._steps = 0  # with drafts
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
@@ -199,26 +200,6 @@ class Executor:
         """`DecoderModel.scatter_routes` of the target."""
         self.model.scatter_routes(on)
 
-    def read_head(self, folder: Path) -> FeatureHead:
-        """Loads a head for `take_head`. Changes nothing; see `Drafter.read_head`."""
-        if self.drafter is None:
-            raise ConfigError("nothing is drafted, so no head can be replaced")
-        head = self.drafter.read_head(folder)
-        self.device.synchronize()  # another thread's streams know nothing of this one's
-        return head
-
-    @torch.inference_mode()
-    def take_head(self, head: FeatureHead) -> None:
-        """Drafts with the values of this head from the next step on; how often drafts were right is learnt anew."""
-        assert self.drafter is not None
-        self.drafter.take_head(head)
-        for counts, fresh in zip(self.calibration, new_calibration(self.device.device), strict=True):
-            counts.copy_(fresh)
-
-    def swap_head(self, folder: Path) -> None:
-        """Both: what other ranks do."""
-        self.take_head(self.read_head(folder))
-
     def keep_calibration(self) -> None:
         """For `restore_calibration`: what follows says nothing of a drafter."""
         self._kept_calibration = [counts.clone() for counts in self.calibration]
@@ -230,11 +211,14 @@ class Executor:
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, menu: Sequence[TreeShape]) -> dict[Key, float]:
-        """Captures the graphs of every shape for every batch size, the largest first, and tells the seconds that a
-        step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
-        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
-        seconds = {}
+    def capture(self, menu: Sequence[TreeShape], some: bool = False) -> list[Key]:
+        """Captures the graphs of every shape for every batch size, the largest first, and returns of which. Works on
+        the dummy row alone, so it may run at any time. some: of the `first_sizes`, and leaves the others to
+        `capture_next`."""
+        every = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
+        first = {s: first_sizes([key.size for key in reversed(every) if key.shape == s]) for s in menu}
+        todo = [key for key in every if not some or key.size in first[key.shape]]
+        self.graphs.later = dict.fromkeys((key for key in reversed(every) if key not in todo), 0)
         sizes = self.prefills.planned(todo) if self.prefills is not None else 0
         quiet = self.model.ranks.rank > 0
         with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
@@ -244,12 +228,29 @@ class Executor:
             if self._backlog is not None:
                 self._backlog.warm_up()
             for key in todo:
-                seconds[key] = self._capture(key)
+                self._capture(key)
                 bar.update()
                 if self.prefills is not None:
                     self._capture_mixed(self.prefills, key, bar)
         self.device.trim()  # what the first calls took
-        return seconds
+        return todo
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """Captures the graphs that are wanted most of those that `capture` has left, if there are any."""
+        later = self.graphs.later
+        if not later:
+            return
+        key = max(later, key=lambda key: later[key])
+        del later[key]
+        try:
+            self._capture(key)  # prompts are not mixed with so many rows: see `MIXED_ROWS`
+        except self.device.out_of_memory:
+            log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
+            later.clear()
+        if not later:
+            log.debug("captured %d CUDA graphs in all", self.captured)
+            self.device.trim()
 
     @property
     def captured(self) -> int:
@@ -262,8 +263,7 @@ class Executor:
         prefills = self.prefills
         return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
 
-    def _capture(self, key: Key) -> float:
-        """-> seconds of a step"""
+    def _capture(self, key: Key) -> None:
         self.graphs.set_rows(np.empty(0, np.int64), key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
@@ -271,7 +271,6 @@ class Executor:
             self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
         del launched  # its memory is for the next key's graphs
         self.graphs.finish(key)
-        return min(self.device.timed(lambda: self.replay(key), 2))
 
     def _capture_mixed(self, prefills: PrefillGraphs, key: Key, bar: Any) -> None:
         """Captures the graphs of a step with parts of prompts beside it."""
@@ -294,6 +293,7 @@ class Executor:
         if known and not (whole and plan.shape.verified):
             if not plan.mixed:
                 key = self.graphs.key(plan.shape, len(plan.rows))
+                self.graphs.count(plan.shape, len(plan.rows))
             elif self.prefills is not None:
                 key = self.prefills.mixed_key(plan.shape, len(plan.rows))
         drafts = plan.shape.depth > 0
@@ -394,6 +394,7 @@ class Executor:
         step = self._tree_step(plan, guidance)
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(beside, marks, other)
+        marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self._draft, step)
         of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
         return Pending(

@@ -50,11 +50,12 @@ class InputQueue:
             self._woken = True
             self._changed.notify()
 
-    def wait(self) -> None:
-        """Until there is something to take."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until there is something to take, or for so many seconds; returns whether there is, or `wake` was called."""
         with self._changed:
-            self._changed.wait_for(lambda: self._woken or not self._empty)
+            found = self._changed.wait_for(lambda: self._woken or not self._empty, seconds)
             self._woken = False
+            return found
 
     @property
     def empty(self) -> bool:

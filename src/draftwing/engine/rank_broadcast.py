@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from draftwing.sched.guidance import BoolArray, Guides, Masks
 
 if TYPE_CHECKING:
     from draftwing.engine.executor import Executor
+    from draftwing.engine.loaded_heads import LoadedHeads
     from draftwing.engine.step_state import InFlight
 
 Send = Callable[[Any], None]
@@ -44,6 +46,11 @@ class RankBroadcast:
 
     def wait_loaded(self) -> None:
         """Until every other rank has its weights. Raises what one of them has raised."""
+
+    def load_head(self, heads: LoadedHeads, number: int, folder: Path | None) -> None:
+        """Every rank loads a draft head beside its steps. heads: of this one.  folder: as of `Drafter.read_head`.
+        Raises what one of them has raised: then none keeps it. Not for several threads at once."""
+        heads.load(number, folder)
 
     digest: Digest | None = None  # of this rank, where ranks are compared
 

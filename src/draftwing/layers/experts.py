@@ -25,6 +25,8 @@ from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 logger = logging.getLogger(__name__)
 
+FEW_ROWS = 16  # of which a wide router sums each logit by itself on a GPU, as `step.py` measured it on an H200
+
 
 class ExpertMLP(nn.Module):
     """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum. There
@@ -150,13 +152,14 @@ class Router(Linear):
         if self._packed:
             return
         alike = ops.small_m_gemm(self.weight) is not None or ops.gemm_keeps_bits(self.weight)
-        if self._dtype == torch.float32 and mode is not None and mode.deterministic and not alike:
-            self._ops, self._packed, self.op = ops, True, EachLogit(self, ops)
+        if self._dtype == torch.float32 and mode is not None and not alike:
+            self._ops, self._packed = ops, True
+            self.op = EachLogit(self, ops, None if mode.deterministic else FEW_ROWS)
         super().pack(ops, mode)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features] -> [M, count]"""
-        return super().forward(x.to(self._dtype))
+        return super().forward(x if isinstance(self.op, EachLogit) else x.to(self._dtype))
 
     __call__ = forward
 
@@ -164,15 +167,17 @@ class Router(Linear):
 class EachLogit(InferenceDense):
     """A product in float32 of which each number is summed by itself: a row has the same bits in any batch."""
 
-    def __init__(self, layer: Linear, ops: LayerOps) -> None:
+    def __init__(self, layer: Linear, ops: LayerOps, most_rows: int | None) -> None:
+        """most_rows: with more it is one product of matrices; None: never."""
         super().__init__(layer)
-        self._ops = ops
+        self._ops, self._most_rows = ops, most_rows
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        every = torch.arange(self.layer.out_features, device=x.device).expand(len(x), -1)
-        out = self._ops.exact_logits(x, self.layer.weight, every)
+        if self._most_rows is not None and len(x) > self._most_rows:
+            return super().__call__(x.to(self.layer.weight.dtype), bias)
+        out = self._ops.every_logit(x, self.layer.weight)
         return out if bias is None else out + bias
 
 

@@ -247,16 +247,26 @@ class LatentAttention(Mixer):
         plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
         q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
-        keys = self._latents(made, cos, sin)
-        out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
+        if self._written(made, cos, sin, attend):
+            out = attend.read(self.pool_layer, q, self.kind)
+        else:
+            keys = self._latents(made, cos, sin)
+            out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
         values = self.value_up(out.view(rows, config.heads, -1), routed)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        keys = self._latents(self.down.last(x, self.config.width), cos, sin)
-        attend.write(self.pool_layer, keys, keys)
+        made = self.down.last(x, self.config.width)
+        if not self._written(made, cos, sin, attend):
+            keys = self._latents(made, cos, sin)
+            attend.write(self.pool_layer, keys, keys)
+
+    def _written(self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> bool:
+        """made [M, ..] of `down`. Returns whether `attend` has written what the tokens keep."""
+        kept = made[:, -self.config.width :]
+        return attend.write_latents(self.pool_layer, kept, self.norm.weight, self.norm.eps, cos, sin)
 
     def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""

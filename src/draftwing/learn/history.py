@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftwing.errors import ConfigError
-from draftwing.files import write_json, write_text
+from draftwing.files import lock_file, write_json, write_text
 from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
 
 FACTS = "head.json"
@@ -39,8 +39,8 @@ class HeadRecord:
 
 
 class HeadHistory:
-    """The heads of a folder. Each change is whole or did not happen, whenever the process is stopped. Numbers begin at
-    1 and are never given twice."""
+    """The heads of a folder. Each change is whole or did not happen, whenever the process is stopped, and several
+    processes may make some. Numbers begin at 1 and are never given twice."""
 
     def __init__(self, folder: Path) -> None:
         """folder: `DIR/heads`, which need not be there."""
@@ -55,20 +55,20 @@ class HeadHistory:
         unknown = set(facts) - {"parent", "algorithm", "data", "figures"}
         if unknown:
             raise ValueError(f"unknown facts: {', '.join(sorted(unknown))}")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_partial(self.folder)
-        number = 1 + max([self._last(), *self._numbers()])
-        partial = self.folder / f".{number}{PARTIAL}"
-        partial.mkdir(mode=0o700)
-        for path in _files(head):
-            shutil.copyfile(path, partial / path.name)
-            with (partial / path.name).open("rb") as file:
-                os.fsync(file.fileno())
-        write_json(partial / FACTS, {**facts, "made": time.time(), "sha256": _digest(partial)})
-        write_text(self.folder / "last", f"{number}\n")
-        partial.rename(self.folder / str(number))
-        sync_folder(self.folder)
-        return number
+        with self._locked():
+            remove_partial(self.folder)
+            number = 1 + max([self._last(), *self._numbers()])
+            partial = self.folder / f".{number}{PARTIAL}"
+            partial.mkdir(mode=0o700)
+            for path in _files(head):
+                shutil.copyfile(path, partial / path.name)
+                with (partial / path.name).open("rb") as file:
+                    os.fsync(file.fileno())
+            write_json(partial / FACTS, {**facts, "made": time.time(), "sha256": _digest(partial)})
+            write_text(self.folder / "last", f"{number}\n")
+            partial.rename(self.folder / str(number))
+            sync_folder(self.folder)
+            return number
 
     def list(self) -> Sequence[HeadRecord]:
         """Returns all heads, the oldest first."""
@@ -97,6 +97,54 @@ class HeadHistory:
     def use(self, number: int | None) -> None:
         """Says which head is served, None for the command line's. Raises ConfigError for one that is not there, or
         whose files have changed."""
+        with self._locked():
+            self._use(number)
+
+    def use_instead(self, number: int | None, before: int | None) -> bool:
+        """Has `number` take the place of `before`, as `use`. Returns False where by now another head is served."""
+        with self._locked():
+            if self.current() != before:
+                return False
+            self._use(number)
+            return True
+
+    def remove(self, number: int) -> None:
+        """Removes a head, or what is left of one. Raises ConfigError where there is none, or it is served."""
+        with self._locked():
+            folder = self._folder(number)
+            if number == self.current():
+                raise ConfigError(f"head {number} is served: use another one first")
+            remove_folder(folder)
+
+    def keep(self, count: int) -> None:
+        """Removes the oldest beyond so many, but for the one that is served and the one that it was trained from."""
+        with self._locked():
+            records, current = self.list(), self.current()
+            needed = {current, *(record.parent for record in records if record.number == current)}
+            for record in [one for one in records if one.number not in needed][: max(len(records) - count, 0)]:
+                remove_folder(record.folder)
+
+    def mark_deleted(self, client: str) -> Sequence[int]:
+        """Notes that a client's exchanges were deleted. Returns the heads that were trained with them, which have their
+        weights from them still."""
+        found = []
+        with self._locked():
+            for number in self._numbers():
+                with suppress(ConfigError):  # where nothing is known of it
+                    record = self.get(number)
+                    if client in record.data.get("clients", {}):
+                        path = record.folder / FACTS
+                        facts = json.loads(path.read_text(encoding="utf-8"))
+                        write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
+                        found.append(number)
+        return found
+
+    def _locked(self) -> IO[str]:
+        """Held while something changes: others wait until it is closed."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return lock_file(self.folder / "lock", wait=True)
+
+    def _use(self, number: int | None) -> None:
         if number is None:
             (self.folder / "current").unlink(missing_ok=True)
             return
@@ -104,27 +152,6 @@ class HeadHistory:
         if _digest(record.folder) != record.sha256:
             raise ConfigError(f"{record.folder} is damaged: its files have changed since it was made")
         write_text(self.folder / "current", f"{number}\n")
-
-    def remove(self, number: int) -> None:
-        """Removes a head, or what is left of one. Raises ConfigError where there is none, or it is served."""
-        folder = self._folder(number)
-        if number == self.current():
-            raise ConfigError(f"head {number} is served: use another one first")
-        remove_folder(folder)
-
-    def mark_deleted(self, client: str) -> Sequence[int]:
-        """Notes that a client's exchanges were deleted. Returns the heads that were trained with them, which have their
-        weights from them still."""
-        found = []
-        for number in self._numbers():
-            with suppress(ConfigError):  # where nothing is known of it
-                record = self.get(number)
-                if client in record.data.get("clients", {}):
-                    path = record.folder / FACTS
-                    facts = json.loads(path.read_text(encoding="utf-8"))
-                    write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
-                    found.append(number)
-        return found
 
     def _folder(self, number: int) -> Path:
         if number not in self._numbers():

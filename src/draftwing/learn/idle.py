@@ -24,7 +24,7 @@ COSTS = (
 )
 THREADS = 1  # of the process: those of others are the server's, even while it waits
 RETRY_SECONDS = 600.0  # after a run that failed
-LOOK_SECONDS = 30.0  # between looks at the folder
+LOOK_SECONDS = 30.0  # between looks at whether there is enough to learn
 
 
 class IdleTraining:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-SECONDS = 60.0  # of a point of the curve
+POINT_SECONDS = 60.0  # of a point of the curve
 POINTS = 720  # that are kept: half a day
+# Swept in docs/dev/learning.md, "When is a head swapped back?".
 ENOUGH = 50  # requests on each side of a swap
 WINDOW = 400  # newest requests before a swap that are compared with
 ERRORS = 3.0  # standard errors by which it must have fallen: it is looked at again and again
+FEW = 8  # requests of a client, below which it counts together with others
+SHARED = 0.5  # of the steps before a swap: as many have to be of clients who ask since, too
 
 
 class Point(NamedTuple):
@@ -29,22 +32,33 @@ class Swap(NamedTuple):
     head: int | None
 
 
+class Request(NamedTuple):
+    """tokens: that its steps have given."""
+
+    client: str
+    tokens: int
+    steps: int
+
+
 class LiveAcceptance:
-    """Counts requests as they end. Of fixed size."""
+    """Counts requests as they end. Of fixed size.
+
+    Clients differ more than heads do, so each is compared with itself: neither does who asks more since a swap make a
+    head look bad, nor who sends other requests than before, but for a share of it that the client had before."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=POINTS)
         self.swaps: deque[Swap] = deque(maxlen=32)
-        self._before: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # tokens and steps of requests
-        self._since: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._before: deque[Request] = deque(maxlen=WINDOW)
+        self._since: deque[Request] = deque(maxlen=WINDOW)
 
-    def add(self, at: float, drafts: int, steps: int) -> None:
+    def add(self, at: float, drafts: int, steps: int, client: str = "") -> None:
         """A request has ended. drafts: that were accepted.  steps: in which something was verified; 0 says nothing."""
         if not steps:
             return
         tokens = drafts + steps
-        self._since.append((tokens, steps))
-        begin = at - at % SECONDS
+        self._since.append(Request(client, tokens, steps))
+        begin = at - at % POINT_SECONDS
         if self.points and self.points[-1].at == begin:
             last = self.points.pop()
             self.points.append(Point(begin, last.tokens + tokens, last.steps + steps))
@@ -68,17 +82,38 @@ class LiveAcceptance:
 
     @property
     def fell(self) -> bool:
-        """Whether it is lower since the last swap than before, by more than requests differ anyway."""
-        if min(len(self._before), len(self._since)) < ENOUGH:
+        """Whether it is lower since the last swap than before, by more than requests differ anyway. Clients weigh as
+        much as they did before."""
+        before, since = (Counter(request.client for request in part) for part in (self._before, self._since))
+        own = {client for client in before if min(before[client], since[client]) >= FEW}
+        pairs = [pair for pair in _paired(self._before, self._since, own) if min(map(len, pair)) > 1]
+        weights = [sum(request.steps for request in old) for old, _ in pairs]
+        counts = [sum(map(len, side)) for side in zip(*pairs, strict=True)]
+        if min(counts, default=0) < ENOUGH or sum(weights) < SHARED * sum(request.steps for request in self._before):
             return False
-        (before, old), (since, new) = _mean(self._before), _mean(self._since)
-        return since < before - ERRORS * math.hypot(old, new)
+        fall = variance = 0.0
+        for weight, (old, new) in zip(weights, pairs, strict=True):
+            share, (first, error), (later, other) = weight / sum(weights), _mean(old), _mean(new)
+            fall += share * (first - later)
+            variance += share**2 * (error**2 + other**2)
+        return fall > ERRORS * math.sqrt(variance)
 
 
-def _mean(requests: Iterable[tuple[int, int]]) -> tuple[float, float]:
+def _paired(
+    before: Iterable[Request], since: Iterable[Request], own: Set[str]
+) -> Iterator[tuple[list[Request], list[Request]]]:
+    """Yields the requests of each client in `own`, and those of all others together."""
+    groups: dict[str | None, tuple[list[Request], list[Request]]] = {}
+    for side, requests in enumerate((before, since)):
+        for request in requests:
+            client = request.client if request.client in own else None
+            groups.setdefault(client, ([], []))[side].append(request)
+    yield from groups.values()
+
+
+def _mean(requests: Sequence[Request]) -> tuple[float, float]:
     """Tokens per step, a ratio of sums, and its standard error."""
-    counts = list(requests)
-    total = sum(steps for _, steps in counts)
-    mean = sum(tokens for tokens, _ in counts) / total
-    squares = sum((tokens - mean * steps) ** 2 for tokens, steps in counts)
-    return mean, math.sqrt(squares * len(counts) / (len(counts) - 1)) / total
+    total = sum(request.steps for request in requests)
+    mean = sum(request.tokens for request in requests) / total
+    squares = sum((request.tokens - mean * request.steps) ** 2 for request in requests)
+    return mean, math.sqrt(squares * len(requests) / (len(requests) - 1)) / total

@@ -158,6 +158,13 @@ class Attend:
         which is contiguous within each of M."""
         return False
 
+    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
+        """Writes what tokens keep of latent attention; False where the caller norms, rotates and writes it.
+
+        made [M, latent + turned]: of each token, rows perhaps apart; norm [latent]: weights of the latent's RMS norm;
+        cos, sin [M, 1, turned]: for the rest."""
+        return False
+
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """All that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
@@ -381,6 +388,9 @@ class MixedAttend(Attend):
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
+        return all(part.write_latents(layer, made[at], norm, eps, cos[at], sin[at]) for part, at in self._parts)
 
     def fused_read(
         self,

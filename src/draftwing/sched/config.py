@@ -32,4 +32,5 @@ class SchedulerConfig:
     edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
     # Queries of so many trees of a shape in one forward with parts of prompts, 0: they take turns; None: all do.
     mixes: Mixes | None = None
-    prefill_sizes: tuple[int, ...] = ()  # queries that a forward with prompts is padded to, ascending
+    prefill_sizes: tuple[int, ...] = ()  # tokens that a prefill is padded to, ascending; of more it is not
+    mixed_sizes: tuple[int, ...] = ()  # queries that both together are padded to

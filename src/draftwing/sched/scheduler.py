@@ -151,8 +151,9 @@ class Scheduler:
         not mixed."""
         tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, None
         nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
-        sizes = tuple(size - nodes for size in self.config.prefill_sizes if size > nodes)
+        sizes = self.config.prefill_sizes
         if tree is not None:
+            sizes = tuple(size - nodes for size in self.config.mixed_sizes if size > nodes)
             room = min((room - tree.nodes, *sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):

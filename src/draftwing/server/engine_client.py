@@ -208,10 +208,11 @@ class AsyncEngine:
         self._check()
         return not self._streams and await self._ask("flush_cache")
 
-    async def swap_draft(self, folder: Path) -> str | None:
-        """Has the engine draft with the head in this folder. Returns None, or in words why that is refused."""
+    async def swap_draft(self, folder: Path | None) -> str | None:
+        """Has the engine draft with the head in this folder, None for the one that it began with. Returns None, or in
+        words why that is refused."""
         self._check()
-        refused: str | None = await self._reply(Swap(next(self._numbers), str(folder)))
+        refused: str | None = await self._reply(Swap(next(self._numbers), None if folder is None else str(folder)))
         return refused
 
     async def forget_client(self, client: str) -> int:

@@ -16,7 +16,7 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.files import write_json
-from draftwing.learn.history import HeadHistory
+from draftwing.learn.history import HeadHistory, HeadRecord
 from draftwing.learn.idle import COSTS, IdleTraining
 from draftwing.learn.live import LiveAcceptance
 from draftwing.machine import free_memory
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from draftwing.server.engine_client import AsyncEngine
 
 logger = logging.getLogger(__name__)
-SECONDS = 1.0  # between looks
+FOLLOW_SECONDS = 1.0  # between looks at which head is to be served
 SILENT_SECONDS = 600.0  # in which the same fault is told once
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
 CURVE = 120  # points of the page's
@@ -45,6 +45,7 @@ class Learning(Watcher):
         self._history = HeadHistory(folder / "heads")
         self._link: Any = None  # of the engine that has this head
         self._on_trial = False  # whether it took the place of the head that it was trained from
+        self._before: int | None = None  # the head whose place it took
         self._refused: tuple[int | None, ...] = ()  # heads that the engine did not take
         self._stops = 0  # reasons for which no process may start
 
@@ -68,7 +69,7 @@ class Learning(Watcher):
 
     def finished(self, answer: AnswerRecord) -> None:
         drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
-        self.live.add(time.time(), drafts, steps)
+        self.live.add(time.time(), drafts, steps, answer.request.client)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Learning(Watcher):
                     if str(error) != said or time.monotonic() >= until:
                         said, until = str(error), time.monotonic() + SILENT_SECONDS
                         logger.warning("learning: %s", said)
-                await asyncio.sleep(SECONDS)
+                await asyncio.sleep(FOLLOW_SECONDS)
         finally:
             if self._training is not None:
                 self._training.close()
@@ -108,10 +109,22 @@ class Learning(Watcher):
         wanted = self.head if current in self._refused else current
         if (wanted, self._engine.link) != (self.head, self._link):
             await self._swap(wanted)
-        elif current is not None and self._on_trial and self.live.fell:
-            parent = self._history.get(current).parent
-            logger.warning("learning: fewer drafts are accepted with head %d than before: swapped back", current)
-            await asyncio.to_thread(self._history.use, parent)
+        elif self._on_trial and self.live.fell:
+            logger.warning("learning: fewer drafts are accepted with head %s than before", self.head)
+            await asyncio.to_thread(self._use_before, current)
+
+    def _use_before(self, current: int | None) -> None:
+        """Has the head served in place of `current` that was there before, the command line's where that is gone or not
+        taken any more."""
+        for number in (self._before, None):
+            if number not in self._refused:
+                try:
+                    self._history.use_instead(number, current)
+                    return
+                except ConfigError as error:
+                    logger.warning("learning: %s", error)
+        logger.warning("learning: there is no head to go back to")
+        self._on_trial = False
 
     async def _train(self, training: IdleTraining) -> None:
         if self._engine.active:
@@ -138,20 +151,25 @@ class Learning(Watcher):
         if number is None and before is None:
             self._link = link  # it was started with that one
             return
-        folder = self._folder_of(number)
-        refused = await self._engine.swap_draft(Path(folder))
+        record = None if number is None else self._history.get(number)
+        refused = await self._engine.swap_draft(None if record is None else record.folder)
         if refused is not None:
             logger.warning("learning: head %s is not used: %s", number, refused)
             self._refused = (*self._refused, number)
             if number == before:  # an engine that was started anew does not take it any more
-                self.head, self.draft_model_path, self._link = None, self._folder_of(None), link
+                self._is_served(None, link)
             return
-        self.head, self.draft_model_path, self._link = number, folder, link
+        self._is_served(record, link)
         if number != before:  # else it is an engine that was started anew
             self.swaps, self._refused = self.swaps + 1, ()
             self.live.swapped(time.time(), number, self._on_trial and self.live.fell)
-            self._on_trial = number is not None and self._history.get(number).parent == before
+            self._on_trial, self._before = record is not None and record.parent == before, before
         logger.info("learning: drafts come from head %s", "of the command line" if number is None else number)
+
+    def _is_served(self, record: HeadRecord | None, link: Any) -> None:
+        first = self._engine.info.options.speculative_draft_model_path
+        self.head, self.draft_model_path = (None, first) if record is None else (record.number, str(record.folder))
+        self._link = link
 
     # -- for others ---------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from draftwing.models.heads.assistant import AssistantHead
 from draftwing.ops.attention import AttnBackend, Batch
-from draftwing.ops.types import Draft
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -17,32 +19,60 @@ class AssistantDrafter(ModelDrafter):
 
     head: AssistantHead
 
+    def __init__(self, head: AssistantHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
+        super().__init__(head, rows, topk, dtype, ops)
+        # A node's path is one entry, the first behind the prefix. Constants, for torch makes none while a CPU records.
+        self._entry = torch.zeros(rows * topk, dtype=torch.int64, device=ops.device)
+        self._one = torch.ones_like(self._entry)
+
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         super().attach(attn, 0, positions)  # the target's layers
 
     def extend(self, seen: SeenTokens) -> None:
-        if seen.count is not None:
-            self.catch_up(seen, True)
-            return
-        assert seen.aux_hidden is not None
-        self._extend_chunks(seen.table, seen.batch, self.head.features(seen.aux_hidden), seen.next_ids, seen.noisy)
+        table, batch, aux_hidden, next_ids, count, noisy = seen
+        assert aux_hidden is not None
+        rows = batch.rows
+        if count is None:
+            final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
+            if not final:
+                return
+            rows = torch.cat([rows[row : row + 1] for row, _ in final])
+
+        def newest(x: Tensor) -> Tensor:
+            """x [M, n] -> [B, n]: of the query before each row's newest token"""
+            if count is None:
+                return torch.stack([x[i] for _, i in final])
+            return self.ops.newest_rows(x, count, 1, rows, None)
+
+        ids = newest(next_ids.unsqueeze(1)).flatten()
+        hidden = self._run(self._reading(table, rows, ids, batch.bound), newest(aux_hidden), 0)
+        self.ops.put_rows(self._first.feature, rows, hidden)
+        self._keep_first(table, rows, hidden, noisy)
+
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
+        if drafts or seen.count is None:
+            self.extend(seen)
 
     def propose(self, step: DraftStep) -> Draft:
         table, rows, shape, max_kv_len, noisy = step
         size, topk = rows.shape[0], shape.topk
         self._read_first(table, rows, noisy)
-        expansion = self._expand(table, rows, shape)
-        newest = self.ops.take_rows(table.kv_len, rows) - 1  # the last position whose keys are there
-        entry = newest.new_zeros(size, topk, 1)  # behind `newest` positions, and so that one
-        positions = newest.unsqueeze(1).expand(size, topk).flatten()
+        expansion, batch = self._expand(table, rows, shape), None
         for level in range(1, shape.depth):
-            ids = expansion.level().ids
-            at = expansion.level_rows()
-            batch = Batch(
-                rows=rows, ids=ids.flatten(), positions=positions, write_slots=at.write_slots.flatten(),
-                table=table.page_table, prefix_len=newest, path=entry, path_len=torch.ones_like(ids), window=1,
-                bound=max_kv_len,
-            )  # fmt: skip
-            hidden = self._run(batch, at.feature, level).view(size, topk, -1)
+            ids = expansion.level().ids.flatten()
+            batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
+            hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
         return expansion.draft()
+
+    def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:
+        """Tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys before it:
+        those up to the one before that, and a path of one entry."""
+        count, (size,) = ids.shape[0], rows.shape
+        kv_len = self.ops.take_rows(table.kv_len, rows)
+        before = self.ops.noise_key(table, rows, -1).position  # kv_len - 1, by the call that there is
+        return Batch(
+            rows, ids, positions=self.ops.repeat_rows(kv_len, count // size), write_slots=ids,  # nothing is written
+            table=table.page_table, prefix_len=before, path=self._entry[:count].view(size, -1, 1),
+            path_len=self._one[:count].view(size, -1), window=1, bound=bound,
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from draftwing.errors import ConfigError
-from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
@@ -69,36 +69,34 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
 
 def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """A head drafts: the one that is given, or the target's own prediction layers."""
-    head: FeatureHead
-    if context.options.speculative_draft_model_path is None:
-        head = load_mtp_head(
-            context.draft_path, context.target, context.dtype, context.device, token_ids=context.token_ids,
-            dummy=context.options.dummy, weight_format=context.head_weights,
-        )  # fmt: skip
-        head.pack(context.ops)
-    else:
-        head = _packed_head(context, context.draft_path)
+    head = _packed_head(context, None)
     drafter = _drafter(context, head)
     if isinstance(drafter, ModelDrafter):
         drafter.swap = HeadSwap(head, lambda folder: _packed_head(context, folder))
     return drafter
 
 
-def _packed_head(context: DraftContext, folder: Path) -> FeatureHead:
+def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
+    """folder: None for the head that the options name, or the target's own."""
     options = context.options
-    head = load_draft_head(
-        folder, context.target, options.drafter, context.dtype, context.device, token_ids=context.token_ids,
-        aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
-        dummy=options.dummy, weight_format=context.head_weights,
-    )  # fmt: skip
+    head: FeatureHead
+    if folder is None and options.speculative_draft_model_path is None:
+        head = load_mtp_head(
+            context.draft_path, context.target, context.dtype, context.device, token_ids=context.token_ids,
+            dummy=options.dummy, weight_format=context.head_weights,
+        )  # fmt: skip
+    else:
+        head = load_draft_head(
+            folder or context.draft_path, context.target, options.drafter, context.dtype, context.device,
+            token_ids=context.token_ids, aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids),
+            context_length=options.context_length, dummy=options.dummy, weight_format=context.head_weights,
+        )  # fmt: skip
     head.pack(context.ops)
     return head
 
 
 def assistant(context: DraftContext) -> AssistantDrafter:
     """A model drafts that reads the target's keys and values."""
-    if context.target.ranks.size > 1:
-        raise ConfigError(f"{context.options.drafter}: expected --tp-size 1, found {context.target.ranks.size}")
     head = load_assistant(
         context.draft_path, context.target, context.dtype, context.device, context.options.dummy, context.head_weights
     )

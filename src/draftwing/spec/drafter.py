@@ -219,9 +219,10 @@ class Drafter(ABC):
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 
-    def read_head(self, folder: Path) -> FeatureHead:
-        """Loads a head that `take_head` can put in the place of the drafter's own. Raises CheckpointError, and
-        ConfigError for one that differs in more than weights. Changes nothing, and may be called by another thread."""
+    def read_head(self, folder: Path | None) -> FeatureHead:
+        """Loads a head that `take_head` can put in the place of the drafter's own. folder: None for the one that it
+        began with. Raises CheckpointError, and ConfigError for one that differs in more than weights. Changes nothing,
+        and may be called by another thread."""
         raise ConfigError(f"{type(self).__name__} has no head that another could replace")
 
     def take_head(self, head: FeatureHead) -> None:

@@ -56,7 +56,7 @@ class ModelDrafter(Drafter):
         self._first_layer = 0
         self.swap: HeadSwap | None = None  # of heads that are read from a folder
 
-    def read_head(self, folder: Path) -> FeatureHead:
+    def read_head(self, folder: Path | None) -> FeatureHead:
         return super().read_head(folder) if self.swap is None else self.swap.read(folder)
 
     def take_head(self, head: FeatureHead) -> None:

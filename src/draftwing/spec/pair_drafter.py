@@ -101,7 +101,7 @@ class PairDrafter(Drafter):
         """One more than the lookup's, for the model can always propose."""
         return self.model.ops.raise_confidence(self.lookup.confidence(table, rows, max_kv_len, out))
 
-    def read_head(self, folder: Path) -> FeatureHead:
+    def read_head(self, folder: Path | None) -> FeatureHead:
         return self.model.read_head(folder)
 
     def take_head(self, head: FeatureHead) -> None:

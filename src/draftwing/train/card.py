@@ -12,7 +12,8 @@ from draftwing.config.drafters import DrafterSpec
 from draftwing.files import write_text
 from draftwing.models.config import ModelConfig
 from draftwing.train.evaluate import summary
-from draftwing.train.settings import Run, Settings
+from draftwing.train.run import Run
+from draftwing.train.settings import Settings
 
 
 def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> Path:

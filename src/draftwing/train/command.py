@@ -14,7 +14,8 @@ from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.fields import add_fields
 from draftwing.config.options import REQUESTS, SERVER
 from draftwing.errors import ConfigError
-from draftwing.train.settings import Run, Settings, open_run
+from draftwing.train.run import Run, open_run
+from draftwing.train.settings import Settings
 
 if TYPE_CHECKING:
     from draftwing.train.stages import Stages

@@ -41,8 +41,8 @@ from draftwing.train.fit import Fit, FitReport, join_world, trains_in_half
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
 from draftwing.train.generate import Sampling, finished, generate, usable
+from draftwing.train.run import Run
 from draftwing.train.sequences import Response, read_responses, responses_files
-from draftwing.train.settings import Run
 from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 

@@ -29,7 +29,7 @@ from draftwing.train.data import Skipped, held_out, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.judge import Comparison, Drafted, Judgement, draft_along, judge
-from draftwing.train.settings import Run
+from draftwing.train.run import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
 from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
@@ -187,7 +187,8 @@ class TrafficStages(Stages):
         return {"draftwing": config["draftwing"]} if "draftwing" in config else {}
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """Judges the head by later traffic, and adds it to `DIR/heads`: as the one to be served, if it is better."""
+        """Judges the head by later traffic, and adds it to `DIR/heads`: as the one to be served, if it is better than
+        the one that is."""
         out = self.run.out
         if not (out / "head" / "config.json").exists():
             raise ConfigError(f"there is no head in {out}/head: run `draftwing train fit --out {out}` first")
@@ -195,10 +196,11 @@ class TrafficStages(Stages):
         write_json(out / "judge.json", found.report())
         history = HeadHistory(self.folder / "heads")
         number = history.add(out / "head", self._facts(found))
-        if found.taken:
-            history.use(number)
-        _forget_oldest(history)
         logger.info("%s", in_words(number, found))
+        if found.taken and not history.use_instead(number, self._parent):
+            logger.warning("head %d is not served yet, for the head that it was trained from is not any more: "
+                           "`draftwing heads use %d` serves it", number, number)  # fmt: skip
+        history.keep(KEPT)
         return []
 
     def judge(self) -> Judgement:
@@ -225,25 +227,21 @@ class TrafficStages(Stages):
         kind, tree = pick_device(self.engine_options.device).kind, self.settings.drafter.tree
         return [1.0] * (carried_shape(self.init_heads[0], kind, tree) or tree).depth
 
+    @property
+    def _parent(self) -> int | None:
+        """The number of the head that the run began with, None for one from elsewhere."""
+        parent = self.init_heads[0].resolve()
+        return int(parent.name) if parent.parent == self.folder / "heads" else None
+
     def _facts(self, found: Judgement) -> dict[str, Any]:
         """What `HeadHistory.add` is told of the head."""
-        parent = self.init_heads[0].resolve()
         learnt = Counter(self.traffic.clients[one.key] for one in self.traffic.learnt)
         return {
-            "parent": int(parent.name) if parent.parent == self.folder / "heads" else None,
+            "parent": self._parent,
             "algorithm": self.settings.algorithm,
             "data": {"clients": dict(learnt), "until": self._until, **self.used},
             "figures": found.report(),
         }
-
-
-def _forget_oldest(history: HeadHistory) -> None:
-    """Removes heads beyond `KEPT`, but for the one that is served and the one that it would be swapped back to."""
-    records = history.list()
-    current = history.current()
-    needed = {current, *(record.parent for record in records if record.number == current)}
-    for record in [record for record in records if record.number not in needed][: max(len(records) - KEPT, 0)]:
-        history.remove(record.number)
 
 
 def in_words(number: int, found: Judgement) -> str:

@@ -242,25 +242,25 @@ def test_steps_of_other_kernels_are_refused(harness, case):
 @pytest.mark.parametrize(
     ("drafter", "shape", "rows"), [(None, PLAIN, RECORDED_ROWS - 1), ("ngram", TREE, RECORDED_ROWS // TREE.nodes)]
 )
-def test_steps_of_more_rows_are_recorded_with_weights_in_blocks(harness, drafter, shape, rows):
+def test_steps_of_more_rows_are_recorded_with_weights_in_blocks(on_cpu, drafter, shape, rows):
     """Whose GEMMs take any number of rows."""
-    model = harness.in_blocks(random_model(), make_ops(torch.device("cpu")))
-    case = model, harness.prompts_for(rows), [harness.greedy(24)] * rows, None
-    found, stages = answers(harness, case, drafter, shape, rows=rows)
+    model = on_cpu.in_blocks(random_model(), make_ops(torch.device("cpu")))
+    case = model, on_cpu.prompts_for(rows), [on_cpu.greedy(24)] * rows, None
+    found, stages = answers(on_cpu, case, drafter, shape, rows=rows)
     assert stages.replays > 20 and not stages.refused
-    plain, stages = answers(harness, case, drafter, shape, unrecorded=True, rows=rows)
+    plain, stages = answers(on_cpu, case, drafter, shape, unrecorded=True, rows=rows)
     assert plain == found and not stages.replays
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_recordings_keep_so_much_and_no_more(harness, most, monkeypatch):
+def test_recordings_keep_so_much_and_no_more(on_cpu, most, monkeypatch):
     """One stage of many is recorded, or none. A step goes on with what it has."""
     monkeypatch.setattr(cpu_tape, "MOST_KEPT", most)
-    model = harness.in_blocks(random_model(), make_ops(torch.device("cpu")))
-    case = model, harness.prompts_for(2), [harness.greedy(24)] * 2, None
-    found, stages = answers(harness, case, "ngram", TREE, rows=2)
+    model = on_cpu.in_blocks(random_model(), make_ops(torch.device("cpu")))
+    case = model, on_cpu.prompts_for(2), [on_cpu.greedy(24)] * 2, None
+    found, stages = answers(on_cpu, case, "ngram", TREE, rows=2)
     assert len(stages) <= most and stages.refused
-    assert answers(harness, case, "ngram", TREE, unrecorded=True, rows=2)[0] == found
+    assert answers(on_cpu, case, "ngram", TREE, unrecorded=True, rows=2)[0] == found
 
 
 def test_larger_steps_are_not_recorded():

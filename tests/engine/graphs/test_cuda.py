@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine import executor
 from draftwing.engine.devices import pick_device
-from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes
+from draftwing.engine.graphs import cuda
+from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes, first_sizes
 from draftwing.requests.request import LogprobParams
 
 pytestmark = pytest.mark.slow
@@ -122,10 +124,52 @@ def test_capturing_leaves_running_requests_alone(harness, case):
     assert got.tokens == expected.tokens
 
 
+def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch):
+    """Once steps want it, those that they want most first; until then they are padded further."""
+    monkeypatch.setattr(cuda, "WANTED", 3)
+    monkeypatch.setattr(executor, "first_sizes", lambda sizes: {sizes[-1]})
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, drafter="oracle", policy=harness.Cycle(TREE), book=book, graph_size=6, lag=1)
+    graphs, menu, sizes = rig.executor.graphs, (TREE, PLAIN), []
+    graphs.clear()
+    assert rig.executor.capture(menu, some=True) == [Key(TREE, 6), Key(PLAIN, 6)]
+    assert {*graphs.later} == {Key(shape, size) for shape in menu for size in (1, 2, 4)}
+    calls = count_calls(rig.executor)
+
+    def between(turn):
+        if graphs.wanted:
+            before = {*graphs.later}
+            rig.executor.capture_next()
+            sizes.extend(before - {*graphs.later})
+            assert len(before) - len(graphs.later) == 1
+
+    assert rig.answer(prompts, params, between=between).tokens == expected.tokens
+    assert calls[0] > 60 and calls[1] == 0
+    assert len(sizes) >= 2 and all(graphs.key(*key) == key for key in sizes)
+    for _ in range(9):  # more than there are
+        rig.executor.capture_next()
+    assert not graphs.later and all(graphs.key(shape, size) == (shape, size) for shape in menu for size in (1, 2, 4, 6))
+
+
+def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch):
+    rig = harness.Rig(case[0], graph_size=16)
+    graphs, device = rig.executor.graphs, rig.executor.device
+    graphs.clear()
+    rig.executor.capture((PLAIN,), some=True)
+    assert {*graphs.later} == {Key(PLAIN, 12)}
+
+    def full(fn, pool=""):
+        raise device.out_of_memory
+
+    monkeypatch.setattr(device, "record", full)
+    rig.executor.capture_next()
+    assert not graphs.later and "for want of memory" in caplog.text
+    assert graphs.key(PLAIN, 9) == Key(PLAIN, 16)
+
+
 def test_every_shape_is_captured_for_every_size(harness, case):
     rig = harness.Rig(case[0], drafter="ngram", policy=harness.Cycle(TREE, CHAIN), graph_size=6)
     assert set(rig.captured) == {Key(shape, size) for shape in (TREE, CHAIN, PLAIN) for size in (1, 2, 4, 6)}
-    assert all(seconds > 0 for seconds in rig.captured.values())
     graphs = rig.executor.graphs
     assert [graphs.key(TREE, size) for size in (1, 3, 4, 6, 7)] == [Key(TREE, n) for n in (1, 4, 4, 6)] + [None]
     assert graphs.key(TreeShape(1, 1, 2), 1) is None
@@ -144,6 +188,15 @@ def test_rows_are_copied_only_when_they_change():
         graphs.set_rows(np.asarray(rows, np.int64), size)
         assert graphs.rows[:size].tolist() == rows + [9] * (size - len(rows))
     assert copies == [[3], [3, 4, 5, 9], [3, 4, 9, 9], [9, 9, 9, 9], [4]]
+
+
+def test_first_sizes():
+    for most in (1, 2, 6, 100, 128, 256):
+        sizes = batch_sizes(most)
+        first = sorted(first_sizes(sizes))
+        assert {*first} <= {*sizes} and first[-1] == most
+        assert all(min(size for size in first if size >= rows) < 2 * rows for rows in range(1, most + 1))
+    assert first_sizes([]) == set()
 
 
 def test_batch_sizes():

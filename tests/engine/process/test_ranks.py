@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
 from draftwing.engine.rank_broadcast import COMPARED_EVERY, Digest
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -241,12 +242,76 @@ def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
     assert children(os.getpid()) == others and time.monotonic() - begun < 60
 
 
+class Swappable(Drafter):
+    """Its head is a folder, in which a file says what rank 1 is to do with it. When it is taken there is a file beside
+    it. Proposes the newest token again."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Swappable:
+        return cls(context.target.ranks.rank)
+
+    def read_head(self, folder: Path) -> Any:
+        todo, until = folder / "rank 1", time.monotonic() + 60
+        if self.rank:
+            (folder / "begun").touch()
+            while todo.read_text() == "wait" and time.monotonic() < until:
+                time.sleep(0.01)
+            if todo.read_text() == "fail":
+                raise ConfigError("no head here")
+        return folder
+
+    def take_head(self, head: Any) -> None:
+        head.with_name(f"{head.name} taken by {self.rank}").touch()
+
+    def propose(self, step: DraftStep) -> Draft:
+        return self.chain(step, step.table.last.index_select(0, step.rows).unsqueeze(1))
+
+
+def test_heads_are_loaded_beside_the_steps_of_every_rank(folder: Path, tmp_path: Path) -> None:
+    def head(name: str, todo: str) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        (made / "rank 1").write_text(todo)
+        return made
+
+    def taken() -> set[str]:
+        return {path.name for path in tmp_path.glob("* taken by *")}
+
+    with LLM(str(folder), tp_size=2, speculative_algorithm=f"{__name__}:Swappable", **SETTINGS) as llm:
+
+        def answer() -> list[int]:
+            return llm.generate("hello there", {"max_new_tokens": 20, "temperature": 0.0})[0].token_ids
+
+        expected, late = answer(), head("late", "wait")
+        loading = threading.Thread(target=llm.engine.swap_draft, args=(late,), daemon=True)
+        loading.start()
+        until = time.monotonic() + 30
+        while not (late / "begun").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert answer() == expected and loading.is_alive() and not taken(), "a step does not wait for it"
+        (late / "rank 1").write_text("load")
+        loading.join(30)
+        shutil.rmtree(late)
+        assert answer() == expected and taken() == {"late taken by 0", "late taken by 1"}
+        with pytest.raises(ConfigError, match="no head here"):
+            llm.engine.swap_draft(head("bad", "fail"))
+        with pytest.raises(DraftwingError, match="rank 1: FileNotFoundError"):
+            llm.engine.swap_draft(tmp_path / "nowhere")
+        llm.engine.swap_draft(head("replaced", "load"))
+        llm.engine.swap_draft(head("newest", "load"))
+        assert answer() == expected
+        assert taken() == {f"{name} taken by {rank}" for name in ("late", "newest") for rank in (0, 1)}
+
+
 RANK_THAT_LOADS = """
 import os, sys, threading, time
 from draftwing.engine.process.rank import _beat
 from draftwing.engine.process.ranks import Failed
 from draftwing.engine.process.spawn import joined
-plans, pulse = joined(sys.argv)
+plans, heads, pulse = joined(sys.argv)
 threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
 setup = plans.recv()
 if setup.rank == 2:

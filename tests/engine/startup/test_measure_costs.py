@@ -78,6 +78,14 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
     assert answers(rig, case) == case[3]
 
 
+def test_few_graphs_are_measured_again(harness: Any, case: Any) -> None:
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=5, device=harness.device)
+    costs = StepCost(MENU, True)
+    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600, again=True)
+    assert {point[:3] for point in costs.points()} == {(shape, size, 0) for shape in MENU for size in (1, 5)}
+    assert costs.complete
+
+
 def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
     costs = StepCost(MENU, True)

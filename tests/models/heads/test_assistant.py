@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised as tiny
 import torch
-from gemma4_models import assistant_for, drafted, reference
+from gemma4_models import assistant_for, drafted, reference, write_gguf
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
 from hybrid_models import Pooled, tokens
+from thread_ranks import meet
+from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.assistant import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 CPU = torch.device("cpu")
 
@@ -32,13 +39,11 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return theirs, helper, folder
 
 
-@pytest.mark.parametrize("native", [False, True])
 @torch.inference_mode()
-def test_logits_equal_transformers(both: tuple[Any, Any, Path], native: bool) -> None:
-    """Of a text longer than windows are."""
-    theirs, helper, folder = both
-    target, ops = load_model(folder / "target", torch.float32, "cpu"), make_ops(CPU)
-    head = load_assistant(folder / "assistant", target, torch.float32, "cpu")
+def logits_of(theirs: Any, folder: Path, helper: Path, ranks: Ranks = ALONE, native: bool = True) -> list[Tensor]:
+    """Of a text longer than windows are, and of two tokens that are drafted. helper: the assistant's files."""
+    target, ops = load_model(folder / "target", torch.float32, "cpu", ranks=ranks), make_ops(CPU)
+    head = load_assistant(helper, target, torch.float32, "cpu")
     head.set_max_positions(64)
     target.pack(ops)
     head.pack(ops)
@@ -48,16 +53,73 @@ def test_logits_equal_transformers(both: tuple[Any, Any, Path], native: bool) ->
     hidden = target_hidden(theirs, ids)
     newest = torch.tensor([39])
     zero = torch.zeros(1, 1, dtype=torch.int64)
-    feature, token = head.features(hidden), ids[-1:]
-    for expected in drafted(theirs, helper, ids, 3):
+    feature, token, found = head.features(hidden), ids[-1:], []
+    for _ in range(3):
         batch = Batch(
             torch.tensor([0]), token, newest, torch.tensor([0]), pooled.table, newest, zero.unsqueeze(2), zero + 1,
             window=1, bound=41,
         )  # fmt: skip
-        feature = head.run(token, newest, feature, 0, pooled.attn.bind(batch, 0))
-        found = head.logits(feature)
-        torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
-        token = found.argmax(-1)
+        feature = head.run(token, newest + 1, feature, 0, pooled.attn.bind(batch, 0))
+        found.append(head.logits(feature))
+        token = found[-1].argmax(-1)
+    return found
+
+
+def check(theirs: Any, helper: Any, found: list[Tensor]) -> None:
+    for logits, expected in zip(found, drafted(theirs, helper, tokens(41), 3), strict=True):
+        torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_logits_equal_transformers(both: tuple[Any, Any, Path], native: bool) -> None:
+    theirs, helper, folder = both
+    check(theirs, helper, logits_of(theirs, folder, folder / "assistant", native=native))
+
+
+def test_two_ranks_have_a_share_of_its_layers(both: tuple[Any, Any, Path]) -> None:
+    """And of the target's keys, some heads of which both have."""
+    theirs, helper, folder = both
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda ranks: logits_of(theirs, folder, folder / "assistant", ranks), meet())
+    assert all(map(torch.equal, one, other))
+    check(theirs, helper, one)
+
+
+@pytest.mark.further(name=["gptq", "compressed int4"])
+@pytest.mark.parametrize("name", ["fp8 block", "awq", "gptq", "compressed int4"])
+def test_of_a_quantised_folder(tmp_path: Path, name: str) -> None:
+    """On two ranks, each with a share of the codes."""
+    theirs = reference("dense")
+    theirs.save_pretrained(tmp_path / "target")
+    helper = assistant_for(theirs)
+    helper.save_pretrained(tmp_path / "assistant")
+    config, write = tiny.FORMATS[name]
+    helper.load_state_dict(tiny.quantise(tmp_path / "assistant", config, lambda _: write), strict=False)
+    check(theirs, helper, logits_of(theirs, tmp_path, tmp_path / "assistant"))
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.map(lambda ranks: logits_of(theirs, tmp_path, tmp_path / "assistant", ranks), meet())
+        for found in both:
+            check(theirs, helper, found)
+
+
+@pytest.mark.parametrize("clusters", [0, 13])
+def test_of_a_gguf_file(tmp_path: Path, clusters: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Without clusters: logits of all tokens."""
+    theirs = reference("dense", vocab_size=104)
+    theirs.save_pretrained(tmp_path / "target")
+    helper = assistant_for(theirs, clusters)
+    for name, value in helper.state_dict().items():
+        if value.dim() == 2 and not name.startswith(("model.embed", "masked", "lm_head")):
+            stored = quantize(value.numpy(), Type.Q8_0)
+            value.copy_(torch.from_numpy(dequantize(stored, Type.Q8_0)))
+    file = write_gguf(tmp_path / "assistant.gguf", helper, Type.Q8_0)
+    helper.config.use_ordered_embeddings = False
+    check(theirs, helper, logits_of(theirs, tmp_path, file))
+    assert "not used" not in caplog.text
+    write_gguf(tmp_path / "target.gguf", theirs)
+    target = load_model(tmp_path / "target", torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match=r"general\.architecture gemma4-assistant, found 'gemma4'"):
+        load_assistant(tmp_path / "target.gguf", target, torch.float32, "cpu")
 
 
 def target_hidden(theirs: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -85,7 +147,7 @@ def test_nodes_of_a_level_by_the_kernels_of_a_gpu(both: tuple[Any, Any, Path]) -
             zero.unsqueeze(2), zero + 1, window=1, bound=41,
         )  # fmt: skip
         features = torch.randn(3, head.width, generator=torch.Generator().manual_seed(1))
-        made.append(head.run(batch.ids, batch.positions, features, 0, pooled.attn.bind(batch, 0)))
+        made.append(head.run(batch.ids, batch.positions + 1, features, 0, pooled.attn.bind(batch, 0)))
     torch.testing.assert_close(*made, atol=1e-4, rtol=1e-4)
 
 
@@ -119,6 +181,18 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str)
     (tmp_path / "assistant/config.json").write_text(json.dumps(config))
     target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
     with pytest.raises(CheckpointError, match=expected):
+        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+
+
+def test_what_cannot_be_spread_is_said(tmp_path: Path) -> None:
+    theirs = reference("dense")
+    theirs.save_pretrained(tmp_path / "target")
+    assistant_for(theirs).save_pretrained(tmp_path / "assistant")
+    config = json.loads((tmp_path / "assistant/config.json").read_text())
+    config["text_config"]["intermediate_size"] = 63
+    (tmp_path / "assistant/config.json").write_text(json.dumps(config))
+    target = load_model(tmp_path / "target", torch.float32, "cpu", ranks=Absent(2))
+    with pytest.raises(ConfigError, match=r"draft model .*assistant: --tp-size 2: .* intermediate size of 63"):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
 
 

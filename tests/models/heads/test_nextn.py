@@ -1,4 +1,4 @@
-"""The prediction layer of GLM-4.5 as a draft head, against transformers' own."""
+"""The prediction layers of GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash as draft heads, against transformers' own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_quantised as tiny
 import torch
 from dense_cache import DenseCache
 from hybrid_models import tokens
-from moe_models import predicting, published, reference, with_layer, write_gguf
+from moe_models import LAYERS, predicting, published, reference, with_layer, write_gguf
+from reference.latent_layer import PredictionLayer
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import MtpCache
@@ -20,10 +22,10 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
-from draftwing.parallel.ranks import Absent
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.train.capture import FeatureModel
 
-KINDS = ["glm4-moe", "glm4-moe-groups", "deepseek-v3"]
+KINDS = ["glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite"]
 COMMITTED, GROWN = 12, 3
 
 
@@ -69,7 +71,8 @@ def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
     assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["glm4-moe-groups", "deepseek-v3"])
+@pytest.mark.further(kind="deepseek-v3")
+@pytest.mark.parametrize("kind", ["glm4-moe-groups", "deepseek-v3", "glm4-moe-lite"])
 def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = reference(kind)
     layer = predicting(theirs)
@@ -79,6 +82,27 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     head = load_mtp_head(path, model, torch.float32, "cpu")
     assert "not used" not in caplog.text
     check(head, model, theirs, layer)
+
+
+@torch.inference_mode()
+def test_in_float64(tmp_path: Path) -> None:
+    """GLM-4.7-Flash's, which transformers has put together from a layer of the model here, and nowhere else."""
+    theirs = reference("glm4-moe-lite")
+    weights = published(theirs, predicting(theirs))
+    model = load_model(with_layer(tmp_path, theirs, weights), torch.float32, "cpu")
+    head = load_mtp_head(tmp_path, model, torch.float32, "cpu")
+    head.set_max_positions(64)
+    own = {name.removeprefix(f"model.layers.{LAYERS}."): value for name, value in weights.items()}
+    layer = PredictionLayer(theirs.config, own, theirs.get_input_embeddings().weight)
+    text = tokens(COMMITTED + 1)
+    ids, fed, cache = text[1:], features(model, text[:COMMITTED]), DenseCache()
+    hidden = head.run(ids, torch.arange(COMMITTED), head.features(fed), 0, cache)
+    for level in range(1, GROWN + 1):
+        expected = layer(ids, fed)[-len(hidden) :]
+        torch.testing.assert_close(hidden.double(), expected, atol=1e-4, rtol=1e-4)
+        token, position = head.logits(hidden)[-1:].argmax(-1), torch.tensor([COMMITTED - 1 + level])
+        ids, fed = torch.cat((ids, token)), torch.cat((fed, expected[-1:].float()))
+        hidden = head.run(token, position, fed[-1:], level, cache)
 
 
 def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,6 +125,25 @@ def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         for name in ("layers.0.layer.mlp.down.weight", "layers.0.layer.mlp.gate_up.weight"):
             assert torch.equal(share.get_parameter(name), whole.get_parameter(name).chunk(2)[rank])
     assert "not used" not in caplog.text
+
+
+@pytest.mark.further(kind=["glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3", "glm4-moe-lite"])
+def test_a_rank_has_a_share_of_a_quantised_layer(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
+    theirs = reference(kind)
+    with_layer(tmp_path, theirs, published(theirs, predicting(theirs)))
+    config, write = tiny.FORMATS["fp8 block"]
+    tiny.quantise(tmp_path, config, lambda _: write)
+
+    def loaded(ranks: Ranks = ALONE) -> MTPHead:
+        return load_mtp_head(tmp_path, load_model(tmp_path, torch.float32, "cpu", ranks=ranks), torch.float32, "cpu")
+
+    whole, shares = loaded(), [loaded(Absent(2, rank)) for rank in range(2)]
+    name = "layers.0.layer.mlp.down.weight"
+    assert torch.equal(torch.cat([share.get_parameter(name) for share in shares], 1), whole.get_parameter(name))
+    half = loaded(Absent(2, 1, expert_parallel=True))
+    assert torch.equal(half.get_parameter(name), whole.get_parameter(name).chunk(2)[1])
 
 
 def test_from_the_config_alone(tmp_path: Path) -> None:

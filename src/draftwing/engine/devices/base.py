@@ -68,6 +68,9 @@ class Device(ABC):
         """Returns the type that `--dtype auto` computes in. checkpoint: what the weights were saved in."""
         return torch.float32
 
+    def use(self) -> None:  # noqa: B027
+        """Makes it the one of several that the calling thread works on. Done for the thread that makes it."""
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -68,11 +68,14 @@ class CudaDevice(Device):
 
     def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
         if rank:
-            torch.cuda.set_device(rank)  # for other threads, too
+            torch.cuda.set_device(rank)
         super().__init__(rank, ops)
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
         self._pools: dict[str, Any] = {}  # that they share, by name
+
+    def use(self) -> None:
+        torch.cuda.set_device(self.device.index or 0)
 
     @classmethod
     def missing(cls) -> str:

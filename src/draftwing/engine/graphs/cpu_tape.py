@@ -19,9 +19,10 @@ from draftwing.spec.drafter import Drafter
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LAST = "commit"  # stage of a step
-# Bytes that all recordings keep: when they have so many, no further step is recorded. Those of the default model keep
-# less than 100 MB; of 47 layers of GLM-4.7-Flash's shape in float32 one row keeps 17 MB, a step of 16 rows 270 MB (by
-# two layers that were measured). Not swept.
+# Bytes that all recordings keep: when they have so many, no further step is recorded, and none is forgotten. Those of
+# the default model keep less than 100 MB, all of NEXTN's menu of Qwen3.5-0.8B for up to 6 requests 430 MB
+# (docs/dev/cpu_kernels.md); of 47 layers of GLM-4.7-Flash's shape in float32 one row keeps 17 MB, a step of 16 rows
+# 270 MB (by two layers that were measured).
 MOST_KEPT = 512 << 20
 
 

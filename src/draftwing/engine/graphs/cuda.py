@@ -9,7 +9,7 @@ padded to the next captured size with the row table's dummy row.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -23,6 +23,9 @@ T = TypeVar("T")
 Replay = Callable[[], None]
 
 MAX_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
+# Steps that were padded further for want of a graph, after which it is captured while requests run. That takes about as
+# long as so many steps do. Not swept.
+WANTED = 16
 
 
 class Key(NamedTuple):
@@ -49,6 +52,8 @@ class GraphCache:
         self._dummy_row = dummy_row
         self._graphs: dict[Hashable, tuple[Replay, Any]] = {}
         self.replays = 0
+        # What is still to be captured, and steps that were padded further for want of it.
+        self.later: dict[Key, int] = {}
         self._sizes_of: dict[TreeShape, list[int]] = {}  # that were captured, ascending
 
     def __len__(self) -> int:
@@ -58,12 +63,24 @@ class GraphCache:
         """Lets go of all graphs."""
         self._graphs.clear()
         self._sizes_of.clear()
+        self.later.clear()
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
         """Under which a batch of `size` rows was captured, None if it was not."""
         sizes = self._sizes_of.get(shape, ())
         at = bisect_left(sizes, size)
         return Key(shape, sizes[at]) if at < len(sizes) else None
+
+    def count(self, shape: TreeShape, size: int) -> None:
+        """Counts a step of a batch of `size` rows, if there will be a graph that suits it better."""
+        at = bisect_left(self.sizes, size)
+        if at < len(self.sizes) and (key := Key(shape, self.sizes[at])) in self.later:
+            self.later[key] += 1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether steps were padded further for want of a graph so often that it is worth an interruption."""
+        return max(self.later.values(), default=0) >= WANTED
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """Fills the first `size` of `rows`; no copy where they are what they were."""
@@ -109,6 +126,12 @@ def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         parts = [_tensors(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
+
+
+def first_sizes(sizes: Sequence[int]) -> set[int]:
+    """Returns those of ascending batch sizes that are captured before the first request: no batch is padded to more
+    than twice its rows then."""
+    return {size for size in sizes if size & (size - 1) == 0} | {*sizes[-1:]}
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -36,7 +36,9 @@ from draftwing.ops.even import evens
 SIZES = tuple(evens(1024))
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
-MIXED_ROWS = (8, 16, 32, 64, 128)  # that decode beside prompts: a row more costs what a token of a prompt does
+# That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
+# docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
+MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 
@@ -73,8 +75,9 @@ class PrefillGraphs:
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self._mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
-        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self._mixed_sizes]
+        # Beside rows that decode, whatever their number.
+        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
+        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self.mixed_sizes]
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
@@ -106,7 +109,7 @@ class PrefillGraphs:
         if key.size not in self._row_sizes or not takes(key):
             return []
         nodes = key.size * key.shape.queries
-        left = [size - nodes for size in self._mixed_sizes]
+        left = [size - nodes for size in self.mixed_sizes]
         return [size - size % 2 for size in left if size > 1]  # even: `Inputs` begin at even places
 
     def clear(self) -> None:
@@ -193,7 +196,7 @@ class PrefillGraphs:
         nodes = trees.ids.shape[0]
         of_trees, (hidden, aux_hidden) = cut(self._forward(self._batch(inputs), trees), nodes)
         if self._mixed_states is None:
-            most = self._mixed_sizes[-1]
+            most = self.mixed_sizes[-1]
             aux = None if aux_hidden is None else aux_hidden.new_empty(most, aux_hidden.shape[1])
             self._mixed_states = hidden.new_empty(most, hidden.shape[1]), aux
         put(states, of_trees)

@@ -66,10 +66,11 @@ class Drop(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A folder with another draft head. A `Reply` of this number comes back: None, or in words why it is refused."""
+    """A folder with another draft head, None for the one that the engine began with. A `Reply` of this number comes
+    back: None, or in words why it is refused."""
 
     number: int
-    folder: str
+    folder: str | None
 
 
 class Forget(NamedTuple):

@@ -1,7 +1,7 @@
-"""A rank from 1 on: `python -m draftwing.engine.process.rank FD FD`, started by `RankProcesses` and by nobody else.
+"""A rank from 1 on: `python -m draftwing.engine.process.rank FD FD FD`, started by `RankProcesses` and by nobody else.
 
-The main thread runs what rank 0 sends. Another one beats, and ends the process when rank 0 has gone, in the middle of
-whatever it does.
+The main thread runs what rank 0 sends. One beats, and ends the process when rank 0 has gone, in the middle of whatever
+it does. One loads draft heads beside the steps.
 """
 
 from __future__ import annotations
@@ -13,47 +13,77 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.engine.process.ranks import PULSE, Failed, Loaded, Setup
 from draftwing.engine.process.spawn import joined
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.log import configure_logging
 
+if TYPE_CHECKING:
+    from draftwing.engine.devices.base import Device
+    from draftwing.engine.loaded_heads import LoadedHeads
+
 
 def main(argv: list[str]) -> NoReturn:
     gc.disable()
-    plans, pulse = joined(argv)
+    plans, heads, pulse = joined(argv)
     threading.Thread(target=_beat, args=(pulse,), name="draftwing-pulse", daemon=True).start()
     try:
         setup = plans.recv()
         assert isinstance(setup, Setup)
         level = setup.options.log_level
         configure_logging(level if level == "debug" else "error")  # what rank 0 says need not be said again
-        _run(plans, setup)
+        _run(plans, heads, setup)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
     except BaseException as error:
-        kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
-        kind = kinds.get(type(error), "rank" if isinstance(error, DraftwingError) else "bug")
-        if kind == "bug":
+        failed = _failed(error)
+        if failed.kind == "bug":
             time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody gets it
             sys.excepthook(type(error), error, error.__traceback__)
-        plans.send(Failed(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}"))
+        plans.send(failed)
         os._exit(1)
 
 
-def _run(plans: Connection, setup: Setup) -> NoReturn:
+def _failed(error: BaseException) -> Failed:
+    kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
+    kind = kinds.get(type(error), "rank" if isinstance(error, DraftwingError) else "bug")
+    return Failed(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}")
+
+
+def _run(plans: Connection, heads: Connection, setup: Setup) -> NoReturn:
     from draftwing.engine.build import build_rank  # after the thread has begun to beat: it imports torch
     from draftwing.engine.rank_broadcast import Follower
 
     executor = build_rank(setup, lambda: plans.send(Loaded()))
+    loading = (heads, executor.heads, executor.device)
+    threading.Thread(target=_load_heads, args=loading, name="draftwing-heads", daemon=True).start()
     follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()), plans.send)
     gc.collect()
     gc.freeze()
     gc.enable()
     while True:
         follower.obey()
+
+
+def _load_heads(connection: Connection, heads: LoadedHeads, device: Device) -> None:
+    """Loads heads that rank 0 asks for by number, and answers with it and None, or why it cannot. A number alone is of
+    one that is not wanted any more."""
+    device.use()
+    try:
+        while True:
+            asked = connection.recv()
+            if isinstance(asked, int):
+                heads.drop(asked)
+                continue
+            try:
+                heads.load(*asked)
+                connection.send((asked[0], None))
+            except Exception as error:  # nothing has changed: the rank goes on
+                connection.send((asked[0], _failed(error)))
+    except (EOFError, OSError):
+        pass  # rank 0 is gone, which the beating thread sees, too
 
 
 def _beat(pulse: Connection) -> None:

@@ -1,8 +1,9 @@
 """The ranks from 1 on, as rank 0 sees them: it starts them, sends them what to run, and notices when one is gone.
 
-Each is a process of its own with two connections. One carries what is to be run; a process reads it in order, and once
-it is ready answers `compare` alone. The other carries a pulse, by threads on both ends: a rank that is stopped has
-none, one that has ended closes it. What the ranks compute together goes by neither, see `draftwing.parallel`.
+Each is a process of its own with three connections. One carries what is to be run; a process reads it in order, and
+once it is ready answers `compare` alone. Another one carries draft heads to load beside that, and whether they were, by
+a thread of the rank. The third carries a pulse, by threads on both ends: a rank that is stopped has none, one that has
+ended closes it. What the ranks compute together goes by none of them, see `draftwing.parallel`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.base import Device
+from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
 from draftwing.engine.rank_broadcast import Digest, RemoteBroadcast
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
@@ -74,11 +76,12 @@ class RankProcesses(RemoteBroadcast):
         self._why: DraftwingError | None = None  # what a rank that failed has said
         self.digest = Digest()
         meeting, size = Rendezvous(), setup.options.tp_size
-        self._processes, self._plans, self._pulses = [], list[Connection](), list[Connection]()
+        self._processes, self._plans, self._heads, self._pulses = [], *(list[Connection]() for _ in range(3))
         for rank in range(1, size):
-            process, (plans, pulse) = start_module(RANK, 2, new_session=False)
+            process, (plans, heads, pulse) = start_module(RANK, 3, new_session=False)
             self._processes.append(process)
             self._plans.append(plans)
+            self._heads.append(heads)
             self._pulses.append(pulse)
             with contextlib.suppress(OSError):  # one that is gone already is noticed by `wait_loaded`
                 plans.send(setup._replace(rank=rank, port=meeting.port))
@@ -109,6 +112,41 @@ class RankProcesses(RemoteBroadcast):
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for plans in self._plans:
             plans.send_bytes(packed)
+
+    def load_head(self, heads: LoadedHeads, number: int, folder: Path | None) -> None:
+        try:
+            failure = self._load_everywhere(heads, number, folder)
+        except (EOFError, OSError):
+            heads.drop(number)
+            self._over.wait(2 * LOOK)  # who watches knows which rank ended
+            raise RankDied(self._failure or "a rank of the engine ended, while a head was loaded") from None
+        if failure is not None:
+            raise failure
+
+    def _load_everywhere(self, heads: LoadedHeads, number: int, folder: Path | None) -> Exception | None:
+        """Returns what the first rank has raised that cannot load it, after which no rank has it."""
+        failures = list[Exception]()
+        self._send_heads((number, folder))
+        try:
+            heads.load(number, folder)
+        except Exception as error:  # the others answer in any case
+            failures.append(error)
+        for rank, connection in enumerate(self._heads, 1):
+            answered, found = connection.recv()
+            while answered != number:  # of one that was interrupted
+                answered, found = connection.recv()
+            if found is not None:
+                failures.append(_error(rank, found, DraftwingError))
+        if not failures:
+            return None
+        heads.drop(number)
+        self._send_heads(number)
+        return failures[0]
+
+    def _send_heads(self, message: tuple[int, Path | None] | int) -> None:
+        """A number and a folder to load, or the number of what is not wanted any more."""
+        for connection in self._heads:
+            connection.send(message)
 
     def check(self) -> None:
         due = self.digest.due
@@ -157,7 +195,7 @@ class RankProcesses(RemoteBroadcast):
 
     def close(self) -> None:
         self._closing.set()
-        for connection in (*self._plans, *self._pulses):
+        for connection in (*self._plans, *self._heads, *self._pulses):
             with contextlib.suppress(OSError):
                 connection.close()
         for pid in end_all(self._processes, 5.0):
@@ -210,6 +248,6 @@ class RankProcesses(RemoteBroadcast):
             self._failed(self._said() or RankDied(self._failure))
 
 
-def _error(rank: int, found: Failed) -> DraftwingError:
-    kinds = {"config": ConfigError, "checkpoint": CheckpointError}
-    return kinds.get(found.kind, RankDied)(found.message if found.kind in kinds else f"rank {rank}: {found.message}")
+def _error(rank: int, found: Failed, other: type[DraftwingError] = RankDied) -> DraftwingError:
+    kinds: dict[str, type[DraftwingError]] = {"config": ConfigError, "checkpoint": CheckpointError}
+    return kinds.get(found.kind, other)(found.message if found.kind in kinds else f"rank {rank}: {found.message}")

@@ -65,9 +65,13 @@ class Worker:
         # It reads from the start, to see a server that goes away while the engine loads.
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
         from draftwing.engine.engine import Engine
+        from draftwing.engine.startup.laps import Laps
 
+        lap = Laps()
         engine = Engine(options, rank_failed=self.die)
+        lap("the engine")
         engine.measure_read_rate()
+        lap("how fast memory is read")
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s
         gc.enable()
@@ -202,7 +206,7 @@ class Worker:
     def _swap(self, engine: Engine, asked: Swap) -> None:
         refused = None
         try:
-            engine.swap_draft(Path(asked.folder))
+            engine.swap_draft(None if asked.folder is None else Path(asked.folder))
         except DraftwingError as error:
             refused = str(error)
         except Exception as error:  # nothing has changed yet: the engine goes on with the head that it has

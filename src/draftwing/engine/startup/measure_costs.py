@@ -45,13 +45,22 @@ def experts_at_random(executor: Executor) -> Iterator[None]:
 # ---- with graphs -----------------------------------------------------------------------------------------------------
 
 
-def measure_graphs(executor: Executor, pool: KVPool, costs: StepCost, captured: Collection[Key], until: float) -> None:
+def measure_graphs(
+    executor: Executor,
+    pool: KVPool,
+    costs: StepCost,
+    captured: Collection[Key],
+    until: float,
+    again: bool = False,
+) -> None:
     """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
-    measurement begins later."""
+    measurement begins later.  again: only to see whether costs are what they were, of few batch sizes
+    without context."""
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
-    for context, sizes in ((0, few), *((context, few) for context in CONTEXTS), (0, rest)):
+    others = () if again else ((0, rest), *((context, few) for context in CONTEXTS))
+    for context, sizes in ((0, few), *others):
         for size in sizes:
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:

@@ -2,7 +2,8 @@
 
 Triton and NVRTC keep what they compiled in folders of the user's; this process fills them. Which kernels an engine
 needs is not written down anywhere: the process builds the engine of the same options on tensors without data, runs the
-steps that measure memory and captures all graphs, and takes note of what would have been launched.
+steps that measure memory and captures all graphs, and takes note of what would have been launched. Further processes
+compile each kernel as soon as it is known.
 
 It uses no GPU. Where it fails, or misses a kernel, that is compiled when it is first launched.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from importlib import resources
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwing import __version__
 from draftwing.config.options import SERVER, Options
@@ -38,6 +40,7 @@ from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import graph_size_of
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
@@ -127,12 +130,14 @@ class Precompilation:
                 self._done.parent.mkdir(parents=True, exist_ok=True)
                 self._done.touch()
             log.info("waited %.1f s for kernels to be compiled", time.monotonic() - started)
+            log.debug("start: %s", self._last_words())
         else:
-            self._errors.seek(0)
-            last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            log.warning(
-                "kernels were not compiled ahead, which makes the start slower: %s", last or f"exit code {code}"
-            )
+            last = self._last_words() or f"exit code {code}"
+            log.warning("kernels were not compiled ahead, which makes the start slower: %s", last)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
 
     def stop(self) -> None:
         """Ends it, with the processes that it started."""
@@ -173,31 +178,46 @@ def _digest(job: bytes) -> str:
 
 
 def main() -> None:
+    import draftwing.ops.triton.ops  # noqa: F401 (the processes that compile get a copy of what is imported)
+    from draftwing.engine import build  # noqa: F401
+
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
-    launches, experts = collect(job)
-    processes = max(1, min(processors().threads - 1, _MAX_PROCESSES, len(launches)))
-    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
-        source = pool.submit(_compile_products, job, experts)
-        for _ in pool.map(compile_launch, launches):
-            pass
-        source.result()
+    started = time.monotonic()
+    torch.set_num_threads(1)  # the process forks
+    leave_gpu(job.capability)
+    with ProcessPoolExecutor(max(1, min(processors().threads - 1, _MAX_PROCESSES)), get_context("fork")) as pool:
+        running = [pool.submit(_compile_products, job)]  # makes all processes, before anything has run here
+        needed = collect(job, lambda launch: running.append(pool.submit(compile_launch, launch)))
+        running += [pool.submit(_compile_experts, job, layout) for layout in needed.experts]
+        traced = time.monotonic() - started
+        for one in running:
+            one.result()
+    count, took = len(needed.launches), time.monotonic() - started
+    print(f"{count} kernels were found in {traced:.1f} s and compiled in {took:.1f}, imports aside", file=sys.stderr)
 
 
-def collect(job: Job) -> Needed:
-    """Returns what an engine launches. Leaves this process without a GPU."""
-    from triton import knobs
+def leave_gpu(capability: tuple[int, int]) -> None:
+    """Has Triton compile for such a device from now on, in a process that uses none."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    driver.set_active(_Driver(GPUTarget("cuda", capability[0] * 10 + capability[1], 32)))
+
+
+def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -> Needed:
+    """Returns what an engine launches. Leaves this process without a GPU. found: is called with each launch at once."""
+    from triton import knobs
 
     launches: list[Launch] = []
 
     def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
         launches.append(Launch(fn.module, fn.name, compile["specialization_data"]))
         fn.jit_function.device_caches[_Driver.DEVICE][0][key] = _Nothing()
+        found(launches[-1])
         return True  # there is no need to compile it
 
-    driver.set_active(_Driver(GPUTarget("cuda", job.capability[0] * 10 + job.capability[1], 32)))
+    leave_gpu(job.capability)
     knobs.runtime.jit_cache_hook = note
     try:
         parts = _run_without_data(job)
@@ -218,15 +238,19 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
     return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
 
 
-def _compile_products(job: Job, experts: set[Layout]) -> None:
-    from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall
+def _compile_products(job: Job) -> None:
+    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
     for width in _widths(job.options.quantization, load_config(job.path).quantization):
         gemm_groups.compile_ahead(job.dtype, width, job.capability)
         gemm_tall.compile_ahead(job.dtype, width, job.capability)
-    for layout in experts:
-        gemm_experts.compile_ahead(job.dtype, layout, job.capability)
+
+
+def _compile_experts(job: Job, layout: Layout) -> None:
+    from draftwing.ops.cuda import gemm_experts
+
+    gemm_experts.compile_ahead(job.dtype, layout, job.capability)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
@@ -270,9 +294,9 @@ class _Nothing:
 
 
 def _run_without_data(job: Job) -> Parts:
-    from draftwing.engine import build  # which imports this module
+    from draftwing.engine.build import assemble  # which imports this module
+    from draftwing.engine.startup.drafter import make_drafter
 
-    torch.set_num_threads(1)  # the process forks
     device = NoDevice()
     config = load_config(job.path)
     tokens = 2 * config.max_positions + 4096  # any pool that the context fits into
@@ -285,12 +309,39 @@ def _run_without_data(job: Job) -> Parts:
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)
+    leave_out(model)
     precision = Precision(job.dtype, job.kv_dtype)
     draft_path = job.draft_path or job.path
-    drafter, policy = build.make_drafter(options, draft_path, job.token_ids, model, precision, device)
+    drafter, policy = make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    return build.assemble(options, model, precision, device, drafter, policy)
+    parts = assemble(options, model, precision, device, drafter, policy)
+    while parts.executor.graphs.later:
+        parts.executor.capture_next()
+    return parts
+
+
+def leave_out(model: DecoderModel) -> None:
+    """Lets layers do nothing that are as others are: they launch the same kernels. Two of each kind stay, and the last:
+    a layer may do some of the work of the next."""
+    kinds: list[LayerConfig] = []
+    for i, config in enumerate(model.config.spread(model.ranks)[:-1]):
+        if kinds.count(config) == 2:
+            model.layers[i] = _NoLayer()
+        else:
+            kinds.append(config)
+
+
+class _NoLayer(nn.Module):
+    """Stands in place of a `DecoderLayer`."""
+
+    end = None
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return x
+
+    def under(self, norm: nn.Module, normed: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return x, normed
 
 
 class NoDevice(CpuDevice):

@@ -8,39 +8,26 @@ the text before it; what tells nodes apart are their token and hidden state.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
-from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel, pack_layers
-from draftwing.models.dummy import fill_random
-from draftwing.models.fields import WIDEST, Fields
-from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.heads.base import DraftHead
-from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
-from draftwing.requests.refusals import show
-
-logger = logging.getLogger(__name__)
-_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-_MOST_CLUSTERS = 1 << 16
+from draftwing.parallel.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -55,11 +42,13 @@ class Clusters(nn.Module):
     """Which tokens have a logit: those of the clusters whose centroids have the largest products with a hidden state.
     Few rows of the head are read then."""
 
-    def __init__(self, config: ClusterConfig, hidden: int, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ClusterConfig, hidden: int, vocab: int, dtype: torch.dtype, weight_format: WeightFormat
+    ) -> None:
         super().__init__()
         device = torch.device("meta")
         self.config = config
-        self.centroids = Linear(hidden, config.count, False, dtype, device)
+        self.centroids = Linear(hidden, config.count, False, dtype, device, weight_format)
         self.token_ordering = nn.Parameter(torch.empty(vocab, dtype=torch.int64, device=device), False)
 
     def check(self) -> None:
@@ -71,13 +60,10 @@ class Clusters(nn.Module):
                 f"found {low if low < 0 else high}"
             )
 
-    def logits(self, x: Tensor, head: Linear) -> Tensor:
+    def logits(self, x: Tensor, head: Linear, ops: LayerOps) -> Tensor:
         """x [M, hidden] -> [M, vocab]: 1 below a row's smallest logit for all tokens that have none."""
-        best = self.centroids(x).topk(self.config.chosen, -1).indices  # [M, chosen]
-        ids = self.token_ordering.view(self.config.count, -1)[best].flatten(1)
-        found = head.exact_logits(x, ids).to(x.dtype)
-        below = (found.amin(1, keepdim=True) - 1).expand(-1, len(self.token_ordering))
-        return below.scatter(1, ids, found)
+        ids = ops.cluster_tokens(self.centroids(x), self.config.chosen, self.token_ordering)
+        return ops.spread_logits(head.exact_logits(x, ids), ids, len(self.token_ordering), x.dtype)
 
 
 class AssistantHead(DraftHead, nn.Module):
@@ -96,27 +82,33 @@ class AssistantHead(DraftHead, nn.Module):
     ) -> None:
         """config: of its layers, as if they had keys and values.  clusters: None: all tokens have logits.
 
-        Raises CheckpointError for layers that cannot read those of the target."""
+        Layers are spread over the target's ranks, for a rank has its share of the keys alone, and so is a head without
+        clusters. Raises CheckpointError for layers that cannot read those of the target, and ConfigError for what
+        cannot be spread."""
         super().__init__()
         device, hidden, theirs = torch.device("meta"), config.hidden_size, target.config.hidden_size
         self.config = replace(config, weight_format=weight_format, vocab_format=weight_format)
+        self.ranks = target.ranks
         self.aux_layers, self.kv_layers = (target.final_aux_layer,), ()
         self.vocab, self.width, self._theirs = target.config.vocab_size, theirs + hidden, theirs
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self.pre = Linear(2 * theirs, hidden, False, dtype, device, weight_format)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                replace(layer, mixer=replace(_attention(layer.mixer), kv_from=0), weight_format=weight_format),
-                _pool_layer(target, _attention(layer.mixer)), dtype, device,
+                replace(layer, mixer=replace(_attention(layer.mixer), kv_from=0)),
+                _pool_layer(target, _attention(whole.mixer)), dtype, device,
             )
-            for layer in config.layers
+            for layer, whole in zip(self.config.spread(self.ranks), config.layers, strict=True)
         )  # fmt: skip
         self.norm = RMSNorm(hidden, config.norm.eps, config.norm.dtype(dtype), device)
         self.post = Linear(hidden, theirs, False, dtype, device, weight_format)
         # Rows of the head are read as they are stored.
         self._head_format = weight_format if clusters is None else DENSE
-        self.lm_head = Linear(hidden, self.vocab, False, dtype, device, self._head_format)
-        self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype)
+        share = self.vocab if clusters is not None else self.ranks.share(self.vocab).size
+        self.lm_head = Linear(hidden, share, False, dtype, device, self._head_format)
+        if clusters is None:
+            vocab_parallel(self.lm_head, self.ranks, self.vocab)
+        self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype, weight_format)
         rotates = [layer.mixer.rotates for layer in config.layers]
         kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None))
         self.ropes = nn.ModuleList(Rope(config.ropes[rope], size, dtype) for rope, size in kinds)
@@ -129,14 +121,15 @@ class AssistantHead(DraftHead, nn.Module):
             made.make(positions, made.table.dtype, self.norm.weight.device)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
-        return F.pad(aux_hidden, (0, self.width - self._theirs))
+        """Returns features as they are, which are narrower than what rows hand on: `run` reads no more of either."""
+        return aux_hidden
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """positions [M]: of the newest key that a row reads, one before its own; attend: over the target's layers."""
+        """positions [M]: of the newest token, one behind the newest key; attend: over the target's layers."""
         assert features is not None
         token = self._target[0].embedded(ids)
         x = self.pre(self.ops.concat_columns(token, features[:, : self._theirs]))
-        turns = [cast(Rope, rope)(positions + 1, self.ops) for rope in self.ropes]
+        turns = [cast(Rope, rope)(positions, self.ops) for rope in self.ropes]
         for one, rope in zip(self.layers, self._rope_of, strict=True):
             layer = cast(DecoderLayer, one)
             x = layer(x, *turns[rope], attend)
@@ -149,7 +142,7 @@ class AssistantHead(DraftHead, nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         x = self.ops.concat_columns(hidden[:, self._theirs :])
-        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head)
+        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head, self.ops)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference."""
@@ -160,92 +153,19 @@ class AssistantHead(DraftHead, nn.Module):
 
     def names(self) -> dict[str, ParamSlice]:
         """Name in a published checkpoint -> slice."""
-        form, hidden = self.config.weight_format, self.config.hidden_size
-        table = named(self._head_format, "model.embed_tokens", "lm_head", 0, self.vocab)
+        form, hidden, share = self.config.weight_format, self.config.hidden_size, self.ranks.share(self.vocab)
+        rows = self.lm_head.out_features
+        table = named(self._head_format, "model.embed_tokens", "lm_head", 0, rows, Cut(0, share._replace(size=rows)))
         table |= named(form, "pre_projection", "pre", 0, hidden)
         table |= named(form, "post_projection", "post", 0, self._theirs)
         table["model.norm.weight"] = ParamSlice("norm.weight", 0, hidden)
         if self.clusters is not None:
-            table |= named(DENSE, "masked_embedding.centroids", "clusters.centroids", 0, self.clusters.config.count)
+            table |= named(form, "masked_embedding.centroids", "clusters.centroids", 0, self.clusters.config.count)
             table["masked_embedding.token_ordering"] = ParamSlice("clusters.token_ordering", 0, self.vocab)
         for i in range(self.config.num_layers):
-            own = layer_names(self.config, f"model.layers.{i}", f"layers.{i}", index=i)
-            table |= {name: part for name, part in own.items() if not _of_keys(name)}
+            own = layer_names(self.config, f"model.layers.{i}", f"layers.{i}", ranks=self.ranks, index=i)
+            table |= {name: part for name, part in own.items() if not of_keys(name)}
         return table
-
-
-def load_assistant(
-    path: str | Path,
-    target: DecoderModel,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    dummy: bool = False,
-    weight_format: WeightFormat = DENSE,
-) -> AssistantHead:
-    """Loads the assistant in the folder `path` for `target`.  dummy: random weights from the config alone.
-    weight_format: of its matrices.  Raises CheckpointError for another model, for one of another target, and for
-    missing tensors."""
-    started, path = time.perf_counter(), Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"draft model: expected a folder, found none at {path}")
-    try:
-        raw = read_json(path / "config.json")
-        head = AssistantHead(_config(raw, target), target, dtype, weight_format, _clusters(raw, target))
-        if dummy:
-            fill_random(head, device)
-        else:
-            unread = {"lm_head.weight", *filter(_of_keys, layer_tensors(head.config))}
-            fill_parameters(head, head.names(), folder_tensors(path), device, unread)
-            if head.clusters is not None:
-                head.clusters.check()
-    except CheckpointError as error:
-        raise CheckpointError(f"draft model {path}: {error}") from None
-    logger.info(
-        "assistant %s: %.2f s; %d layers, which read pool layers %s of the target",
-        "made of random weights (load_format dummy)" if dummy else "loaded", time.perf_counter() - started,
-        head.config.num_layers, ", ".join(str(cast(DecoderLayer, one).mixer.pool_layer) for one in head.layers),
-    )  # fmt: skip
-    return head.requires_grad_(False)
-
-
-def layer_tensors(config: ModelConfig) -> list[str]:
-    """Returns the names of tensors of all layers, as if they had keys and values."""
-    return [name for i in range(config.num_layers) for name in layer_names(config, f"model.layers.{i}", "", index=i)]
-
-
-def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
-    """Of its layers. raw: config.json."""
-    fields = Fields(raw, "config")
-    if fields.get("model_type") not in _TYPES:
-        raise CheckpointError(f"expected model_type {' or '.join(_TYPES)}, found {show(fields.get('model_type'))}")
-    hidden, vocab = target.config.hidden_size, target.config.vocab_size
-    fields.whole("backbone_hidden_size", hidden, hidden)
-    own = fields.inner("text_config")
-    own.whole("vocab_size", vocab, vocab, 262144)
-    own.whole("hidden_size", high=WIDEST)
-    config = from_hf(
-        {
-            "max_position_embeddings": target.config.max_positions,
-            **dict(own.items()),
-            "architectures": ["Gemma4ForCausalLM"],
-            "num_kv_shared_layers": 0,  # what they read is the target's
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
-        }
-    )
-    if config.experts is not None or config.quantization is not None:
-        raise CheckpointError("expected an assistant without experts, and not quantised")
-    return config
-
-
-def _clusters(raw: Mapping[str, Any], target: DecoderModel) -> ClusterConfig | None:
-    fields, vocab = Fields(raw, "config"), target.config.vocab_size
-    if not fields.flag("use_ordered_embeddings"):
-        return None
-    count = fields.whole("num_centroids", 1, min(vocab, _MOST_CLUSTERS), 2048)
-    if vocab % count:
-        raise CheckpointError(f"config: num_centroids: expected a number that divides {vocab} tokens, found {count}")
-    return ClusterConfig(count, fields.whole("centroid_intermediate_top_k", 1, count, 32))
 
 
 def _attention(mixer: object) -> AttentionConfig:
@@ -269,6 +189,6 @@ def _pool_layer(target: DecoderModel, mixer: AttentionConfig) -> int:
     raise CheckpointError("expected a target with layers of the same kinds: with windows, and without")
 
 
-def _of_keys(name: str) -> bool:
-    """Whether a tensor is of keys or values, which the layers have not."""
+def of_keys(name: str) -> bool:
+    """Returns whether a tensor is of keys or values, which the layers have not."""
     return ".self_attn.k_" in name or ".self_attn.v_" in name

@@ -300,7 +300,7 @@ def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy
 def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str, Stored]:
     """What this rank has of a tensor, which is mapped from its file."""
     part = table.get(name)
-    if part is None or part.cut is None or isinstance(value, QuantizedRows):
+    if part is None or part.cut is None:
         return name, value
     return name, part.cut.of(name, value)
 

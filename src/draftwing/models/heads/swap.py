@@ -21,11 +21,11 @@ from draftwing.models.heads.eagle3 import Eagle3Head
 class HeadSwap:
     """The head that is in use, and how another is loaded as it was."""
 
-    def __init__(self, head: FeatureHead, load: Callable[[Path], FeatureHead]) -> None:
-        """load: a packed head from a folder."""
+    def __init__(self, head: FeatureHead, load: Callable[[Path | None], FeatureHead]) -> None:
+        """load: a packed head from a folder, None for what `head` was loaded from."""
         self._head, self._load = head, load
 
-    def read(self, folder: Path) -> FeatureHead:
+    def read(self, folder: Path | None) -> FeatureHead:
         """Loads a head that can take its place. Raises CheckpointError and ConfigError."""
         found = self._load(folder)
         check_alike(self._head, found)

@@ -228,6 +228,29 @@ class CpuLayerOps(LayerOps):
             index.data_ptr(), count, target.data_ptr(),
         )  # fmt: skip
 
+    def cluster_tokens(self, scores: Tensor, chosen: int, ordering: Tensor) -> Tensor:
+        if type(scores) is not Tensor or scores.dtype not in DTYPES:
+            return super().cluster_tokens(scores, chosen, ordering)
+        scores, (rows, count), each = scores.contiguous(), scores.shape, len(ordering) // scores.shape[1]
+        assert 0 < chosen <= count and ordering.is_contiguous() and ordering.dtype == torch.int64
+        out, best = ordering.new_empty(rows, chosen * each), torch.empty(chosen, dtype=torch.float32)
+        self.raw.cluster_tokens(
+            out.data_ptr(), scores.data_ptr(), scores.dtype == torch.bfloat16, rows, count, chosen, ordering.data_ptr(),
+            each, best.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def spread_logits(self, found: Tensor, ids: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+        if type(found) is not Tensor or dtype not in DTYPES:
+            return super().spread_logits(found, ids, vocab, dtype)
+        found, ids, (rows, count) = found.contiguous(), ids.contiguous(), found.shape
+        assert found.dtype == torch.float32 and ids.shape == found.shape and count
+        out = torch.empty(rows, vocab, dtype=dtype)
+        self.raw.spread_logits(
+            out.data_ptr(), dtype == torch.bfloat16, found.data_ptr(), ids.data_ptr(), rows, count, vocab
+        )
+        return out
+
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """A logit's bits depend on its row of `hidden` and its id alone."""
         if type(hidden) is not Tensor or hidden.dtype not in DTYPES:

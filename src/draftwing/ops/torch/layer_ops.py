@@ -177,6 +177,17 @@ class LayerOps(ExpertOps):
         """target [R, T], index [M] int64, source [M, T]: target[index] = source"""
         target.index_copy_(0, index, source)
 
+    def cluster_tokens(self, scores: Tensor, chosen: int, ordering: Tensor) -> Tensor:
+        """scores [M, C], ordering [V] int64, the tokens of C clusters one after the other -> those of each row's
+        `chosen` clusters with the best scores, [M, chosen * V / C]"""
+        return ordering.view(scores.shape[1], -1)[scores.topk(chosen, -1).indices].flatten(1)
+
+    def spread_logits(self, found: Tensor, ids: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+        """found [M, n] float32, the logits of tokens ids [M, n] -> [M, vocab] in dtype: 1 below a row's smallest logit
+        for all others"""
+        found = found.to(dtype)
+        return (found.amin(1, keepdim=True) - 1).expand(-1, vocab).scatter(1, ids, found)
+
     def share_rows(self, source: Tensor, index: Tensor, begin: int) -> Tensor:
         """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0
         where the row is not in `source`."""
@@ -193,6 +204,11 @@ class LayerOps(ExpertOps):
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+    def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Computes `exact_logits` of all rows of the weight, [M, vocab] float32. hidden [M, size]"""
+        every = torch.arange(len(weight), device=hidden.device)
+        return self.exact_logits(hidden, weight, every.expand(len(hidden), -1))
 
     def wide_gemm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [M, inputs], weight [outputs, inputs] -> x @ weight^T [M, outputs], summed and kept in float32 or wider."""

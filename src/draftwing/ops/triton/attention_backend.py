@@ -23,7 +23,7 @@ from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.ops.triton.delta_net import delta_net
 from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
-from draftwing.ops.triton.rope import rope_and_write
+from draftwing.ops.triton.rope import rope_and_write, write_latents
 from draftwing.ops.triton.short_conv import short_conv, sources_of
 
 
@@ -80,6 +80,11 @@ class TritonAttend(KernelAttend):
         scales = self._backend.pool.scales[self._first_layer + layer]
         q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
+
+    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
+        pool, at = self._backend.pool, self._first_layer + layer
+        write_latents(made, norm, eps, cos, sin, self._batch.write_slots, pool.kv[at], pool.scales[at][0])
+        return True
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]

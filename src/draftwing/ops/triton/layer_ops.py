@@ -57,6 +57,9 @@ class TritonLayerOps(LayerOps):
         """Torch's sum on a GPU takes another order when there are more rows."""
         return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
 
+    def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return layers.chosen_logits(hidden, weight, None)
+
     def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
         return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2), begin).view(ids.shape)
 

@@ -205,11 +205,12 @@ def _chosen_logits_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (M, count), which is no constant because clients choose it. A sum per column of STEP, then over the columns:
-    in an order that follows from SIZE alone. SHARE: the weight has the rows [begin, begin + known) of ids alone."""
+    in an order that follows from SIZE alone. SHARE: the weight has the rows [begin, begin + known) of ids alone. ids:
+    None are all rows of the weight."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row * count + tl.program_id(1)
-    own = tl.load(ids + place).to(tl.int64)
+    own = tl.program_id(1).to(tl.int64) if ids is None else tl.load(ids + place).to(tl.int64)
     there = True
     if SHARE:
         own -= begin
@@ -384,22 +385,23 @@ def share_rows(source: Tensor, index: Tensor, begin: int) -> Tensor:
     return out
 
 
-def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor, begin: int | None = None) -> Tensor:
-    """hidden [M, size], weight [vocab, size], ids [M, K] int64 -> hidden @ weight[ids], [M, K] float32
+def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, begin: int | None = None) -> Tensor:
+    """hidden [M, size], weight [vocab, size], ids [M, K] int64 -> hidden @ weight[ids], [M, K] float32. None: all rows.
 
     A logit's bits depend on its row of `hidden` and its id alone, and no row of the weight is copied. The weight begins
     at a multiple of 16 bytes, as an allocation does: Triton sums in another order where it does not.
 
     begin: the weight has the rows from there on of those that ids name; 0 for others. None: all."""
     rows, size = hidden.shape
-    count = ids.shape[1]
-    assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size and ids.shape[0] == rows
-    assert weight.data_ptr() % 16 == 0
+    count = len(weight) if ids is None else ids.shape[1]
+    assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size
+    assert weight.data_ptr() % 16 == 0 and (ids is None or ids.shape[0] == rows)
     out = torch.empty(rows, count, dtype=torch.float32, device=hidden.device)
     if out.numel() == 0:
         return out
+    ids = None if ids is None else ids.contiguous()
     _chosen_logits_kernel[(rows, count)](
-        out, hidden, hidden.stride(0), weight, ids.contiguous(), count, begin or 0, len(weight), SIZE=size,
+        out, hidden, hidden.stride(0), weight, ids, count, begin or 0, len(weight), SIZE=size,
         STEP=min(triton.next_power_of_2(size), _SHORT), SHARE=begin is not None, num_warps=4,
         **launch_options(hidden.device),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Rotary embedding of q and k, with their norm where a model has one, and the write to the pool, in one launch; and of
 queries and keys of latents.
 
-The reference is `rotate` and `concat_rope` of `ops.torch.layer_ops`, and `KVPool.write`.
+The reference is `rotate`, `rms_norm` and `concat_rope` of `ops.torch.layer_ops`, and `KVPool.write`.
 """
 
 # mypy: allow-untyped-defs
@@ -141,6 +141,59 @@ def concat_rope(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor:
             HALF_PAD=triton.next_power_of_2(width // 2), num_warps=2, **launch_options(plain.device),
         )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _latent_kernel(
+    made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride,
+    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, EIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (M,). EIGHT: the pool holds codes of float8_e4m3fn, of what is kept times `by`."""
+    col, half = tl.arange(0, LATENT_PAD), tl.arange(0, HALF_PAD)
+    HALF: tl.constexpr = TURNED // 2
+    here, ok = col < LATENT, half < HALF
+    weight = tl.load(norm + col, mask=here, other=0.0).to(tl.float32)  # no kernel writes weights
+    start(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + m)
+    made += m * row_stride
+    raw = tl.load(made + col, mask=here, other=0.0)
+    a = tl.load(made + LATENT + half, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(made + LATENT + HALF + half, mask=ok, other=0.0).to(tl.float32)
+    dtype = raw.dtype
+    x = raw.to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight).to(dtype)
+    at = m * turn_stride
+    one, two = _turned(a[None, :], b[None, :], cos + at, sin + at, half, ok, dtype, HALF)
+    into = kv + slot * (LATENT + TURNED)
+    ahead = into + LATENT + half[None, :]
+    if EIGHT:
+        x = _to_e4m3(x.to(tl.float32) * by)
+        one, two = _to_e4m3(one.to(tl.float32) * by), _to_e4m3(two.to(tl.float32) * by)
+    tl.store(into + col, x, mask=here)
+    tl.store(ahead, one, mask=ok[None, :])
+    tl.store(ahead + HALF, two, mask=ok[None, :])
+
+
+def write_latents(
+    made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, write_slots: Tensor, kv: Tensor, scale: float
+) -> None:
+    """Norms and rotates what tokens keep of latent attention, and writes it to the pool.
+
+    made [M, latent + turned], rows perhaps apart; norm [latent]; cos, sin [M, ..., turned], as in `rope_and_write`;
+    write_slots [M] int64; kv [slots, 1, 1, latent + turned], in float8_e4m3fn divided by `scale`.
+    """
+    (count, width), latent = made.shape, len(norm)
+    turned, eight = width - latent, kv.itemsize == 1
+    assert kv.shape[1:] == (1, 1, width) and kv.is_contiguous() and made.dtype == cos.dtype and fits(made, kv)
+    assert made.stride(1) == cos.stride(-1) == sin.stride(-1) == 1 and cos.stride(0) == sin.stride(0)
+    if count:
+        _latent_kernel[(count,)](
+            made, kv.view(torch.uint8) if eight else kv, write_slots, norm, cos, sin, eps, 1 / scale,
+            made.stride(0), cos.stride(0), LATENT=latent, TURNED=turned, LATENT_PAD=triton.next_power_of_2(latent),
+            HALF_PAD=triton.next_power_of_2(turned // 2), EIGHT=eight, num_warps=4, **launch_options(made.device),
+        )  # fmt: skip
 
 
 def rope_and_write(

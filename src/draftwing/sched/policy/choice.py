@@ -141,7 +141,8 @@ class ShapeChoice:
         if (seen := plan.catch_up) is not None:
             passes, positions = seen.passes, sum(part.length for part in seen.texts)
         if self._draft_prefill is not None:
-            self._draft_prefill.record(result.catching_up, passes, sum(part.length for part in plan.shown))
+            shown = sum(chunk.length for part in plan.parts for chunk in part.shown)
+            self._draft_prefill.record(result.catching_up, passes, shown)
         if plan.kind == "prefill":
             if not plan.mixed:
                 self._prefills.record(plan.chunks, result.seconds - result.catching_up)

@@ -17,7 +17,7 @@ from draftwing.core import PLAIN, TreeShape
 ROW_COST = 0.2  # of a plain step, for each row more that the target runs: a guess for shapes that never ran
 CONTEXT = 250.0  # tokens: contexts have to differ by more before they show what a key costs
 # Tokens: contexts that differ by less tell it only where no others are known, as steps of one context differ by as much
-# as so few keys cost. Just below what a start on a CPU measures; not swept.
+# as so few keys cost. Just below what a start on a CPU measures (docs/dev/policy.md).
 FAR = 1000
 
 

@@ -1,6 +1,6 @@
-/* What heads that draft a block do besides GEMMs: gates and memories of the tokens above a node, and the page tables of
-   layers with a window. Small, so one thread, with the GIL. The references are ops/torch/layer_ops.py and
-   ops/torch/expansion.py. */
+/* What heads that draft do besides GEMMs: gates and memories of the tokens above a node, page tables of layers with a
+   window, and logits of the tokens of a few clusters. Small, so one thread, with the GIL. The references are
+   ops/torch/layer_ops.py and ops/torch/expansion.py. */
 
 #include "cpu.h"
 
@@ -83,7 +83,57 @@ static PyObject *py_windowed(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
+/* out [rows, chosen * each]; scores [rows, count], half, rows, count, chosen, ordering [count, each], each, scratch
+   [chosen] float: the tokens of the clusters with the best scores, best first, of equals the lower number */
+static PyObject *py_cluster_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[9];
+    if (!numbers(args, given, 9, n)) return NULL;
+    const int64_t half = n[2], rows = n[3], count = n[4], chosen = n[5], *ordering = POINTER(n[6]), each = n[7];
+    float *best = POINTER(n[8]);
+    int64_t *which = (int64_t *)POINTER(n[0]);
+    for (int64_t i = 0; i < rows; i++, which += chosen * each) {
+        int64_t held = 0;
+        for (int64_t c = 0; c < count; c += LANES) {
+            float lane[LANES];
+            const vf some = load(POINTER(n[1]), i * count + c, count - c, (int)half);
+            memcpy(lane, &some, sizeof lane);
+            for (int64_t j = 0; j < LANES && c + j < count; j++) {
+                if (held == chosen && !(lane[j] > best[held - 1])) continue;
+                int64_t at = held < chosen ? held++ : held - 1;
+                /* Numbers of clusters lie where their tokens will: the first of `which`. */
+                for (; at && lane[j] > best[at - 1]; at--) best[at] = best[at - 1], which[at] = which[at - 1];
+                best[at] = lane[j], which[at] = c + j;
+            }
+        }
+        for (int64_t k = held; k--;) memcpy(which + k * each, ordering + which[k] * each, (size_t)each * 8);
+    }
+    Py_RETURN_NONE;
+}
+
+/* out [rows, vocab], half; found [rows, count] float, ids, rows, count, vocab: what is found of ids, 1 below the least
+   of it for others */
+static PyObject *py_spread_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    const int half = (int)n[1];
+    const float *found = POINTER(n[2]);
+    const int64_t *ids = POINTER(n[3]), count = n[5], vocab = n[6];
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < n[4]; i++, found += count, ids += count) {
+        float least = found[0];
+        for (int64_t j = 1; j < count; j++) least = found[j] < least ? found[j] : least;
+        char *const out = (char *)POINTER(n[0]) + i * vocab * (half ? 2 : 4);
+        store(out, 0, 1, half, (vf){0} + least); /* rounded, as it is subtracted from */
+        const vf low = (vf){0} + (load(out, 0, 1, half)[0] - 1.0f);
+        for (int64_t c = 0; c < vocab; c += LANES) store(out, c, vocab - c, half, low);
+        for (int64_t j = 0; j < count; j++) store(out, ids[j], 1, half, (vf){0} + found[j]);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef head_methods[] = {
-    METHOD(beside), METHOD(gate), METHOD(recur), METHOD(gru), METHOD(windowed), {NULL, NULL, 0, NULL},
+    METHOD(beside),   METHOD(gate),           METHOD(recur),         METHOD(gru),
+    METHOD(windowed), METHOD(cluster_tokens), METHOD(spread_logits), {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,186 @@
+"""Texts with drafts against those without, of each family in little: a few layers with the heads of the real model, and
+random weights made from its config. How many of 80 are the same tokens?
+
+    python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
+
+First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
+beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
+knows the second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
+FILE has what is known so far, after each engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "src"), str(ROOT / "tests")]
+
+from load_runs import listed  # noqa: E402
+from reference import hf_configs as real  # noqa: E402
+from tiny_checkpoint import write_tokenizer  # noqa: E402
+
+VOCAB, HIDDEN = 4096, 1024
+SMALL = {
+    "hidden_size": HIDDEN, "intermediate_size": 2048, "vocab_size": VOCAB, "num_hidden_layers": 4, "eos_token_id": 256,
+    "bos_token_id": None, "max_position_embeddings": 4096, "first_k_dense_replace": 1, "pad_token_id": None,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+EXPERTS = {"n_routed_experts": 32, "moe_intermediate_size": 256, "num_experts_per_tok": 4}
+LATENT = {"num_attention_heads": 16, "num_key_value_heads": 16} | EXPERTS
+KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
+GEMMA = {"num_hidden_layers": 8, "layer_types": KINDS, "vocab_size_per_layer_input": VOCAB, "sliding_window": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
+    "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
+    "gemma4-12b": real.GEMMA4_31B | SMALL | GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "gemma4-26b-a4b": real.GEMMA4_26B | SMALL | GEMMA | {"num_experts": 32, "moe_intermediate_size": 256},
+    "gemma4-e2b": real.GEMMA4_E2B["text_config"] | SMALL | GEMMA | {"num_kv_shared_layers": 4},
+    "glm-4.5": real.GLM45 | SMALL | EXPERTS | {"num_attention_heads": 24, "num_key_value_heads": 2},
+    "minimax-m2": real.MINIMAX_M2 | SMALL | {
+        "num_local_experts": 32, "num_experts_per_tok": 4, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "intermediate_size": 256, "attn_type_list": [1] * 4, "num_nextn_predict_layers": 0,
+    },
+    "deepseek-v2": real.DEEPSEEK_V2_LITE | SMALL | LATENT | {"num_nextn_predict_layers": 0},
+}  # fmt: skip
+CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
+TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+
+
+def written(folder: Path, name: str) -> dict[str, Any]:
+    """Writes the family's config, and an assistant's where it has one -> the options of its own drafter."""
+    config = dict(FAMILIES[name])
+    config.pop("quantization_config", None)
+    config.pop("dtype", None)
+    config.setdefault("architectures", ["Gemma4ForCausalLM"])
+    if name.startswith("gemma4"):
+        own = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "layer_types": KINDS[:4]}
+        text = {**config, **own, "enable_moe_block": False, "num_kv_shared_layers": 4}
+        clusters = {"use_ordered_embeddings": True, "num_centroids": 64, "centroid_intermediate_top_k": 8}
+        assistant = {
+            "model_type": "gemma4_assistant", "backbone_hidden_size": HIDDEN, "text_config": text,
+            **(clusters if name == "gemma4-e2b" else {}),
+        }  # fmt: skip
+        write(folder / "assistant", assistant)
+    write(folder / "model", config)
+    write_tokenizer(folder / "model")
+    if name.startswith("gemma4"):
+        return {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": str(folder / "assistant")}
+    return {"speculative_algorithm": "NEXTN" if config["num_nextn_predict_layers"] else "NGRAM"}
+
+
+def write(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def answers(folder: Path, args: argparse.Namespace, at_once: int, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Of all prompts twice, and what else there is to say of the engine."""
+    import torch
+
+    from draftwing import LLM
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 300, (args.count,), generator=generator).tolist()
+    prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+    params = [
+        {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True}
+        for i in range(args.count)
+    ]
+    given = {
+        "device": args.device, "load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 16384, "random_seed": 1,
+        "max_running_requests": at_once, "chunked_prefill_size": 256, "log_level": "warning",
+        "enable_deterministic_inference": args.device == "cuda", "quantization": args.format,
+    }  # fmt: skip
+    started = time.monotonic()
+    with LLM(str(folder), **(given | options)) as llm:
+        loaded = time.monotonic()
+        if at_once > 1:
+            llm.generate([prompt[: len(prompt) // 2] for prompt in prompts], {"max_new_tokens": 1})
+        rounds = [llm.generate(prompts, params) for _ in range(2 if at_once > 1 else 1)]
+        said = {
+            "start_s": round(loaded - started, 1), "s": round(time.monotonic() - loaded, 1),
+            "accept_length": round(llm.engine.stats()["accept_length"], 2),
+            "preempted": sum(one.meta_info["num_retractions"] for found in rounds for one in found),
+            "cached": sum(one.meta_info["cached_tokens"] for found in rounds for one in found),
+        }  # fmt: skip
+    return [[list(one.token_ids) for one in found] for found in rounds], said
+
+
+def one_family(args: argparse.Namespace) -> None:
+    """Prints a line of JSON for each engine."""
+    name = args.one
+    with tempfile.TemporaryDirectory() as made:
+        own = written(Path(made), name)
+        drafter = own.pop("speculative_algorithm")
+        (plain,), said = answers(Path(made) / "model", args, 1, speculative_algorithm="none")
+        said["different_tokens"] = len({token for answer in plain for token in answer})
+        print(json.dumps({"family": name, "format": args.format, "way": "none, one at a time", **said}), flush=True)
+        more = {"speculative_fixed_shape": True, "enable_mixed_chunk": True, **own}
+        for algorithm in dict.fromkeys((f"{drafter}+SUFFIX" if drafter != "NGRAM" else "SUFFIX", drafter)):
+            for words, shape in (("trees", TREE), ("chains", CHAIN)):
+                found, said = answers(Path(made) / "model", args, 16, speculative_algorithm=algorithm, **shape, **more)
+                same = [sum(a == b for a, b in zip(plain, again, strict=True)) for again in found]
+                line = {"family": name, "format": args.format, "way": f"{algorithm}, {words}", "same": same}
+                print(json.dumps({**line, "of": args.count, **said}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", type=listed(str), default=list(FAMILIES))
+    parser.add_argument("--formats", type=listed(str), default=["none"], help="as --quantization has them")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--count", type=int, default=80, help="of prompts")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--at-once", type=int, default=8, help="families")
+    parser.add_argument("--seconds", type=float, default=150.0, help="after which what runs is stopped")
+    parser.add_argument("--out", type=Path, default=Path("family_texts.json"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--format", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        one_family(args)
+        return
+    end, todo = time.monotonic() + args.seconds, [(form, name) for form in args.formats for name in args.families]
+    running: dict[tuple[str, str], tuple[subprocess.Popen[str], Path]] = {}
+    logs, results = Path(tempfile.mkdtemp()), {}
+    while (todo or running) and time.monotonic() < end:
+        while todo and len(running) < args.at_once:
+            form, name = key = todo.pop(0)
+            command = [sys.executable, __file__, "--one", name, "--format", form, "--device", args.device]
+            command += ["--count", str(args.count), "--tokens", str(args.tokens)]
+            log = logs / f"{form} {name}"
+            with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
+                running[key] = subprocess.Popen(command, stdout=file, stderr=errors, text=True), log
+        time.sleep(0.5)
+        for key, (process, log) in list(running.items()):
+            results[key] = collected(process, log)
+            if process.poll() is not None:
+                del running[key]
+        text = json.dumps([line for lines in results.values() for line in lines], indent=1)
+        args.out.with_suffix(".part").write_text(text)
+        args.out.with_suffix(".part").replace(args.out)  # so that it is whole, whenever this is ended
+    for (form, name), (process, _) in running.items():
+        process.kill()
+        print(f"{name}, {form}: stopped")
+    for line in (line for lines in results.values() for line in lines):
+        print(json.dumps(line))
+
+
+def collected(process: subprocess.Popen[str], log: Path) -> list[dict[str, Any]]:
+    """The lines of a family so far, and what it failed with."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    if process.poll():
+        lines.append({"family": log.name, "failed": log.with_suffix(".err").read_text()[-1500:]})
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Captures graphs before the first request, and measures what steps of them cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.executor import Executor
+from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs
+from draftwing.kv.pool import KVPool
+from draftwing.sched.policy.cost import StepCost
+
+log = logging.getLogger("draftwing")
+
+
+def capture(
+    executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, again: bool = False
+) -> None:
+    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; of several ranks all.
+    costs: to measure, None where they are known.  again: as `measure_graphs` has it."""
+    start, free = time.monotonic(), executor.device.free_memory()
+    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    some = executor.model.ranks.size == 1
+    with experts_at_random(executor):
+        captured = executor.run_on_all_ranks(Executor.capture, menu, some)
+        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
+        log.debug("steps of %d other shapes and sizes are captured when there is time", len(executor.graphs.later))
+        if costs is not None:
+            start = time.monotonic()
+            measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, again)
+            log.debug("start: %.2f s for what steps cost", time.monotonic() - start)
+            executor.run_on_all_ranks(Executor.flush)

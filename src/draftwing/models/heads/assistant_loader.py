@@ -1,0 +1,153 @@
+"""Loads Gemma 4's assistants, from folders and GGUF files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.blocks import log_blocks
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import log_groups
+from draftwing.models import gguf
+from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.dummy import fill_random
+from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.gguf_gemma4 import ARCH
+from draftwing.models.heads.assistant import AssistantHead, ClusterConfig, of_keys
+from draftwing.models.heads.config import same
+from draftwing.models.loader import Tensors, fill_parameters
+from draftwing.models.quantised.read import assembled
+from draftwing.models.weight_map import layer_names
+from draftwing.requests.refusals import show
+
+logger = logging.getLogger(__name__)
+_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_IN_GGUF = "gemma4-assistant"
+_MOST_CLUSTERS = 1 << 16
+
+
+def load_assistant(
+    path: str | Path,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool = False,
+    weight_format: WeightFormat = DENSE,
+) -> AssistantHead:
+    """Loads the assistant in the folder or `.gguf` file `path` for `target`.  dummy: random weights from the config
+    alone.  weight_format: of its matrices.  Raises CheckpointError for another model, for one of another target, and
+    for missing tensors, and ConfigError for one that cannot be spread over the target's ranks."""
+    started, path = time.perf_counter(), Path(path)
+    in_file = path.suffix == ".gguf"
+    if not in_file and not path.is_dir():
+        raise CheckpointError(f"draft model: expected a folder or a .gguf file, found neither at {path}")
+    try:
+        file = _as_gemma4(open_gguf(path), target) if in_file else None
+        raw = {} if in_file else read_json(path / "config.json")
+        config = _config(raw, target) if file is None else gguf.model_config(file)
+        same("vocab_size", target.config.vocab_size, config.vocab_size)
+        if config.experts is not None or config.weight_format != DENSE:
+            raise CheckpointError("expected an assistant without experts, in a format of this package")
+        head = AssistantHead(config, target, dtype, weight_format, _clusters(raw, target))
+        if dummy:
+            fill_random(head, device)
+        else:
+            stored: Tensors = (
+                assembled(config.quantization, folder_tensors(path)) if file is None else _of_file(file, head)
+            )
+            _fill(head, stored, device)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"draft model {path}: {error}") from None
+    logger.info(
+        "assistant %s: %.2f s; %d layers, which read pool layers %s of the target",
+        "made of random weights (load_format dummy)" if dummy else "loaded", time.perf_counter() - started,
+        head.config.num_layers, ", ".join(str(cast(DecoderLayer, one).mixer.pool_layer) for one in head.layers),
+    )  # fmt: skip
+    log_blocks(head)
+    log_groups(head)
+    return head.requires_grad_(False)
+
+
+def _fill(head: AssistantHead, tensors: Tensors, device: torch.device | str) -> None:
+    table = head.names()
+    cuts = {name: part.cut for name, part in table.items() if part.cut is not None}
+    here = ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in tensors)
+    unread = {"lm_head.weight", *filter(of_keys, layer_tensors(head.config))}
+    fill_parameters(head, table, here, device, unread)
+    if head.clusters is not None:
+        head.clusters.check()
+
+
+def layer_tensors(config: ModelConfig) -> list[str]:
+    """Returns the names of tensors of all layers, as if they had keys and values."""
+    return [name for i in range(config.num_layers) for name in layer_names(config, f"model.layers.{i}", "", index=i)]
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
+    """Of its layers. raw: config.json."""
+    fields = Fields(raw, "config")
+    if fields.get("model_type") not in _TYPES:
+        raise CheckpointError(f"expected model_type {' or '.join(_TYPES)}, found {show(fields.get('model_type'))}")
+    hidden = target.config.hidden_size
+    fields.whole("backbone_hidden_size", hidden, hidden)
+    own = fields.inner("text_config")
+    own.whole("hidden_size", high=WIDEST)
+    return from_hf(
+        {
+            "max_position_embeddings": target.config.max_positions,
+            "vocab_size": 262144,
+            "quantization_config": raw.get("quantization_config"),
+            **dict(own.items()),
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_kv_shared_layers": 0,  # what they read is the target's
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+        }
+    )
+
+
+def _clusters(raw: Mapping[str, Any], target: DecoderModel) -> ClusterConfig | None:
+    fields, vocab = Fields(raw, "config"), target.config.vocab_size
+    if not fields.flag("use_ordered_embeddings"):
+        return None
+    count = fields.whole("num_centroids", 1, min(vocab, _MOST_CLUSTERS), 2048)
+    if vocab % count:
+        raise CheckpointError(f"config: num_centroids: expected a number that divides {vocab} tokens, found {count}")
+    return ClusterConfig(count, fields.whole("centroid_intermediate_top_k", 1, count, 32))
+
+
+# ---- GGUF files, which have no clusters ------------------------------------------------------------------------------
+
+
+def _as_gemma4(file: GGUFFile, target: DecoderModel) -> GGUFFile:
+    """The file as if its layers had keys and values. Raises CheckpointError for another model's."""
+    found = file.metadata.get("general.architecture")
+    if found != _IN_GGUF:
+        raise CheckpointError(f"expected general.architecture {_IN_GGUF}, found {show(found)}")
+    hidden = target.config.hidden_size
+    Fields(file.metadata, "metadata", f"{_IN_GGUF}.").whole("embedding_length_out", hidden, hidden)
+    own = {
+        f"{ARCH}.{name}": value
+        for prefix, _, name, value in ((*key.partition("."), value) for key, value in file.metadata.items())
+        if prefix == _IN_GGUF and name not in ("attention.shared_kv_layers", "nextn_predict_layers")
+    }
+    return replace(file, metadata=file.metadata | own | {"general.architecture": ARCH})
+
+
+def _of_file(file: GGUFFile, head: AssistantHead) -> Tensors:
+    stored = gguf.tensors(file, head.config, in_blocks=head.config.weight_format.takes_blocks)
+    return ((name.removeprefix("nextn."), value) for name, value in stored)

@@ -1,0 +1,80 @@
+"""Small random models of the families with latent attention, experts by sigmoids, and Gemma 4's layers, in each format
+in which people have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gemma4_models
+import moe_models
+import tiny_quantised as tiny
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tiny_checkpoint import write_tokenizer
+from torch import Tensor, from_numpy
+
+MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2"]
+FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS)]
+FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
+PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe"]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # of whole blocks of K-quants
+
+
+def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Path]:
+    """A model of transformers, and its files, with a prediction layer or an assistant of the same format where it has
+    one. Its weights are those of the files, multiplied out."""
+    theirs, helper = made(family, {**(WIDE if form == "Q4_K" else {}), **sizes})
+    extra: dict[str, Tensor] = {}
+    if family in PREDICTING:
+        extra = moe_models.published(theirs, moe_models.predicting(theirs))
+    if form in Type.__members__:
+        return theirs, in_gguf(folder, theirs, helper, extra, Type[form])
+    moe_models.with_layer(folder / "model", theirs, extra)
+    write_tokenizer(folder / "model")
+    if helper is not None:
+        helper.save_pretrained(folder / "assistant")
+    if form == "plain":
+        return theirs, folder / "model"
+    moe_models.with_layer(folder / "wide", theirs, extra)
+    config, write = tiny.FORMATS[form]
+    save_file(tiny.quantise(folder / "model", config, lambda _: write), folder / "wide/model.safetensors")
+    if helper is not None:
+        tiny.quantise(folder / "assistant", config, lambda _: write)
+    return type(theirs).from_pretrained(folder / "wide").float().eval(), folder / "model"
+
+
+def made(family: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """A model, and an assistant for it or None."""
+    if family in MOE:
+        own = {"rope_parameters": moe_models.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+        if family == "minimax-m2":
+            sizes = {name: value for name, value in sizes.items() if name != "moe_intermediate_size"}
+        return moe_models.reference(family, **(own if family == "deepseek-v2" else {}), **sizes), None
+    kind = family.removeprefix("gemma4-")
+    if kind == "per-layer" and "hidden_size" in sizes:
+        sizes = {**sizes, "hidden_size_per_layer_input": sizes["hidden_size"], "num_attention_heads": 8}
+    theirs = gemma4_models.reference(kind, **sizes)
+    return theirs, gemma4_models.assistant_for(theirs)
+
+
+def in_gguf(folder: Path, theirs: Any, helper: Any, extra: dict[str, Tensor], kind: Type) -> Path:
+    """Writes files; what the weights are in them goes into the model."""
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    write_tokenizer(tokenizer)
+    (tokenizer / "config.json").write_text("{}")
+    path = folder / "model.gguf"
+    if helper is None:
+        moe_models.write_gguf(path, theirs.config, {**theirs.state_dict(), **extra}, kind, joined=True)
+    else:
+        gemma4_models.write_gguf(path, theirs, kind)
+        gemma4_models.write_gguf(folder / "assistant.gguf", helper, kind)
+    block, kept = GGML_QUANT_SIZES[kind][0], ["embed_tokens", "mlp.gate.", "moe.gate.", "router."]
+    kept += ["lm_head"] * theirs.config.tie_word_embeddings
+    for name, value in theirs.state_dict().items():
+        if value.dim() > 1 and value.shape[-1] % block == 0 and not any(part in name for part in kept):
+            value.copy_(from_numpy(dequantize(moe_models.quantised(value.numpy(), kind), kind)))
+    return path

@@ -1,0 +1,57 @@
+"""Every kind of step of a family in every format, chunks of a prompt, single tokens and nodes of a tree, on one rank
+and on two, against transformers with the same weights multiplied out."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_files import FAMILIES, FORMS, MOE, written
+from hybrid_models import Pooled, check_steps
+from thread_ranks import meet
+
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.parallel.ranks import ALONE, Ranks
+
+OPS = make_ops(torch.device("cpu"))
+ALL_CASES = [
+    (family, form, ranks)
+    for family, form, ranks in product(FAMILIES, FORMS, ["one rank", "two ranks", "whole experts"])
+    if ranks != "whole experts" or family in (*MOE, "gemma4-experts")
+]
+SOME = [
+    ("deepseek-v2", "Q8_0", "two ranks"),
+    ("deepseek-v3", "fp8 block", "two ranks"),
+    ("glm4-moe-lite", "awq", "whole experts"),
+    ("glm4-moe", "Q4_K", "one rank"),
+    ("minimax-m2", "gptq", "two ranks"),
+    ("gemma4-dense", "fp8 block", "two ranks"),
+    ("gemma4-per-layer", "Q4_K", "one rank"),
+    ("gemma4-experts", "compressed int4", "whole experts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "ranks"),
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in ALL_CASES],
+)
+def test_steps_equal_transformers(tmp_path: Path, family: str, form: str, ranks: str) -> None:
+    if form == "Q4_K" and form not in OPS.block_kinds:
+        pytest.skip("the gguf package writes no such blocks")
+    theirs, path = written(tmp_path, family, form)
+
+    def check(rank: Ranks) -> None:
+        model: Any = load_model(path, torch.float32, "cpu", ranks=rank)
+        model.pack(OPS)
+        check_steps(theirs, Pooled(model, OPS))
+
+    if ranks == "one rank":
+        check(ALONE)
+        return
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(check, meet(2, ranks == "whole experts")))
