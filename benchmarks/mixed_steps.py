@@ -3,7 +3,7 @@
     python benchmarks/mixed_steps.py --model FOLDER --draft EAGLE3=HEAD [--drafters none,EAGLE3] --out mixed.json
     python benchmarks/mixed_steps.py --cells 600x4 --rate 0 --drafters none,EAGLE3      # two CPU cores
 
-A cell is a length of prompts (chat), or `mix` for those of `open_loop.py`, and how many requests run at once, three
+A cell is a length of prompts (chat), or `mix` for those of `open_loop.py`, and how many requests run at once, `--waves`
 times as many in all. With `--rate` requests come at random times, too. Each round has other prompts, and both ways have
 the same. `steps` tells of the mixed ones: how many, with drafts, from graphs, mean tokens of prompts, milliseconds;
 `ratio` is of tokens per second, mixed over in turn. With `enable_deterministic_inference=true` all answers must be the
@@ -26,7 +26,6 @@ from load_texts import Texts
 from open_loop import TEMPERATURE, arrivals, times
 
 WAYS = ("in turn", "mixed")
-REQUESTS = 3  # of a cell, times those that run at once
 
 
 def cell(text: str) -> tuple[str, int]:
@@ -40,12 +39,12 @@ def runs_of(texts: Texts, args: argparse.Namespace) -> dict[str, Callable[[Any, 
 
     def closed(length: str, at_once: int) -> Callable[[Any, int], Driven]:
         def run(engine: Any, turn: int) -> Driven:
-            count = REQUESTS * at_once if turn else at_once
+            count = args.waves * at_once if turn else at_once
             tokens = args.tokens if turn else args.tokens // 8
             if length == "mix":
                 return drive(engine, arrivals(texts, 1.0, count, tokens, turn + 1), at_once)
             prompts = texts.prompts("chat", int(length), count, turn * count)
-            return drive(engine, jobs_of(prompts, args.temperature, tokens, 0.3, turn), at_once)
+            return drive(engine, jobs_of(prompts, args.temperature, tokens, args.spread, turn), at_once)
 
         return run
 
@@ -118,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--spread", type=float, default=0.3, help="of the lengths of answers to prompts of one length")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     results: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Figures: `none`, tokens per second over those without drafts; `best`, over those of the best fixed shape; `gap`,
 the 99th percentile of gaps over that without drafts; `steps` until a change of load is followed; `us`, microseconds
-of the host; `share` and `seconds` as the cell's name says.
+of the host; `share` and `seconds` as the cell's name says; of a burst `first`, and `bound`, of which more is better.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from served import MIX, TIMES, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
+from served import MIX, TIMES, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
 from worlds import MACHINES, TREE, WithKeys, World
 
 from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, Chunk, StepResult, TreeShape
@@ -31,7 +31,7 @@ Figures = dict[str, float]
 CELLS: dict[str, Callable[[], Figures]] = {}
 LIMIT = 1024  # queries of a step that count for the best shape
 BASELINE = Path(__file__).with_name("baseline.json")
-MORE_IS_BETTER = ("none", "best", "share")
+MORE_IS_BETTER = ("none", "best", "share", "bound")
 NOISE = {"steps": 20.0, "most": 20.0, "us": 40.0, "record": 40.0}  # in their own units: less says nothing
 
 
@@ -350,6 +350,17 @@ def beside(load: Callable[..., ClosedLoop | OpenLoop], **more: Any) -> Figures:
     return {"gap": mixed.late() / turns.late(), "share": paces[0] / paces[1]}
 
 
+def burst(drafts: bool, clients: int, sizes: Sequence[int], count: int) -> Figures:
+    """The same of requests that come as soon as fewer than `clients` run; `first`: the 99th percentile of times to the
+    first token, `bound`: tokens per second over those of all prompts at once and the least steps of all clients."""
+    turns, mixed = (Burst(drafts, clients, sizes, count, mixed=one) for one in (False, True))
+    turns.run()
+    mixed.run()
+    first, before = (float(np.quantile(one.first(), 0.99)) for one in (mixed, turns))
+    found = {"gap": mixed.late() / turns.late(), "share": mixed.rate() / turns.rate(), "first": first / before}
+    return found if drafts else found | {"bound": mixed.rate() / mixed.bound()}
+
+
 for drafts in (False, True):
     name = "with drafts" if drafts else "plain"
     for clients, size in ((8, 4000), (32, 2300), (64, 330)):
@@ -357,6 +368,10 @@ for drafts in (False, True):
             beside, ClosedLoop, drafts=drafts, clients=clients, size=size, seconds=8.0
         )
     CELLS[f"beside prompts / {name} 30 a second"] = partial(beside, OpenLoop, drafts=drafts, rate=30, seconds=8.0)
+    for clients, count, sizes in (
+        (8, 16, (5462,)), (32, 96, (3216,)), (4, 8, (16_000,)), (64, 192, MIX), (128, 384, MIX),
+    ):  # fmt: skip
+        CELLS[f"burst / {name} {clients} x {max(sizes)}"] = partial(burst, drafts, clients, sizes, count)
 
 
 def draft_model(clients: int, size: int, hit: float) -> Figures:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-from worlds import H200
+from worlds import H200, LongContexts
 
 from draftwing.core import (
     MARK_ONE,
@@ -113,6 +113,8 @@ class OnH200(Served):
         menu = tree_menu(self.TREE) if drafts else (PLAIN,)
         self.world = world(menu)
         policy = TreePolicy(menu, self.world.cost((1, 4, 16, 64, 128))) if drafts else FixedShape(PLAIN)
+        if isinstance(policy, FixedShape) and mixed:
+            policy.cost = self.world.cost()
         spans = {shape: shape.nodes for shape in menu}
         config = SchedulerConfig(
             200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE,
@@ -127,13 +129,16 @@ class OnH200(Served):
         if plan.kind == "tree":
             found = self.world.step(shape, [self.HIT] * rows)
             done = replace(found, tokens=np.ones((rows, shape.max_commit), np.int64), order=order)
+            kv_tokens = sum(req.kv for row in plan.rows.tolist() if (req := self.sched.kv.by_row.get(row)) is not None)
             if plan.beside is not None:
                 tokens = sum(chunk.length for chunk in plan.beside.chunks)
                 seconds, launch = self.world.prefill(tokens, mixed_nodes(shape, rows))
-                return replace(done, seconds=seconds + self.world.drafting(shape, rows)), launch
-            return done, 1e-3 * self.world.REPLAY
+                seconds += self.world.drafting(shape, rows) + self.world.attention(kv_tokens, plan.beside.chunks)
+                return replace(done, seconds=seconds), launch
+            return replace(done, seconds=done.seconds + self.world.attention(kv_tokens, ())), 1e-3 * self.world.REPLAY
         final = np.asarray([int(chunk.final) for chunk in plan.chunks])
         took, launch = self.world.prefill(sum(chunk.length for chunk in plan.chunks))
+        took += self.world.attention(0, plan.chunks)
         confidence = np.full(rows, MAX_CONFIDENCE)
         return StepResult(np.ones((rows, 1), np.int64), final, order, marks(rows, shape), confidence, took), launch
 
@@ -192,6 +197,60 @@ class ClosedLoop(OnH200):
             self.served += len(output.token_ids)
             if output.finish_reason is not None:
                 self.ask(self.now)
+
+
+class Burst(OnH200):
+    """`count` requests that come as soon as fewer than `clients` run, all with answers of as many tokens, after one
+    short request; contexts are long. Times are seconds."""
+
+    def __init__(
+        self, drafts: bool, clients: int, sizes: Sequence[int], count: int, tokens: int = 128, mixed: bool = False
+    ) -> None:
+        """sizes: tokens of prompts, which take turns."""
+        super().__init__(drafts, LongContexts, mixed)
+        self.clients, self.sizes, self.left, self.tokens = clients, sizes, 0, tokens
+        self.asked: dict[str, float] = {}
+        self.paces: list[float] = []  # of a token, of each answer
+        self.ask(200)
+        self.run()
+        for kept in (self.gaps, self.paces, self.last, self.began, self.asked):
+            kept.clear()
+        self.begun, self.left = self.now, count
+        for _ in range(clients):
+            self.ask()
+
+    def ask(self, size: int = 0) -> None:
+        number = self.left
+        self.left -= size == 0
+        prompt = [100_000 * (number + 1) + i for i in range(size or self.sizes[number % len(self.sizes)])]
+        self.todo.append((self.now, request(str(number), prompt, self.tokens)))
+        self.asked[str(number)] = self.now
+
+    def output(self, output: Any) -> None:
+        if output.finish_reason is not None:
+            tokens = output.meta["completion_tokens"]
+            self.paces.append((self.now - self.began[output.uid]) / (tokens - 1))
+            if self.left > 0:
+                self.ask()
+
+    def first(self) -> list[float]:
+        """Returns times to the first token, ascending."""
+        return sorted(at - self.asked[uid] for uid, at in self.began.items())
+
+    def rate(self) -> float:
+        """Returns tokens per second."""
+        return len(self.paces) * self.tokens / (self.now - self.begun)
+
+    def bound(self) -> float:
+        """Returns tokens per second where all prompts are prefilled at the best rate, one behind the other, and all
+        clients decode meanwhile or afterwards, in plain steps that share nothing with prompts."""
+        count, clients = len(self.paces), self.clients
+        sizes = [self.sizes[number % len(self.sizes)] for number in range(count)]
+        keys = [Chunk(0, 0, size, True) for size in sizes]
+        prompts = 1e-3 * self.world.SLOPE * sum(sizes) + self.world.attention(0, keys)
+        context = round(sum(sizes) / count + self.tokens / 2)
+        step = self.world.seconds(PLAIN, clients) + self.world.attention(clients * context, ())
+        return count * self.tokens / (prompts + count / clients * self.tokens * step)
 
 
 class FewPasses(H200):

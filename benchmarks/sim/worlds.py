@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, StepResult, TreeShape
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, Chunk, StepResult, TreeShape
 from draftwing.engine.graphs.prefill import MIXED_QUERIES, SIZES
+from draftwing.engine.startup.measure_costs import CONTEXTS
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import StepContext
 from draftwing.sched.policy.tree_policy import TreePolicy
@@ -138,19 +139,44 @@ class H200(World):
 
     PROMPT = (0, 32, 128, 256, 512, 775, 1022, 1493)  # tokens of a prefill
     PREFILL = (4.9, 4.95, 5.7, 7.35, 11.0, 15.97, 19.74, 28.5)
+    SLOPE = (PREFILL[-1] - PREFILL[-2]) / (PROMPT[-1] - PROMPT[-2])  # for each token more
     HEAD = (0.3, 1.04)  # and with the head's
     LAUNCH, REPLAY = 17.0, 0.5  # milliseconds of the host: of a prefill, of one that was captured
 
     def prefill(self, tokens: int, nodes: int = 0) -> tuple[float, float]:
         """nodes: of trees in the same forward -> seconds of the device, and of the host before it can look at anything
         else"""
-        captured, least = tokens <= SIZES[-1], MIXED_QUERIES if nodes else 0
-        queries = next(size for size in SIZES if size >= max(tokens, least)) if captured else tokens
-        queries += nodes
+        queries, least = tokens + nodes, MIXED_QUERIES if nodes else 0
+        captured = queries <= SIZES[-1]
+        queries = next(size for size in SIZES if size >= max(queries, least)) if captured else queries
         more, times = self.HEAD if len(self.menu) > 1 else (0.0, 1.0)
-        slope = (self.PREFILL[-1] - self.PREFILL[-2]) / (self.PROMPT[-1] - self.PROMPT[-2])
-        took = np.interp(queries, self.PROMPT, self.PREFILL) + slope * max(queries - self.PROMPT[-1], 0)
+        took = np.interp(queries, self.PROMPT, self.PREFILL) + self.SLOPE * max(queries - self.PROMPT[-1], 0)
         return 1e-3 * (more + times * float(took)), 1e-3 * (self.REPLAY if captured else self.LAUNCH)
+
+    def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
+        """Returns seconds beyond those of short contexts: of a step's rows, and of prompts."""
+        return 0.0
+
+
+class LongContexts(H200):
+    """The same where keys cost time."""
+
+    HEAD = (0.0, 1.0)
+    KEY, PROMPT_KEY = 36e-9, 1.6e-9  # seconds, of a row, and of a token of a prompt: 44,000 keys of 8 rows take 1.6 ms
+
+    def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
+        keys = sum(length * (start + length / 2) for _, start, length, *_ in chunks)
+        return self.KEY * kv_tokens + self.PROMPT_KEY * keys
+
+    def cost(self, sizes: Sequence[int] = (1, 8, 32, 128)) -> StepCost:
+        """As a start measures it, with contexts, too."""
+        cost = super().cost(sizes)
+        for shape in self.menu:
+            for size in sizes:
+                for context in CONTEXTS:
+                    kv_tokens = size * context
+                    cost.measured(shape, size, kv_tokens, self.seconds(shape, size) + self.attention(kv_tokens, ()))
+        return cost
 
 
 MACHINES = {

@@ -44,7 +44,7 @@ from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.policy.shape_policy import ShapePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.sched.scheduler import Scheduler
 from draftwing.sched.state_slots import StateSizes
@@ -262,7 +262,10 @@ def assemble(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
-    costs = StepCost(policy.menu, graph_size > 0) if isinstance(policy, TreePolicy) else None
+    chooses = isinstance(policy, TreePolicy)
+    # How long parts of prompts beside rows are follows from what steps cost, which those that have some do not show.
+    needed = chooses or (graph_size > 0 and options.enable_mixed_chunk)
+    costs = StepCost(policy.menu, graph_size > 0) if needed else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
@@ -275,7 +278,7 @@ def assemble(
             lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
-    if costs is not None and isinstance(policy, TreePolicy):
+    if costs is not None and isinstance(policy, TreePolicy | FixedShape):
         if not known and file is not None:
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
@@ -312,4 +315,6 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs, file)
+    return Parts(
+        options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file
+    )

@@ -33,4 +33,4 @@ class SchedulerConfig:
     # Queries of so many trees of a shape in one forward with parts of prompts, 0: they take turns; None: all do.
     mixes: Mixes | None = None
     prefill_sizes: tuple[int, ...] = ()  # tokens that a prefill is padded to, ascending; of more it is not
-    mixed_sizes: tuple[int, ...] = ()  # those of one that is mixed
+    mixed_sizes: tuple[int, ...] = ()  # queries that both together are padded to

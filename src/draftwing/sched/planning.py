@@ -77,12 +77,12 @@ def divided(
     todo: Sequence[Req],
     prefills: PrefillBudget,
     ready: Sequence[Req],
-    spared: float = 0.0,
+    spared: float | None = None,
     sizes: Sequence[int] = (),
 ) -> list[tuple[Req, int]]:
     """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
     ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
-    sizes: what it is padded to, as `SchedulerConfig` has it.
+    sizes: tokens that it is padded to, ascending; of more it is not.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least

@@ -137,11 +137,11 @@ class Scheduler:
             return self._plan_both(ready, mixes)
         prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
         if prefill_first:
-            plan = self._plan_prefill(ready, self.config.chunk_tokens)
+            plan = self._plan_prefill(ready, self.config.chunk_tokens, self.config.prefill_sizes)
         if plan is None:
             plan = self._plan_tree()
         if plan is None and not prefill_first:  # all who decode were retracted for prompts
-            plan = self._plan_prefill([], self.config.chunk_tokens)
+            plan = self._plan_prefill([], self.config.chunk_tokens, self.config.prefill_sizes)
         self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
@@ -149,13 +149,15 @@ class Scheduler:
         """Plans a step of those who decode, and parts of prompts beside it, for which nobody is retracted: they may be
         in the step. What they get no room for is planned alone, next, as all is if the step has come out as one that is
         not mixed."""
-        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, 0.0
+        tree, prompts, room, spared = self._plan_tree(mixes), None, self.config.chunk_tokens, None
         nodes = 0 if tree is None else mixes(tree.shape, len(tree.rows))
+        sizes = self.config.prefill_sizes
         if tree is not None:
-            room = min((room - tree.nodes, *self.config.prefill_sizes[-1:]))  # what is launched holds up results
+            sizes = tuple(size - nodes for size in self.config.mixed_sizes if size > nodes)
+            room = min((room - tree.nodes, *sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):
-            prompts = self._plan_prefill(ready, room, tree is None, spared)
+            prompts = self._plan_prefill(ready, room, sizes, tree is None, spared)
         self._prefilled = prompts.chunks if prompts is not None and tree is None else ()
         if prompts is None:
             self._alone |= self._prompts_wait
@@ -234,10 +236,11 @@ class Scheduler:
             self._retract(victim)
             rows += 1
 
-    def _plan_prefill(self, ready: list[Req], room: int, retracts: bool = True, spared: float = 0.0) -> Plan | None:
-        """ready: who decodes, and waits for it.  room: tokens.  retracts: whether others may be retracted for it, which
-        they are not for a mixed one.  spared: as of `PrefillBudget.max_seconds`."""
-        sizes = self.config.prefill_sizes if retracts else self.config.mixed_sizes
+    def _plan_prefill(
+        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None
+    ) -> Plan | None:
+        """ready: who decodes, and waits for it.  room: tokens.  sizes: tokens that it is padded to, ascending.
+        retracts: whether others may be retracted for it.  spared: as of `PrefillBudget.max_seconds`."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(

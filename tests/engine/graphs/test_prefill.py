@@ -146,7 +146,8 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     run = prefills.run_mixed
 
     def spy(chunks, key):
-        found = run(chunks, key)
+        found, queries = run(chunks, key), key.size * key.shape.queries
+        assert (found is None) == (sum(chunk.length for chunk in chunks) > (16 - queries) // 2 * 2), "16 are in one"
         counts[found is None] += 1
         shapes.add(key.shape)
         return found

@@ -104,6 +104,14 @@ def test_of_long_prompts_it_is_shorter() -> None:
     assert budget.max_seconds([9.0], 1) == pytest.approx(0.04 - base, rel=0.15)
 
 
+def test_long_prompts_beside_rows_have_as_much_as_others() -> None:
+    budget = learnt(0.005, 4e-5)
+    some, long = ([one] * 2 for one in (0.02, 9.0))
+    assert budget.max_seconds(long, 8) < budget.max_seconds(some, 8), "they take turns"
+    for spared in (0.004, 0.0, -0.004):
+        assert budget.max_seconds(long, 8, spared=spared) == pytest.approx(budget.max_seconds(some, 8, spared=spared))
+
+
 def test_beside_rows_of_the_same_forward_gaps_stay_as_they_are() -> None:
     """The weights are read once, so that there is as much more time for tokens."""
     budget = learnt(0.005, 4e-5)

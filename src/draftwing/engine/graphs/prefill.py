@@ -5,9 +5,10 @@ A graph is of a number of queries, not of certain prompts: whose they are, where
 into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
 table's dummy row, from its beginning: it reads and writes the pool's dummy slot.
 
-Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries, and of a shape and a
-number of rows for which there are graphs of tree steps. They stand in place of the stage `verify`: they read what
-`draft` has left, and leave what `commit` reads. So their memory is another than that of the stages.
+Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries in all, and of a shape
+and a number of rows for which there are graphs of tree steps. Matrices are multiplied with tiles of rows, and one row
+more than fills them takes a whole tile. They stand in place of the stage `verify`: they read what `draft` has left, and
+leave what `commit` reads. So their memory is another than that of the stages.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
-MIXED_QUERIES = 256  # least of prompts beside them: fewer are rounded up
+MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]
@@ -85,7 +86,7 @@ class PrefillGraphs:
 
     def planned(self, keys: Sequence[Key]) -> int:
         """How many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
-        return len(self.sizes) + sum(map(self._takes, keys)) * len(self.mixed_sizes)
+        return len(self.sizes) + sum(len(self._beside(key)) for key in keys)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
@@ -97,14 +98,19 @@ class PrefillGraphs:
     def capture_mixed(self, key: Key, trees: Batch, states: States, bar: tqdm[Any]) -> None:
         """Captures all sizes beside a step of this key, if it is mixed at all. trees, states: what its stage `draft`
         has left, and where `verify` leaves what it gives."""
-        for size in reversed(self.mixed_sizes if self._takes(key) else ()):
+        for size in reversed(self._beside(key)):
             self._fill(size, ())
             run = partial(self._run_mixed, self._inputs(size), trees, states)
             self._mixed[size, key], _ = self._device.record(run, self._pool)
             bar.update()
 
-    def _takes(self, key: Key) -> bool:
-        return key.size in self._row_sizes and takes(key)
+    def _beside(self, key: Key) -> list[int]:
+        """Queries of prompts that there are graphs of beside a step of this key, ascending."""
+        if key.size not in self._row_sizes or not takes(key):
+            return []
+        nodes = key.size * key.shape.queries
+        left = [size - nodes for size in self.mixed_sizes]
+        return [size - size % 2 for size in left if size > 1]  # even: `Inputs` begin at even places
 
     def clear(self) -> None:
         """Lets go of all graphs."""
@@ -129,16 +135,15 @@ class PrefillGraphs:
         """Of the graphs of a step of so many rows that prompts may be beside; None: there are none."""
         at = bisect_left(self._row_sizes, rows)
         key = Key(shape, self._row_sizes[at]) if at < len(self._row_sizes) else None
-        return key if key is not None and self._takes(key) else None
+        return key if key is not None and self._beside(key) else None
 
     def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
-        at = bisect_left(self.mixed_sizes, tokens)
-        if at == len(self.mixed_sizes) or len(chunks) >= MAX_CHUNKS or (self.mixed_sizes[at], key) not in self._mixed:
+        size = next((size for size in self._beside(key) if size >= tokens), 0)
+        if len(chunks) >= MAX_CHUNKS or (size, key) not in self._mixed:
             return None
-        size = self.mixed_sizes[at]
         self._fill(size, chunks)
         self._mixed[size, key]()
         self.mixed_replays += 1
@@ -190,8 +195,10 @@ class PrefillGraphs:
     def _run_mixed(self, inputs: Inputs, trees: Batch, states: States) -> None:
         nodes = trees.ids.shape[0]
         of_trees, (hidden, aux_hidden) = cut(self._forward(self._batch(inputs), trees), nodes)
-        if self._mixed_states is None:  # the largest are captured first
-            self._mixed_states = torch.empty_like(hidden), None if aux_hidden is None else torch.empty_like(aux_hidden)
+        if self._mixed_states is None:
+            most = self.mixed_sizes[-1]
+            aux = None if aux_hidden is None else aux_hidden.new_empty(most, aux_hidden.shape[1])
+            self._mixed_states = hidden.new_empty(most, hidden.shape[1]), aux
         put(states, of_trees)
         put(cut(self._mixed_states, hidden.shape[0])[0], (hidden, aux_hidden))
 

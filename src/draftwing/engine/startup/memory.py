@@ -15,7 +15,7 @@ from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MAX_NODES, Key, batch_sizes
-from draftwing.engine.graphs.prefill import MIXED_NODES, kept_bytes, prefill_sizes, takes
+from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes, takes
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
@@ -281,8 +281,6 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # They share their memory, but for those of both, and of prompts then. A prompt's leave their results.
             mixed, queries = options.enable_mixed_chunk, prefill_sizes(tokens)[-1]
-            if mixed:
-                queries += MIXED_NODES
             prompts = peak(executor, first_step(min(queries, longest * rows), longest, length))
             graphs = graphs + prompts if mixed else max(graphs, prompts)
             hidden = rig.model.config.hidden_size

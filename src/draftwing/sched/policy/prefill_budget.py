@@ -3,7 +3,8 @@
 Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So a prefill with them is
 short: a *part* takes `PART` times what it takes to read all weights for next to nothing, as the shortest step does, or
 the shortest prefill, for a step reads few of a mixture's experts; then it still uses the device well. Where many wait
-it may be longer; of a few long prompts it is shorter, for those who decode would pay for them at every step.
+it may be longer; of a few long prompts that take turns with steps it is shorter, for those who decode would pay for
+them at every step.
 """
 
 from __future__ import annotations
@@ -140,22 +141,25 @@ class PrefillBudget:
         """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._read), UNNOTICED_GAP)
 
-    def max_seconds(self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float = 0.0) -> float:
+    def max_seconds(
+        self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float | None = None
+    ) -> float:
         """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
         decoding: how many decode meanwhile. alike: whether all are one client's, with one priority; others do not wait
-        for a crowd. spared: as many more, or fewer; half of what it would be is left. All of it as long as nothing is
-        known."""
+        for a crowd. spared: beside a step in one forward, as many more, or fewer; half of what it would be is left, and
+        long prompts have as much as others, for each part saves a reading of all weights. None: by itself. All of it as
+        long as nothing is known."""
         if not self._steps or not self._token:
             return sum(waiting)
         if not decoding:
             return max(UNNOTICED_WAIT, CROWD * self._part()) - self._start
         whole, part = max(self._shortest, self._read), self._part() - self._start
-        few = min(sum(one for one in waiting if one <= LONG * whole), part)
+        few = min(sum(one for one in waiting if spared is not None or one <= LONG * whole), part)
         fit = [one for one in waiting if alike and one <= part]
         crowd = min(sum(fit), CROWD_GAP, CROWD * len(fit) / decoding * part)
         usual = max(self._usual - self._start, self._start)
         longest = max(usual, few, crowd, sum(min(one, part) for one in waiting) / CROWD)
-        longest = max(longest + spared, longest / 2)
+        longest = max(longest + (spared or 0.0), longest / 2)
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 

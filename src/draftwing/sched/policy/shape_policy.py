@@ -101,18 +101,18 @@ class FixedShape(ShapePolicy):
 
     def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
-        self._cost = StepCost(self.menu, stepwise=False)
+        self.cost = StepCost(self.menu, stepwise=False)
 
     def choose(self, context: StepContext) -> TreeShape:
         return self.menu[0] if any(context.confidences) else PLAIN
 
     def record(self, shape: TreeShape, context: StepContext, result: StepResult, is_cost: bool = True) -> None:
-        self._cost.threads = result.threads
+        self.cost.threads = result.threads
         if is_cost:
-            self._cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
+            self.cost.record(shape, len(context.confidences), context.kv_tokens, result.seconds)
 
     def seconds(self, rows: int, kv_tokens: int, shape: TreeShape | None = None) -> float | None:
-        return self._cost.seconds(shape or self.menu[0], rows, kv_tokens)
+        return self.cost.seconds(shape or self.menu[0], rows, kv_tokens)
 
     def explain(self, context: StepContext) -> list[dict[str, Any]]:
         chosen = self.choose(context)
