@@ -42,14 +42,18 @@ def test_a_value_out_of_range_is_refused_with_the_rule(fields: dict[str, Any], r
     assert rule in str(info.value)
 
 
-def test_overlap_is_the_default_on_cuda_only() -> None:
-    def overlaps(device: str, **fields: bool) -> bool:
+@pytest.mark.parametrize(
+    ("enable", "disable"),
+    [("enable_overlap", "disable_overlap_schedule"), ("enable_mixed_chunk", "disable_mixed_chunk")],
+)
+def test_overlap_and_mixed_steps_are_the_default_on_cuda_only(enable: str, disable: str) -> None:
+    def is_on(device: str, **fields: bool) -> bool:
         defaults = defaults_for(0) if device == "cuda" else CpuDevice().defaults
-        return Options(**fields).resolve().for_engine(defaults).enable_overlap  # type: ignore[arg-type]
+        return getattr(Options(**fields).resolve().for_engine(defaults), enable)  # type: ignore[arg-type, no-any-return]
 
-    assert overlaps("cuda") and not overlaps("cpu")
-    assert overlaps("cpu", enable_overlap=True)
-    assert not overlaps("cuda", disable_overlap_schedule=True)
+    assert is_on("cuda") and not is_on("cpu")
+    assert is_on("cpu", **{enable: True})
+    assert not is_on("cuda", **{disable: True})
 
 
 def test_keyword_options() -> None:

@@ -118,6 +118,7 @@ def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, 
             "min_bfs_breadth must be at most speculative_ngram_max_bfs_breadth; found 11 and 10",
         ),
         ({"enable_overlap": True, "disable_overlap_schedule": True}, "exclude each other"),
+        ({"enable_mixed_chunk": True, "disable_mixed_chunk": True}, "exclude each other"),
         ({"chunked_prefill_size": 0}, "at least 1, or -1"),
         (
             {"reasoning_parser": "qwen3", "tool_call_parser": "gpt-oss"},

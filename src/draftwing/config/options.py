@@ -213,9 +213,11 @@ class Options:
         minimum=-1,
     )  # fmt: skip
     enable_mixed_chunk: bool = option(
-        False, MEMORY,
-        "run parts of prompts in the same forward as the requests that decode; by default they take turns",
-    )  # fmt: skip
+        False, MEMORY, "run parts of prompts in the same forward as the requests that decode (default on CUDA only)"
+    )
+    disable_mixed_chunk: bool = option(
+        False, MEMORY, "let parts of prompts and the requests that decode take turns; a start captures fewer graphs"
+    )
     kv_cache_dtype: str = option(
         "auto", MEMORY,
         "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "

@@ -46,6 +46,8 @@ def resolved(options: Options) -> Options:
     check_device(options.device)
     if options.disable_overlap_schedule and options.enable_overlap:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
+    if options.disable_mixed_chunk and options.enable_mixed_chunk:
+        raise ConfigError("enable_mixed_chunk and disable_mixed_chunk exclude each other; give one of them")
     if options.processors and options.tp_size > 1:
         raise ConfigError(f"cpu_affinity and tp_size {options.tp_size} exclude each other; leave one of them out")
     if options.learn_while_idle and options.learn is None:
@@ -78,7 +80,8 @@ def for_engine(options: Options, defaults: Defaults, architecture: str, carried:
     sizes["max_running_requests"] = rows
     sizes["chunked_prefill_size"] = options.chunked_prefill_size or defaults.chunked_prefill_size
     overlap = (options.enable_overlap or defaults.overlap) and not options.disable_overlap_schedule
-    options = dataclasses.replace(options, enable_overlap=overlap, **sizes)
+    mixed = (options.enable_mixed_chunk or defaults.mixed) and not options.disable_mixed_chunk
+    options = dataclasses.replace(options, enable_overlap=overlap, enable_mixed_chunk=mixed, **sizes)
     return _with_tree(options, options.drafter_spec, architecture, carried)
 
 

@@ -288,7 +288,7 @@ def assemble(
         why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
         if not executor.target.keeps_kv_alone:
             why = "layers of this model keep more than keys and values"
-        log.warning("--enable-mixed-chunk has no effect: %s", why)
+        log.info("parts of prompts and requests that decode take turns: %s", why)
         mixes = None
     sched = Scheduler(
         SchedulerConfig(

@@ -195,7 +195,7 @@ class CudaDevice(Device):
 def defaults_for(memory: int) -> Defaults:
     """Returns the defaults of a GPU with so many bytes of memory."""
     rows, chunk, graphs = next(sizes for least, *sizes in SIZES if memory >= least)
-    return Defaults(rows, chunk, overlap=True, graph_size=graphs)
+    return Defaults(rows, chunk, overlap=True, graph_size=graphs, mixed=True)
 
 
 def nvlink(size: int) -> str:
