@@ -47,13 +47,16 @@ def test_a_value_out_of_range_is_refused_with_the_rule(fields: dict[str, Any], r
     [("enable_overlap", "disable_overlap_schedule"), ("enable_mixed_chunk", "disable_mixed_chunk")],
 )
 def test_overlap_and_mixed_steps_are_the_default_on_cuda_only(enable: str, disable: str) -> None:
-    def is_on(device: str, **fields: bool) -> bool:
+    def is_on(device: str, **fields: Any) -> bool:
         defaults = defaults_for(0) if device == "cuda" else CpuDevice().defaults
+        fields.setdefault("speculative_algorithm", "none")
         return getattr(Options(**fields).resolve().for_engine(defaults), enable)  # type: ignore[arg-type, no-any-return]
 
     assert is_on("cuda") and not is_on("cpu")
     assert is_on("cpu", **{enable: True})
     assert not is_on("cuda", **{disable: True})
+    assert is_on("cuda", speculative_algorithm="NGRAM") == (enable == "enable_overlap")
+    assert is_on("cuda", speculative_algorithm="NGRAM", **{enable: True})
 
 
 def test_keyword_options() -> None:
