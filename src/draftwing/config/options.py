@@ -213,8 +213,9 @@ class Options:
         minimum=-1,
     )  # fmt: skip
     enable_mixed_chunk: bool = option(
-        False, MEMORY, "run parts of prompts in the same forward as the requests that decode (default on CUDA without drafts)"
-    )
+        False, MEMORY,
+        "run parts of prompts in the same forward as the requests that decode (default on CUDA without drafts)",
+    )  # fmt: skip
     disable_mixed_chunk: bool = option(
         False, MEMORY, "let parts of prompts and the requests that decode take turns; a start captures fewer graphs"
     )
