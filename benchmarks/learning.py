@@ -5,9 +5,9 @@ on general chat, before and after.
         [--train "--epochs 4"] [--options "--num-threads 1"] [--result FILE]
 
 Prompts are JSON lines with `turns`, as `draftwing train --prompts` takes them. Half of the requests are greedy, half at
-0.8, and nothing else is set: no penalties, which a model may have by default. Each part is skipped where its result is in
---out already: traffic, training, measurements. --train: further words for `draftwing train`; --options: for it and for
-the engines. --result: JSON with all figures.
+0.8, without the penalties that a model may have by default. Each part is skipped where its result is in --out already:
+traffic, training, measurements. --train: further words for `draftwing train`; --options: for it and for the engines.
+--result: JSON with all figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def texts(file: Path, count: int) -> list[str]:
 def serve(asked: argparse.Namespace, engine: dict[str, Any], folder: Path) -> None:
     """Answers the prompts and keeps them as traffic, one a second."""
     prompts = texts(asked.prompts, asked.requests)
-    params = [{**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i in range(len(prompts))]
+    params = [{**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i, _ in enumerate(prompts)]
     with LLM(asked.model, **engine) as llm:
         ids = [llm.engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         answers = llm.generate(ids, params)
