@@ -41,7 +41,9 @@ def texts(file: Path, count: int) -> list[str]:
 def serve(asked: argparse.Namespace, engine: dict[str, Any], folder: Path) -> None:
     """Answers the prompts and keeps them as traffic, one a second."""
     prompts = texts(asked.prompts, asked.requests)
-    params = [{**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i, _ in enumerate(prompts)]
+    params = [
+        {**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i, _ in enumerate(prompts)
+    ]
     with LLM(asked.model, **engine) as llm:
         ids = [llm.engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         answers = llm.generate(ids, params)
