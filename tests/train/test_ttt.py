@@ -105,7 +105,7 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
                 says = teacher(sample.final[j : j + 1])[0]
                 log_q = head.logits(hidden)[0].log_softmax(-1)
                 inside = bool((kept == says.argmax()).any())
-                wanted, said = (says[kept] / loss.temperature).softmax(-1), kept == ids[j + 1]
+                wanted, said = (says[kept] / loss.temperature).softmax(-1), (kept == ids[j + 1]).double()
                 if said.any():
                     wanted = (1 - loss.text) * wanted + loss.text * said
                 cross = -(wanted * log_q).sum() * inside

@@ -179,6 +179,9 @@ class TrafficStages(Stages):
             logger.info("draft vocabulary: %d new tokens", new)
             heads.renew_vocabulary(head, ids)
             self._note(covered(learnt, ids, self.config.vocab_size))
+        if head.lm_head is not None:
+            # It gains little with traffic, and moves the rows of all tokens: more than half of what general text loses.
+            head.lm_head.requires_grad_(False)
         return head
 
     def _fit_config(self) -> FitConfig:
