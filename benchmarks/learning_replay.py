@@ -5,10 +5,10 @@
     python benchmarks/learning_replay.py fit --out RUN --name a [--kind french] [--epochs 4] [--frozen] [...]
 
 DIR has `KIND.jsonl` and `KIND_later.jsonl` for each kind of traffic, and `own.jsonl`, which the model itself has
-written (`draftwing write-prompts`): JSON lines with `turns`. Answers of the model, half of them greedy and half at 0.8, are
-replayed (`train.judge`), the same text for all heads, so that differences of 1% are seen with some 80 of them. MT-bench
-and the prompts that a server judges by are never trained on. Text with the repetition penalty of 1.1, which `smollm2`
-has by default, is a set of its own (`french_penalty`). RUN/results.jsonl gets a line for each head.
+written (`draftwing write-prompts`): JSON lines with `turns`. Answers of the model, half of them greedy and half at
+0.8, are replayed (`train.judge`), the same text for all heads, so that differences of 1% are seen with some 80 of
+them. MT-bench and the prompts that a server judges by are never trained on. Text with the repetition penalty of 1.1,
+which `smollm2` has by default, is a set of its own (`french_penalty`). RUN/results.jsonl gets a line for each head.
 """
 
 from __future__ import annotations
