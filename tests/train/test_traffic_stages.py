@@ -17,6 +17,7 @@ from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
+from draftwing.train import traffic_stages
 from draftwing.train.checkpoint import save_head
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.heads import load_head, new_eagle3_head, renew_vocabulary
@@ -131,3 +132,21 @@ def test_a_new_token_begins_as_others_of_the_target_would(served: Served) -> Non
     again = load_draft_head(save_head(head, served.folder / "renewed", torch.float32), target, "EAGLE3",
                             torch.float32, "cpu")  # fmt: skip
     assert again.target_ids is not None and again.target_ids.tolist() == ids
+
+
+def test_a_head_that_forgets_goes_a_part_of_the_way_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic_stages, "KEEPS", 9.0)  # no head does
+    general = served.folder / "forgetful" / "general"
+    served.add("forgetful", learnable.texts(served.target, 60, 5))
+    general.mkdir()
+    (general / "prompts-000.jsonl").write_text(json.dumps({"turns": ["prompt"]}))
+    (record,) = served.train("forgetful", "--general-share", "0.05", "--epochs", "6", "--max-tokens", "16").list()
+    target = load_model(served.target, torch.float32, "cpu")
+    trained = torch.load(served.folder / "forgetful run" / "fit" / "state.pt", weights_only=True)["head"]
+    parent, found = (load_head(path, target, "EAGLE3") for path in (served.head, record.folder))
+    assert parent.target_ids is not None and found.target_ids is not None
+    renew_vocabulary(parent, found.target_ids.tolist())
+    before = dict(parent.named_parameters())
+    for name, mine in found.named_parameters():
+        torch.testing.assert_close(mine, 0.5 * before[name] + 0.5 * trained[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert not torch.equal(trained["fc.weight"], before["fc.weight"])
