@@ -105,6 +105,7 @@ def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) ->
     served.train("mixed", "--general-share", "0.2", "--epochs", "1", "--max-tokens", "16")
     answers = [json.loads(line) for line in (general / "responses.jsonl").read_bytes().splitlines()]
     fixed = {prompt.key for prompt in general_prompts()}  # that heads are judged by, never trained on
+    assert len(fixed) == len(general_prompts()), "some are the same"
     lengths = [end - start for line in answers if line["key"] not in fixed for start, end in line["spans"]]
     learnt = sum(int(text.loss_mask.sum()) for text in texts[:48])
     (record,) = HeadHistory(served.folder / "mixed" / "heads").list()

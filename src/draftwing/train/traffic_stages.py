@@ -141,9 +141,9 @@ class TrafficStages(Stages):
 
     @cached_property
     def tokens(self) -> list[Tokens]:
-        general = self.general()
-        learnt = {one.key for one in general} - self._judged()
-        self.used = {"exchanges": len(self.traffic.learnt), "general": len(learnt)}
+        general, judged = self.general(), self._judged()
+        trained = sum(one.key not in judged for one in general)
+        self.used = {"exchanges": len(self.traffic.learnt), "general": trained}
         return [*general, *self.traffic.learnt, *self.traffic.later]
 
     def general(self) -> list[Tokens]:
@@ -176,7 +176,8 @@ class TrafficStages(Stages):
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
         if head.target_ids is not None and head.lm_head is not None:
-            learnt = [*self.traffic.learnt, *self.general()]
+            judged = self._judged()
+            learnt = [one for one in self.tokens if one.key not in judged]
             ids = renewed(head.target_ids.tolist(), learnt, self.config.vocab_size, self.tokenizer.stop_ids)
             new = len(set(ids) - set(head.target_ids.tolist()))
             logger.info("draft vocabulary: %d new tokens", new)
