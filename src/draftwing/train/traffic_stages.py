@@ -171,7 +171,7 @@ class TrafficStages(Stages):
 
     def _judged(self) -> set[str]:
         """Keys of what is not trained on."""
-        return {one.key for one in [*self.traffic.later, *general_prompts()]}
+        return {one.key for one in self.traffic.later} | {prompt.key for prompt in general_prompts()}
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
