@@ -1,6 +1,6 @@
 """Latencies of requests with and without a process that trains between them, as `serve --learn-while-idle` has it.
 
-    python benchmarks/idle_training.py --from DIR --out RUN [--requests 40] [--tokens 48]
+    python benchmarks/idle_training.py --from DIR --out RUN [--requests 40] [--tokens 48] [--pause 0.6]
 
 DIR: of `serve --learn`, with enough traffic. Each request comes after a pause; before every second one a head is being
 trained, which stops when the request is there. RUN: where that training is left, to go on with.
@@ -16,7 +16,7 @@ from pathlib import Path
 from draftwing import LLM
 from draftwing.learn.idle import IdleTraining
 
-PAUSE, IDLE = 0.6, 0.1  # seconds: between requests, and of them without training
+IDLE = 0.1  # seconds without requests, after which it trains
 PROMPT = "Explain in a few sentences what a hash table is."
 
 
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--pause", type=float, default=0.6, help="seconds between requests")
     asked = parser.parse_args()
     training = IdleTraining(asked.folder, ["--model", asked.model, "--num-threads", "1"], 8 << 30, IDLE)
     training.out = asked.out
@@ -38,7 +39,7 @@ def main() -> None:
         training.busy()
         for number in range(2 * asked.requests):
             trains = number % 2 == 1
-            end = time.monotonic() + PAUSE
+            end = time.monotonic() + asked.pause
             while time.monotonic() < end:
                 time.sleep(0.02)
                 if trains:

@@ -2,11 +2,12 @@
 on general chat, before and after.
 
     python benchmarks/learning.py --prompts shell.jsonl --later shell_later.jsonl --out runs/shell [--requests 300] \
-        [--train "--epochs 4"] [--options "--num-threads 1"]
+        [--train "--epochs 4"] [--options "--num-threads 1"] [--result FILE]
 
 Prompts are JSON lines with `turns`, as `draftwing train --prompts` takes them. Half of the requests are greedy, half at
-0.8. Each part is skipped where its result is in --out already: traffic, training, measurements. --train: further words
-for `draftwing train`; --options: for it and for the engines.
+0.8, without the penalties that a model may have by default. Each part is skipped where its result is in --out already:
+traffic, training, measurements. --train: further words for `draftwing train`; --options: for it and for the engines.
+--result: JSON with all figures.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from draftwing import LLM
 from draftwing.cli.main import main as draftwing
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
+from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.train.evaluate import Trial, evaluate
 
 GENERAL = Path(__file__).parent / "data" / "mt_bench.jsonl"
 TEMPERATURES = (0.0, 0.8)
+PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0, "top_p": 1.0, "top_k": -1}  # as `evaluate` samples
 
 
 def texts(file: Path, count: int) -> list[str]:
@@ -38,7 +41,9 @@ def texts(file: Path, count: int) -> list[str]:
 def serve(asked: argparse.Namespace, engine: dict[str, Any], folder: Path) -> None:
     """Answers the prompts and keeps them as traffic, one a second."""
     prompts = texts(asked.prompts, asked.requests)
-    params = [{"max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i in range(len(prompts))]
+    params = [
+        {**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i, _ in enumerate(prompts)
+    ]
     with LLM(asked.model, **engine) as llm:
         ids = [llm.engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         answers = llm.generate(ids, params)
@@ -49,7 +54,7 @@ def serve(asked: argparse.Namespace, engine: dict[str, Any], folder: Path) -> No
 
 
 def measure(asked: argparse.Namespace, engine: dict[str, Any], head: str, name: str) -> list[dict[str, Any]]:
-    sets = {asked.later.stem: texts(asked.later, asked.measured), "general chat": texts(GENERAL, asked.measured)}
+    sets = {asked.later.stem: texts(asked.later, asked.measured), "general chat": texts(GENERAL, asked.general)}
     options = {**engine, "model": asked.model, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
     shapes = [TreeShape(*map(int, shape.split(","))) for shape in asked.shapes]
     return evaluate(options, sets, Trial(shapes, TEMPERATURES, asked.tokens, asked.concurrency), asked.out / name)
@@ -63,12 +68,15 @@ def main() -> None:
     parser.add_argument("--traffic", type=Path, help="folder of traffic that is there already (default: OUT/traffic)")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--measured", type=int, default=60, help="prompts of each set")
+    parser.add_argument("--head", help="that it starts from (default: the model's own)")
+    parser.add_argument("--measured", type=int, default=60, help="later prompts")
+    parser.add_argument("--general", type=int, default=60, help="prompts of general chat")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--shapes", nargs="+", default=["4,1,5"])
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--train", default="")
     parser.add_argument("--options", default="")
+    parser.add_argument("--result", type=Path)
     asked = parser.parse_args()
     words = shlex.split(asked.options)
     engine: dict[str, Any] = {
@@ -79,14 +87,20 @@ def main() -> None:
     if not (folder / "traffic.json").exists():
         serve(asked, engine, folder)
     history = HeadHistory(folder / "heads")
+    served = asked.head or Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path
+    if served is None:
+        parser.error(f"{asked.model} has no head of its own: name one as --head")
     if not history.list():
-        run = ["--from", str(folder), "--out", str(asked.out / "run"), "--model", asked.model]
+        run = ["--from", str(folder), "--out", str(asked.out / "run"), "--model", asked.model, "--init-head", served]
         if draftwing(["train", *run, *words, *shlex.split(asked.train)]):
             raise SystemExit(1)
-    served = Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path
-    assert served is not None
-    trained = str(history.list()[-1].folder)
-    before, after = measure(asked, engine, served, "before.json"), measure(asked, engine, trained, "after.json")
+    newest = history.list()[-1]
+    before, after = (measure(asked, engine, str(head), f"{name}.json")
+                     for name, head in (("before", served), ("after", newest.folder)))  # fmt: skip
+    if asked.result is not None:
+        fit = json.loads((asked.out / "run" / "fit.json").read_text(encoding="utf-8"))
+        learnt = {name: fit[name] for name in ("steps", "tokens", "seconds", "used")}
+        write_json(asked.result, {"learnt": learnt, "judged": newest.figures, "before": before, "after": after})
     print("| prompts | temperature | tree | acceptance length | | tokens per second | |")
     for old, new in zip(before, after, strict=True):
         cells = [old["set"], f"{old['temperature']:g}", str(tuple(old["shape"]))]

@@ -105,7 +105,10 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
                 says = teacher(sample.final[j : j + 1])[0]
                 log_q = head.logits(hidden)[0].log_softmax(-1)
                 inside = bool((kept == says.argmax()).any())
-                cross = -((says[kept] / loss.temperature).softmax(-1) * log_q).sum() * inside
+                wanted, said = (says[kept] / loss.temperature).softmax(-1), (kept == ids[j + 1]).double()
+                if said.any():
+                    wanted = (1 - loss.text) * wanted + loss.text * said
+                cross = -(wanted * log_q).sum() * inside
                 near = F.smooth_l1_loss(hidden[0], sample.final[j]) if loss.features else torch.zeros(())
                 total = total + loss.decay**k * (loss.tokens * cross + loss.features * near)
                 hit = bool(kept[log_q.argmax()] == says.argmax())
@@ -117,11 +120,11 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
 
 CASES = {
     "EAGLE3": Loss(steps=7),
-    "EAGLE3 variant": Loss(steps=4, decay=0.5, temperature=0.5),
+    "EAGLE3 variant": Loss(steps=4, decay=0.5, temperature=0.5, text=0.3),
     "EAGLE3 two layers": Loss(steps=3),
     "EAGLE": Loss(steps=1, tokens=0.1, features=1.0),
     "EAGLE in several steps": Loss(steps=3, tokens=0.1, features=1.0),
-    "MTP": Loss(steps=4),
+    "MTP": Loss(steps=4, text=0.3),
 }
 
 

@@ -149,6 +149,10 @@ class Settings:
     target_temperature: float = option(
         1.0, FIT, "temperature of the target's distribution in the loss; below 1 for greedy traffic", minimum=0.01,
     )  # fmt: skip
+    text_share: float = option(
+        0.0, FIT, "share of what is learnt that is the text's own token, not the target's distribution, which knows "
+        "nothing of a request's penalties; for blocks see --block-loss", minimum=0, maximum=1,
+    )  # fmt: skip
     clip: float = option(0.5, FIT, "largest norm of a gradient", minimum=0)
     save_every: int = option(500, FIT, "steps after which the state is saved", minimum=1)
     eval_every: int = option(500, FIT, "steps after which held-out loss is measured", minimum=1)
@@ -193,7 +197,7 @@ class Settings:
         blocks = {name for name in TRAINED if bool(training(name).block)}
         for names, algorithms, why in (
             (_OF_BLOCKS, blocks, ""),
-            (("ttt_steps",), TRAINED.keys() - blocks, ""),
+            (("ttt_steps", "text_share"), TRAINED.keys() - blocks, ""),
             (_OF_DSPARK, {"DSPARK"}, ""),
             (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
         ):

@@ -382,18 +382,20 @@ class Stages:
         if settings.training.block:
             asked |= {"kind": settings.block_loss, "anchors": settings.anchors}
         else:
-            asked["steps"] = settings.ttt_steps
+            asked |= {"steps": settings.ttt_steps, "text": settings.text_share}
         changes = {name: value for name, value in asked.items() if value is not None}
         loss = dataclasses.replace(recipe(settings.algorithm).loss, **changes)
         same = {name: value for name, value in vars(settings).items() if name in vars(FitConfig())}
         return FitConfig(**{**same, "loss": loss, "tokens": settings.batch_tokens})
 
     def _save(self, head: heads.AnyHead, report: FitReport) -> None:
-        out = self.run.out
+        self._write(head)
+        write_json(self.run.out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
+        logger.info("the head is in %s", self.run.out / "head")
+
+    def _write(self, head: heads.AnyHead) -> None:
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
-        save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000, self._extra())
-        write_json(out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
-        logger.info("the head is in %s", out / "head")
+        save_head(head, self.run.out / "head", dtype, self.settings.max_file_mb * 1_000_000, self._extra())
 
     def _extra(self) -> dict[str, Any]:
         """Returns keys of the config that say nothing of how a head computes."""

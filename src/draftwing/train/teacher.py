@@ -64,6 +64,22 @@ def teach(
     return Teacher(probs, best, known, share)
 
 
+@torch.no_grad()
+def lean_to_text(teacher: Teacher, head: FeatureHead, said: Tensor, share: float) -> Teacher:
+    """Returns predictions of which `share` is the text's own token, `said` [n] ids of the target, and the rest the
+    target's. Where the head cannot say that token, all of it is the target's."""
+    at, rows = said, torch.arange(len(said), device=said.device)
+    moved = teacher.probs.new_full((len(said),), share)
+    if head.target_ids is not None:
+        places = torch.full((head.config.vocab_size,), -1, device=said.device)
+        places[head.target_ids] = torch.arange(len(head.target_ids), device=said.device)
+        at = places[said]
+        moved *= at >= 0
+    probs = teacher.probs.mul_((1 - moved).unsqueeze(1))  # in place: nothing of a step is larger
+    probs[rows, at] += moved  # nothing where `at` is -1
+    return teacher._replace(probs=probs)
+
+
 def ratio(part: float, whole: float) -> float:
     """Returns their quotient, 0 of nothing."""
     return part / whole if whole else 0.0

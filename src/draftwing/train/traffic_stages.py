@@ -25,9 +25,10 @@ from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import TrafficStore
 from draftwing.models.heads.block import BlockHead
 from draftwing.train import heads
-from draftwing.train.data import Skipped, held_out, read_prompts
+from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.fit_config import FitConfig
+from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Drafted, Judgement, draft_along, judge
 from draftwing.train.run import Run
 from draftwing.train.stages import Stages, parts
@@ -44,9 +45,10 @@ ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, t
 # Highest learning rate times the hidden size. 0.23 and 0.35 were tried, with Muon, and spoilt no general text
 # (docs/dev/learning.md); not swept.
 RATE = 0.3
+# Shares of the way from the parent to what was trained, tried in turn until general text keeps so much of its tokens
+# per second. Half of the way has more than half of the gain (docs/dev/learning.md).
+WAYS, KEEPS = (1.0, 0.7, 0.5), 0.98
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
-JUDGED = 0.2  # share of general texts that is not trained on
-LEAST_JUDGED = 16  # of these, about, however little is trained on: the error of 3 or 4 is itself not known
 
 
 class TrafficStages(Stages):
@@ -87,20 +89,26 @@ class TrafficStages(Stages):
 
     @cached_property
     def data(self) -> Dataset:
-        """The prompts of the general text, as far as they are written. Those of one writing are taken in order, so that
-        the answers of earlier runs count."""
+        """The prompts of the general text: those to judge by, and those to train on, as far as they are written. Of
+        one writing they are taken in order, so that the answers of earlier runs count."""
         _ = self.traffic
         skipped = Skipped()
         files = sorted(self.answers.glob("prompts-*.jsonl"))
-        prompts = read_prompts(files, skipped) if files else []
-        return Dataset(prompts[: self._wanted], [], {}, skipped)
+        judged = general_prompts() if self._wanted else []
+        known = {prompt.key for prompt in judged}
+        own = [prompt for prompt in read_prompts(files, skipped) if prompt.key not in known] if files else []
+        return Dataset([*judged, *own[: self._wanted]], [], {}, skipped)
 
     @property
     def _wanted(self) -> int:
-        """How many general texts there are to be: to train on, and to judge by."""
+        """How many general texts are to be trained on."""
         share, learnt = self.settings.general_share, sum(self.traffic.tokens.values())
-        trained = round(share / (1 - share) * learnt / (ANSWER * self.settings.max_tokens))
-        return trained and trained + max(round(JUDGED / (1 - JUDGED) * trained), LEAST_JUDGED)
+        return round(share / (1 - share) * learnt / (ANSWER * self.settings.max_tokens))
+
+    @property
+    def _missing(self) -> int:
+        """How many prompts for these are still to be written."""
+        return self._wanted + len(general_prompts()) - len(self.data.prompts)
 
     def generate(self) -> None:
         """Has the model write prompts, as many as are missing, and answer them."""
@@ -110,7 +118,7 @@ class TrafficStages(Stages):
             logger.warning("without a chat template there is no general text: what is forgotten is not seen")
             return
         for number in range(len(list(self.answers.glob("prompts-*.jsonl"))), WRITINGS):
-            if len(self.data.prompts) >= self._wanted:
+            if self._missing <= 0:
                 break
             try:
                 self._write_prompts(number)
@@ -128,13 +136,14 @@ class TrafficStages(Stages):
         self.answers.mkdir(parents=True, exist_ok=True)
         file = self.answers / f"prompts-{number:03d}.jsonl"
         with closing(Engine(self.engine_options)) as engine:
-            write_prompts(engine, max(PROMPTS, self._wanted - len(self.data.prompts)), file, number)
+            write_prompts(engine, max(PROMPTS, self._missing), file, number)
         self._trim()
 
     @cached_property
     def tokens(self) -> list[Tokens]:
-        general = self.general()
-        self.used = {"exchanges": len(self.traffic.learnt), "general": len(general)}
+        general, judged = self.general(), self._judged()
+        trained = sum(one.key not in judged for one in general)
+        self.used = {"exchanges": len(self.traffic.learnt), "general": trained}
         return [*general, *self.traffic.learnt, *self.traffic.later]
 
     def general(self) -> list[Tokens]:
@@ -162,14 +171,13 @@ class TrafficStages(Stages):
 
     def _judged(self) -> set[str]:
         """Keys of what is not trained on."""
-        general = [one.key for one in self.general()]
-        share = min(max(JUDGED, LEAST_JUDGED / max(len(general), 1)), 0.5)
-        return {one.key for one in self.traffic.later} | held_out(general, share, self.settings.seed, "judge")
+        return {one.key for one in self.traffic.later} | {prompt.key for prompt in general_prompts()}
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
         if head.target_ids is not None and head.lm_head is not None:
-            learnt = [*self.traffic.learnt, *self.general()]
+            judged = self._judged()
+            learnt = [one for one in self.tokens if one.key not in judged]
             ids = renewed(head.target_ids.tolist(), learnt, self.config.vocab_size, self.tokenizer.stop_ids)
             new = len(set(ids) - set(head.target_ids.tolist()))
             logger.info("draft vocabulary: %d new tokens", new)
@@ -204,18 +212,28 @@ class TrafficStages(Stages):
         return []
 
     def judge(self) -> Judgement:
-        """Compares the head with the one that it started from."""
+        """Compares the head with the one that it started from. Where it loses too much of general text, it goes back
+        a part of the way."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
         _, part = parts(source, {one.key for one in self.tokens}, self._judged())
 
-        def drafted(folder: Path) -> dict[str, Drafted]:
-            head = heads.load_head(folder, target, self.settings.algorithm)
+        def drafted(head: heads.AnyHead) -> dict[str, Drafted]:
             assert not isinstance(head, BlockHead)
             return draft_along(head, part, len(self._seconds), self.settings.max_length)
 
-        before, after = drafted(self.init_heads[0]), drafted(self.run.out / "head")
-        return judge(before, after, self.traffic.clients, self._seconds)
+        folder, parent = self.run.out / "head", self.init_heads[0]
+        before = drafted(heads.load_head(parent, target, self.settings.algorithm))
+        for way in WAYS:
+            head = heads.load_head(folder, target, self.settings.algorithm)
+            heads.move_towards(head, heads.load_head(parent, target, self.settings.algorithm), 1 - way)
+            found = judge(before, drafted(head), self.traffic.clients, self._seconds)
+            if found.general is None or found.general.gain >= KEEPS or not found.traffic.better:
+                break
+            logger.info("%g of the way: %s", way, _in_words(found.general))
+        if way < 1:
+            self._write(head)
+        return found
 
     @cached_property
     def _seconds(self) -> list[float]:

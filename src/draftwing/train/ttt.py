@@ -25,7 +25,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.train.chain_attention import ChainAttention, wide
 from draftwing.train.cross_entropy import linear_cross_entropy
 from draftwing.train.heads import TargetHead
-from draftwing.train.teacher import Batch, Teacher, ratio, teach
+from draftwing.train.teacher import Batch, Teacher, lean_to_text, ratio, teach
 
 ChainHead = EagleHead | Eagle3Head | MTPHead
 
@@ -38,7 +38,8 @@ class Loss:
     target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
     feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
     length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its most likely
-    token counts, which is all that matters in greedy text.
+    token counts, which is all that matters in greedy text.  text: share of what is learnt that is the text's own token,
+    not the target's distribution, which knows nothing of a request's temperature, penalties and grammar.
     """
 
     steps: int = 7
@@ -47,6 +48,7 @@ class Loss:
     features: float = 0.0
     noise: float = 0.0
     temperature: float = 1.0
+    text: float = 0.0
 
     def rate(self, hidden: int) -> float:
         """The learning rate where none is asked for."""
@@ -83,6 +85,8 @@ class Objective(nn.Module):
         """
         loss, head = self.loss, self.head
         teacher = teach(head, self._target_head, batch.final, loss.temperature)
+        if loss.text:
+            teacher = lean_to_text(teacher, head, batch.ids.flatten()[batch.position + 1], loss.text)
         features = head.features(batch.aux_hidden.flatten(0, 1))  # [B * T, width]
         if loss.noise and generator is not None:
             features = features + _noise(features, batch, loss.noise, generator)
