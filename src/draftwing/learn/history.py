@@ -19,7 +19,7 @@ from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, syn
 
 FACTS = "head.json"
 # For which whoever changes something is waited for: it may copy a large head. A process that learns in idle time stands
-# still while requests run, in such a copy too, until its server says so, which must not wait for it for ever. Not swept.
+# still while requests run, in such a copy too, until its server says so, which must not wait for ever. Not swept.
 LOCK_SECONDS = 20.0
 
 
