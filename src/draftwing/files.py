@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,16 +17,19 @@ def cache_folder() -> Path:
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "draftwing"
 
 
-def lock_file(path: Path, wait: bool = False) -> IO[str]:
-    """Opens a file that nobody else has, until it is closed. Raises BlockingIOError where another has it, unless it is
-    to `wait`."""
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        raise
-    return file
+def lock_file(path: Path, seconds: float = 0.0) -> IO[str]:
+    """Opens a file that nobody else has, until it is closed. Raises BlockingIOError where another still has it after so
+    many seconds."""
+    file, until = path.open("w"), time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                file.close()
+                raise
+            time.sleep(0.01)
 
 
 def replace_file(partial: Path, path: Path) -> None:

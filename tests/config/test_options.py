@@ -57,6 +57,7 @@ def test_overlap_and_mixed_steps_are_the_default_on_cuda_only(enable: str, disab
     assert not is_on("cuda", **{disable: True})
     assert is_on("cuda", speculative_algorithm="NGRAM") == (enable == "enable_overlap")
     assert is_on("cuda", speculative_algorithm="NGRAM", **{enable: True})
+    assert is_on("cuda", disable_cuda_graph=True) == (enable == "enable_overlap")
 
 
 def test_keyword_options() -> None:

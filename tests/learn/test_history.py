@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.files import lock_file
+from draftwing.learn import history as history_module
 from draftwing.learn.history import HeadHistory
 
 
@@ -104,6 +106,18 @@ def test_processes_that_add_heads_at_once_take_turns(
     found = HeadHistory(tmp_path / "heads").list()
     assert [(one.number, one.algorithm) for one in found] == [(1, "first"), (2, "second")]
     HeadHistory(tmp_path / "heads").use(2)  # both are whole
+
+
+def test_a_process_that_stands_still_in_a_change_holds_nobody_up(
+    tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "LOCK_SECONDS", 0.05)
+    history = HeadHistory(tmp_path / "heads")
+    history.add(head, {})
+    with lock_file(history.folder / "lock"), pytest.raises(DraftwingError, match="another process is changing"):
+        history.use(1)
+    history.use(1)
+    assert history.current() == 1
 
 
 def test_a_head_takes_the_place_of_the_one_that_it_was_compared_with_alone(tmp_path: Path, head: Path) -> None:

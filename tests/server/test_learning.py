@@ -13,7 +13,9 @@ from fake_engine import FakeEngine
 from scripted import client_of, wait_until
 
 from draftwing.config.options import Options
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.files import lock_file
+from draftwing.learn import history as history_module
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.live import ENOUGH
@@ -148,6 +150,23 @@ def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: 
     looked(learning, 2)
     assert engine.swapped == ["1", "2", "1"]
     assert len(learning.facts()["curve"]) in (1, 2)
+
+
+def test_it_is_swapped_back_when_a_process_that_holds_the_folder_goes_on(
+    tmp_path: Path, history: HeadHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "LOCK_SECONDS", 0.05)
+    learning = Learning(Engine(tmp_path), tmp_path)  # type: ignore[arg-type]
+    requests(learning, 10)
+    history.use(1)
+    looked(learning)
+    for _ in range(4):
+        requests(learning, 2)
+    with lock_file(history.folder / "lock"), pytest.raises(DraftwingError):
+        looked(learning)
+    assert learning.head == 1
+    looked(learning, 3)
+    assert learning.head is None
 
 
 @pytest.mark.parametrize("gone", ["removed", "damaged", "refused"])

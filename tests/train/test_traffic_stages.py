@@ -80,6 +80,11 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     # Judged once more, as a second run of the same parent would be: by now the parent is not served.
     served.train("traffic", "eval")
     assert len(history.list()) == 2 and history.list()[1].figures["taken"] and history.current() == record.number
+    # A head that was named before the run began and that the server could not take: it had trained the one it had.
+    begun = served.folder / "traffic run" / "traffic.json"
+    begun.write_text(json.dumps(json.loads(begun.read_text()) | {"served": record.number}))
+    served.train("traffic", "eval")
+    assert history.list()[2].parent is None and history.current() == history.list()[2].number
 
 
 def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> None:

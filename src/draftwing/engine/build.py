@@ -270,8 +270,8 @@ def assemble(
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
     if graph_size:
-        again = kept is not None and kept.complete and file is not None and file.quiet
-        capture(executor, pool, policy.menu, None if known else costs, again)
+        believed = kept if kept is not None and kept.complete and file is not None and file.quiet else None
+        capture(executor, pool, policy.menu, None if known else costs, believed)
         lap("graphs")
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)

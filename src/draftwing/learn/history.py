@@ -13,11 +13,14 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import IO, Any
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, DraftwingError
 from draftwing.files import lock_file, write_json, write_text
 from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
 
 FACTS = "head.json"
+# For which whoever changes something is waited for: it may copy a large head. A process that learns in idle time stands
+# still while requests run, in such a copy too, until its server says so, which must not wait for ever. Not swept.
+LOCK_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,13 @@ class HeadHistory:
         return found
 
     def _locked(self) -> IO[str]:
-        """Held while something changes: others wait until it is closed."""
+        """Held while something changes: others wait until it is closed. Raises DraftwingError where that takes
+        long."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return lock_file(self.folder / "lock", wait=True)
+        try:
+            return lock_file(self.folder / "lock", LOCK_SECONDS)
+        except BlockingIOError:
+            raise DraftwingError(f"another process is changing {self.folder}: try again later") from None
 
     def _use(self, number: int | None) -> None:
         if number is None:

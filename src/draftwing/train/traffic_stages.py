@@ -62,12 +62,17 @@ class TrafficStages(Stages):
         self.folder = Path(run.settings.traffic).expanduser().resolve()
 
     @cached_property
-    def _until(self) -> float:
-        """When the run began: what comes later is not its matter, or it could not go on where it was."""
+    def _begin(self) -> dict[str, Any]:
+        """When the run began, `until`, and which head was to be `served` then."""
         file = self.run.data / "traffic.json"
         if not file.exists():
-            write_json(file, {"until": time.time()})
-        return float(json.loads(file.read_text(encoding="utf-8"))["until"])
+            write_json(file, {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()})
+        return {"served": self._parent, **json.loads(file.read_text(encoding="utf-8"))}
+
+    @property
+    def _until(self) -> float:
+        """What comes later is not the run's matter, or it could not go on where it was."""
+        return float(self._begin["until"])
 
     @property
     def answers(self) -> Path:
@@ -196,7 +201,7 @@ class TrafficStages(Stages):
 
     def evaluate(self) -> list[dict[str, Any]]:
         """Judges the head by later traffic, and adds it to `DIR/heads`: as the one to be served, if it is better than
-        the one that is."""
+        the one that it was trained from, and no other was named meanwhile."""
         out = self.run.out
         if not (out / "head" / "config.json").exists():
             raise ConfigError(f"there is no head in {out}/head: run `draftwing train fit --out {out}` first")
@@ -205,8 +210,9 @@ class TrafficStages(Stages):
         history = HeadHistory(self.folder / "heads")
         number = history.add(out / "head", self._facts(found))
         logger.info("%s", in_words(number, found))
-        if found.taken and not history.use_instead(number, self._parent):
-            logger.warning("head %d is not served yet, for the head that it was trained from is not any more: "
+        # Not its parent: a server goes on with another head than the one that is named where it does not fit.
+        if found.taken and not history.use_instead(number, self._begin["served"]):
+            logger.warning("head %d is not served yet, for another one was named since the run began: "
                            "`draftwing heads use %d` serves it", number, number)  # fmt: skip
         history.keep(KEPT)
         return []

@@ -78,11 +78,19 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
     assert answers(rig, case) == case[3]
 
 
-def test_few_graphs_are_measured_again(harness: Any, case: Any) -> None:
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_few_graphs_are_measured_again_where_they_cost_what_they_did(
+    harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=5, device=harness.device)
-    costs = StepCost(MENU, True)
-    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600, again=True)
-    assert {point[:3] for point in costs.points()} == {(shape, size, 0) for shape in MENU for size in (1, 5)}
+    monkeypatch.setattr(rig.executor.device, "timed", lambda fn, times: [0.01] * times)
+    costs, known = StepCost(MENU, True), StepCost(MENU, True)
+    for key in rig.captured:
+        known.measured(key.shape, key.size, 0, 0.01 * slower)
+    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600, known)
+    few = {(shape, size, 0) for shape in MENU for size in (1, 5)}
+    found = {point[:3] for point in costs.points()}
+    assert found == few if slower == 1 else found > few | {(key.shape, key.size, 0) for key in rig.captured}
     assert costs.complete
 
 

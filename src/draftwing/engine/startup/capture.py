@@ -16,10 +16,10 @@ log = logging.getLogger("draftwing")
 
 
 def capture(
-    executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, again: bool = False
+    executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, known: StepCost | None = None
 ) -> None:
     """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; of several ranks all.
-    costs: to measure, None where they are known.  again: as `measure_graphs` has it."""
+    costs: to measure, None where they need not be.  known: as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     some = executor.model.ranks.size == 1
@@ -30,6 +30,6 @@ def capture(
         log.debug("steps of %d other shapes and sizes are captured when there is time", len(executor.graphs.later))
         if costs is not None:
             start = time.monotonic()
-            measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, again)
+            measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, known)
             log.debug("start: %.2f s for what steps cost", time.monotonic() - start)
             executor.run_on_all_ranks(Executor.flush)

@@ -51,16 +51,17 @@ def measure_graphs(
     costs: StepCost,
     captured: Collection[Key],
     until: float,
-    again: bool = False,
+    known: StepCost | None = None,
 ) -> None:
     """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
-    measurement begins later.  again: only to see whether costs are what they were, of few batch sizes
-    without context."""
+    measurement begins later.  known: of an earlier start; where few batch sizes without context agree with them, no
+    others are measured."""
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
-    others = () if again else ((0, rest), *((context, few) for context in CONTEXTS))
-    for context, sizes in ((0, few), *others):
+    for turn, (context, sizes) in enumerate(((0, few), (0, rest), *((context, few) for context in CONTEXTS))):
+        if turn == 1 and known is not None and known.agrees(costs):
+            break
         for size in sizes:
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:

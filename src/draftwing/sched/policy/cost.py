@@ -248,16 +248,27 @@ class StepCost:
         """Takes what another start has measured: of each step the least, for other programs only ever add to it; or
         `instead` of what was known. Returns whether both have measured every shape, and the same. Where a cost is
         another one now, what was learnt of the old ones in operation goes."""
-        pairs = []
+        ratios, alike = self._ratios(other), self.agrees(other)
         for shape, batch, context, seconds in list(other.points()):
             known = self._table.at(shape, batch).get(context)
             self.measured(shape, batch, context, seconds if known is None or instead else min(known, seconds))
-            if known is not None:
-                pairs.append((shape, known / seconds))
-        if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in pairs):
+        if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in ratios):
             self._factors = {1.0: _Factors()}
-        alike = all(1 / AGREE < ratio < AGREE for _, ratio in pairs)
-        return alike and {shape for shape, _ in pairs} >= set(self.menu)
+        return alike
+
+    def agrees(self, other: StepCost) -> bool:
+        """Returns whether both have measured every shape, and the same where both have measured."""
+        ratios = self._ratios(other)
+        alike = all(1 / AGREE < ratio < AGREE for _, ratio in ratios)
+        return alike and {shape for shape, _ in ratios} >= set(self.menu)
+
+    def _ratios(self, other: StepCost) -> list[tuple[TreeShape, float]]:
+        """Of what both have measured: the shape, and this one's seconds over the other's."""
+        return [
+            (shape, known / seconds)
+            for shape, batch, context, seconds in other.points()
+            if (known := self._table.at(shape, batch).get(context)) is not None
+        ]
 
     def points(self) -> Any:
         """Yields all measurements: shape, batch size, context, seconds."""
