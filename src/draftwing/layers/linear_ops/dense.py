@@ -50,10 +50,6 @@ class Dense(LinearOp):
 
     def append(self, other: LinearOp) -> None:
         self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
-        if self.layer.weight.is_cuda:
-            # The matrix as it was goes back to the device: torch would cut the next one from its block, too small for a
-            # matrix of its own kind, and what is left of a cut block can never be given back.
-            torch.cuda.empty_cache()
 
     def copy_from(self, other: LinearOp) -> None:
         """Its weight is a parameter."""
