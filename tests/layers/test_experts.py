@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -146,7 +147,11 @@ def test_a_shared_expert_becomes_one_of_the_others(
         for name, param in plain.named_parameters():
             if name in dict(merged.named_parameters()):
                 merged.get_parameter(name).data.copy_(param)
+    kept = [weakref.ref(part.weight) for part in (merged.gate_up, merged.down) if form == "dense"]
+    held: list[list[bool]] = []
+    ops.give_back_memory = lambda: held.append([ref() is not None for ref in kept])  # type: ignore[method-assign]
     pack_layers(merged, ops, PackMode())
+    assert held == ([[False, True], [False, False]] if kept else [[], []]), "a matrix goes before there is another one"
     assert merged.shared is None and merged.gate_up.count == COUNT + 1
     for mine, parts in (
         (merged.gate_up, (plain.gate_up, plain.shared.gate_up)), (merged.down, (plain.down, plain.shared.down)),

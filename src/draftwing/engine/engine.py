@@ -158,7 +158,7 @@ class Engine:
         self._input = InputQueue()
         self._next_head: deque[tuple[int, Path | None]] = deque(maxlen=1)  # for the next step, loaded by every rank
         self._heads = 0  # that were asked for so far
-        self._loading = threading.Lock()  # held while one is loaded
+        self._loading = threading.Lock()  # held while one is loaded, and while graphs are captured
         self._turning = threading.Lock()  # held while a step runs
         self._heartbeat = Heartbeat()
         self._heartbeat.watch_compilers()
@@ -291,7 +291,7 @@ class Engine:
                 if self.explainer is not None:
                     self.explainer.look()
                 if self.parts.executor.graphs.wanted:
-                    self.parts.executor.capture_next()
+                    self._capture_next()
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -303,10 +303,20 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
-        executor = self.parts.executor
-        while not self._input.wait(IDLE_SECONDS if executor.graphs.later else None):
+        graphs = self.parts.executor.graphs
+        while not self._input.wait(IDLE_SECONDS if graphs.later else None):
             with self._turning:
-                executor.capture_next()
+                if graphs.later:
+                    self._capture_next()
+
+    def _capture_next(self) -> None:
+        """Captures what is wanted most, unless a head is being loaded: that waits for the whole device, which ends a
+        capture on it by an error."""
+        if self._loading.acquire(blocking=False):
+            try:
+                self.parts.executor.capture_next()
+            finally:
+                self._loading.release()
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""

@@ -171,13 +171,12 @@ class GatedDeltaNet(Mixer):
 
     def merge(self, ops: LayerOps) -> None:
         if ops.merges_matrices and self.ba is not None and self.qkvz.op.can_append(self.ba.op):
-            self.qkvz.append(self.ba)
+            self.qkvz.append(self.ba, ops)
             self.ba = None
 
     def use(self, ops: LayerOps) -> None:
         super().use(ops)
-        if self.conv.device.type != "cpu":
-            # A GPU's threads have a channel each: weights of a tap lie beside each other.
+        if ops.convolves_by_tap:
             self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:

@@ -74,7 +74,7 @@ class ExpertMLP(nn.Module):
         if biased or experts.limit or self.scale is not None or not all(e.op.can_append(one.op) for e, one in pairs):
             return
         for every, one in pairs:
-            every.append_shared(one)
+            every.append_shared(one, ops)
         if self.shared_gate is not None:
             self.router.append_row(self.shared_gate)
         self._routing = replace(self._routing, shared="whole" if self.shared_gate is None else "gated")
@@ -262,9 +262,9 @@ class ExpertLinear(Linear):
                 f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
             )
 
-    def append_shared(self, one: Linear) -> None:
+    def append_shared(self, one: Linear, ops: LayerOps) -> None:
         """Makes one more expert of a layer that every row is routed to, before either is packed."""
-        self.append(one)
+        self.append(one, ops)
         self.count, self.shared = self.count + 1, self.shared + 1
 
     def forward(self, x: Tensor, routed: Routed, with_bias: bool = True) -> Tensor:  # type: ignore[override]

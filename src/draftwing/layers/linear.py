@@ -52,12 +52,15 @@ class Linear(nn.Module):
             if self.joined is not None:
                 self.op = self.joined(self.op, ops)
 
-    def append(self, other: Linear) -> None:
+    def append(self, other: Linear, ops: LayerOps) -> None:
         """Takes the outputs of another layer without biases, which `op.can_append`, behind its own; before either is
         packed."""
         assert self.bias is None and other.bias is None
         self.op.append(other.op)
         self.out_features += other.out_features
+        # Torch would cut the next matrix from the block of the one that was, too small for one of its own kind, and
+        # what is left of a cut block can never be given back.
+        ops.give_back_memory()
 
     def use(self, ops: LayerOps) -> None:
         """Lets `ops` do what is done to the result; the weight stays as it is, and may be trained."""

@@ -16,6 +16,7 @@ from draftwing.config.options import Options
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.engine import Engine
 from draftwing.engine.graphs import cuda
+from draftwing.errors import ConfigError
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -68,9 +69,18 @@ def test_graphs_are_captured_when_there_is_time(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(cuda, "WANTED", 12)
     engine = engine_of(model, Graphs)
     try:
-        graphs = engine.parts.executor.graphs
+        graphs, broadcast = engine.parts.executor.graphs, engine.parts.executor.broadcast
         before = {*graphs.later}
         assert {key.size for key in before} == {12}
+
+        def load(*_: Any) -> None:
+            assert texts(engine, 11) == expected
+            raise ConfigError("no head")
+
+        with monkeypatch.context() as patched, pytest.raises(ConfigError, match="no head"):
+            patched.setattr(broadcast, "load_head", load)
+            engine.swap_draft(None)
+        assert {*graphs.later} == before, "it waits for the whole device, which a capture does not survive"
         assert texts(engine, 11) == expected
         assert 0 < len(graphs.later) < len(before), "many steps drafted for as many rows, and few did not"
 

@@ -157,21 +157,23 @@ class CudaDevice(Device):
             self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            fn()
-            collects = gc.isenabled()
-            gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
-            try:
-                # Other threads of the process may use CUDA meanwhile.
-                graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(self._stream):
+                fn()
+                collects = gc.isenabled()
+                gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
                 try:
-                    out = fn()
+                    # Other threads of the process may use CUDA meanwhile.
+                    graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
+                    try:
+                        out = fn()
+                    finally:
+                        graph.capture_end()
                 finally:
-                    graph.capture_end()
-            finally:
-                if collects:
-                    gc.enable()
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+                    if collects:
+                        gc.enable()
+        finally:  # where there is no room either: the first call may run on, in memory that steps use, too
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
 
     def alias(self, tensor: Tensor) -> Tensor:

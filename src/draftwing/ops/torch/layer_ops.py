@@ -45,6 +45,10 @@ class LayerOps(ExpertOps):
     norm_adds_residual = False  # whether `add_rms_norm` is one kernel, which then adds residuals better than a GEMM
     mixes_under_norms = False  # whether `mix_norm` is one kernel
     merges_matrices = False  # whether one GEMM of more outputs, or experts, is faster than two
+    convolves_by_tap = False  # whether a delta net's weights of a tap are to lie beside each other
+
+    def give_back_memory(self) -> None:
+        """Gives the device what no tensor holds any more."""
 
     def mix_norm(
         self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float

@@ -24,6 +24,7 @@ class TritonLayerOps(LayerOps):
     norm_adds_residual = True
     mixes_under_norms = True
     merges_matrices = True
+    convolves_by_tap = True  # threads have a channel each
 
     rms_norm = staticmethod(layers.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
@@ -51,6 +52,10 @@ class TritonLayerOps(LayerOps):
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]
         return False
+
+    def give_back_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> DeviceExpertGemm | None:
         return expert_gemm.ExpertGemm(weight, count) if expert_gemm.takes(weight, count) else None
