@@ -249,7 +249,8 @@ def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Write
     exact: dict[str, Tensor] = {}
     for name, value in load_file(file).items():
         module, _, suffix = name.rpartition(".")
-        is_matrix = "_proj" in module.rpartition(".")[2] and suffix == "weight" and value.dim() == 2
+        part = module.rpartition(".")[2]  # of experts in Mixtral's names, too
+        is_matrix = ("_proj" in part or part in ("w1", "w2", "w3")) and suffix == "weight" and value.dim() == 2
         write = writer(module) if is_matrix else None
         if write is None:
             stored[name] = exact[name] = value

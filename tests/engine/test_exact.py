@@ -38,7 +38,7 @@ def mixed_params(h, count, tokens=40):
 
 @pytest.fixture(scope="session")
 def case(harness, one_thread):
-    """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
+    """Model, prompts, parameters and the answers of plain decoding."""
     model = harness.tiny_model()
     prompts = harness.prompts_for(8)
     params = mixed_params(harness, len(prompts))

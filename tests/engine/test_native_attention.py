@@ -25,8 +25,7 @@ def native(pool):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def case(on_cpu, one_thread, request):
-    """Model, prompts, parameters and the answers of plain decoding, one request at a time. int8: the pool of a model in
-    float32."""
+    """Model, prompts, parameters and the answers of plain decoding. int8: the pool of a model in float32."""
     kv_dtype = getattr(torch, request.param)
     model = on_cpu.tiny_model(dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype)
     if not onednn.takes(model.norm.weight):
