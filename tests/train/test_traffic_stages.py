@@ -21,6 +21,7 @@ from draftwing.train import traffic_stages
 from draftwing.train.checkpoint import save_head
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.heads import load_head, new_eagle3_head, renew_vocabulary
+from draftwing.train.judge import Comparison, Judgement
 from draftwing.train.store import Tokens
 from draftwing.train.vocabulary import RENEWED, renewed
 
@@ -159,3 +160,15 @@ def test_a_head_that_forgets_goes_a_part_of_the_way_back(served: Served, monkeyp
     for name, mine in found.named_parameters():
         torch.testing.assert_close(mine, 0.5 * before[name] + 0.5 * trained[name], rtol=1e-5, atol=1e-6, msg=name)
     assert not torch.equal(trained["fc.weight"], before["fc.weight"])
+    # Judged again, as by a run that was stopped: it goes no further. Where the way back ends all gain, it stays.
+    gains = iter([(1.1, 0.975), (1.0, 0.99), (1.1, 0.975), (1.05, 0.975), (1.04, 0.985)])
+
+    def judged(*_: object) -> Judgement:
+        traffic, general = (Comparison(40, 2.0, 2.0 * gain, gain, 0.001) for gain in next(gains))
+        return Judgement(traffic, {}, general)
+
+    monkeypatch.setattr(traffic_stages, "judge", judged)
+    whole, half = (served.train("forgetful", "--general-share", "0.05", "eval").list()[-1] for _ in range(2))
+    assert whole.figures["taken"] and whole.figures["general"]["gain"] == 0.975
+    torch.testing.assert_close(dict(load_head(whole.folder, target, "EAGLE3").named_parameters()), trained)
+    assert half.figures["taken"] and half.sha256 == record.sha256

@@ -389,13 +389,13 @@ class Stages:
         return FitConfig(**{**same, "loss": loss, "tokens": settings.batch_tokens})
 
     def _save(self, head: heads.AnyHead, report: FitReport) -> None:
-        self._write(head)
+        folder = self._write(head, self.run.out / "head")
         write_json(self.run.out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
-        logger.info("the head is in %s", self.run.out / "head")
+        logger.info("the head is in %s", folder)
 
-    def _write(self, head: heads.AnyHead) -> None:
+    def _write(self, head: heads.AnyHead, folder: Path) -> Path:
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
-        save_head(head, self.run.out / "head", dtype, self.settings.max_file_mb * 1_000_000, self._extra())
+        return save_head(head, folder, dtype, self.settings.max_file_mb * 1_000_000, self._extra())
 
     def _extra(self) -> dict[str, Any]:
         """Returns keys of the config that say nothing of how a head computes."""

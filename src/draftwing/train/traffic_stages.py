@@ -47,7 +47,7 @@ ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, t
 RATE = 0.3
 # Shares of the way from the parent to what was trained, tried in turn until general text keeps so much of its tokens
 # per second. Half of the way has more than half of the gain (docs/dev/learning.md).
-WAYS, KEEPS = (1.0, 0.7, 0.5), 0.98
+WAYS, KEEPS = (0.7, 0.5), 0.98
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 
 
@@ -205,10 +205,10 @@ class TrafficStages(Stages):
         out = self.run.out
         if not (out / "head" / "config.json").exists():
             raise ConfigError(f"there is no head in {out}/head: run `draftwing train fit --out {out}` first")
-        found = self.judge()
+        found, folder = self.judge()
         write_json(out / "judge.json", found.report())
         history = HeadHistory(self.folder / "heads")
-        number = history.add(out / "head", self._facts(found))
+        number = history.add(folder, self._facts(found))
         logger.info("%s", in_words(number, found))
         # Not its parent: a server goes on with another head than the one that is named where it does not fit.
         if found.taken and not history.use_instead(number, self._begin["served"]):
@@ -217,29 +217,39 @@ class TrafficStages(Stages):
         history.keep(KEPT)
         return []
 
-    def judge(self) -> Judgement:
-        """Compares the head with the one that it started from. Where it loses too much of general text, it goes back
-        a part of the way."""
+    def judge(self) -> tuple[Judgement, Path]:
+        """Compares the head with the one that it started from. Where it loses too much of general text, one that went a
+        part of the way back takes its place, unless that gains nothing any more; returns the folder of the one it is.
+        """
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
         _, part = parts(source, {one.key for one in self.tokens}, self._judged())
+
+        def load(folder: Path) -> heads.AnyHead:
+            return heads.load_head(folder, target, self.settings.algorithm)
+
+        def compared(head: heads.AnyHead) -> Judgement:
+            return judge(before, drafted(head), self.traffic.clients, self._seconds)
 
         def drafted(head: heads.AnyHead) -> dict[str, Drafted]:
             assert not isinstance(head, BlockHead)
             return draft_along(head, part, len(self._seconds), self.settings.max_length)
 
-        folder, parent = self.run.out / "head", self.init_heads[0]
-        before = drafted(heads.load_head(parent, target, self.settings.algorithm))
+        trained, parent = self.run.out / "head", self.init_heads[0]
+        before, folder = drafted(load(parent)), trained
+        found = compared(load(trained))
         for way in WAYS:
-            head = heads.load_head(folder, target, self.settings.algorithm)
-            heads.move_towards(head, heads.load_head(parent, target, self.settings.algorithm), 1 - way)
-            found = judge(before, drafted(head), self.traffic.clients, self._seconds)
             if found.general is None or found.general.gain >= KEEPS or not found.traffic.better:
                 break
-            logger.info("%g of the way: %s", way, _in_words(found.general))
-        if way < 1:
-            self._write(head)
-        return found
+            logger.info("general text: %s; trying %g of the way", _in_words(found.general), way)
+            head = load(trained)
+            heads.move_towards(head, load(parent), 1 - way)
+            moved = compared(head)
+            if not moved.traffic.better:
+                break
+            # Beside what was trained, which is judged again where a run is stopped before the history has it.
+            found, folder = moved, self._write(head, self.run.out / "moved")
+        return found, folder
 
     @cached_property
     def _seconds(self) -> list[float]:
