@@ -67,7 +67,7 @@ sanitize: $(VENV)/.installed-dev
 	  $(BIN)/python setup.py --quiet build --build-base build/sanitize-objects --build-lib build/sanitize
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not exhaustive and not timing" -k "not triton and not cuda and not foreign_code" $(ARGS)
+	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not exhaustive and not timing" -k "not triton and not cuda and not foreign_code and not test_idle" $(ARGS)
 
 # The C extension for aarch64, in an emulator: the same bits as here, or with ARGS=--text the same text. The first time
 # it downloads a Python and a torch.
