@@ -25,7 +25,7 @@ from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 logger = logging.getLogger(__name__)
 
-FEW_ROWS = 16  # of which a wide router sums each logit by itself on a GPU, as `step.py` measured it on an H200
+ROUTER_ROWS = 16  # of which a wide router sums each logit by itself on a GPU; not swept
 _MORE_OUTPUTS = 8  # of a router with the gate of an expert of all rows: libraries are slow with odd numbers of outputs
 
 
@@ -173,7 +173,7 @@ class Router(Linear):
         alike = ops.small_m_gemm(self.weight) is not None or ops.gemm_keeps_bits(self.weight)
         if self._dtype == torch.float32 and mode is not None and not alike:
             self._ops, self._packed = ops, True
-            self.op = EachLogit(self, ops, None if mode.deterministic else FEW_ROWS)
+            self.op = EachLogit(self, ops, None if mode.deterministic else ROUTER_ROWS)
         super().pack(ops, mode)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
