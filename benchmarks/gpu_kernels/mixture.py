@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -309,18 +308,11 @@ def time_shapes(rows: int, shapes: list[Shape | TallShape], until: float) -> Non
                 call = f"{shape.call}, {shape.cluster} | {shape.blocks}"
                 found.append((us(kernels), f"{call}{'' if right else ' WRONG'}"))
             except Exception as error:
-                found.append((1e9, f"{shape.call}: {str(error)[:40]}"))
+                print(f"{shape.call}: {error}", flush=True)
         print(
             f"{rows:3d} rows, {name}: floor {first.nbytes / read_rate():.1f}, cuBLAS in bfloat16 {cublas:.1f}, now "
             f"{us(known):.1f};", "; ".join(f"{took:.1f} {label}" for took, label in sorted(found)[:7]), flush=True,
         )  # fmt: skip
-
-
-def _try(part: Callable[[], None]) -> None:
-    try:
-        part()
-    except Exception:
-        traceback.print_exc()
 
 
 def main() -> None:
@@ -343,11 +335,11 @@ def main() -> None:
         check(mixture(ops, True, 0, True), True)
         apart = [mixture(ops, False, seed) for seed in range(LAYERS)]
         for rows in (64, 16, 4, 1):
-            _try(lambda rows=rows: time_mixture(ops, rows, apart, merged))
+            time_mixture(ops, rows, apart, merged)
         for rows, some in shapes.items():
-            _try(lambda rows=rows, some=some: time_shapes(rows, some, until))
+            time_shapes(rows, some, until)
             if rows > 1 and time.monotonic() < until:
-                _try(lambda rows=rows: time_narrow(rows))
+                time_narrow(rows)
 
 
 if __name__ == "__main__":

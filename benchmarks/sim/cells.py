@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from served import MIX, TIMES, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop, gap_with_a_crowd, wave
+from crowd import TIMES, gap_with_a_crowd, wave
+from served import MIX, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop
 from worlds import MACHINES, TREE, WithKeys, World
 
 from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, Chunk, StepResult, TreeShape

@@ -118,6 +118,17 @@ def test_an_engine_that_was_started_anew_gets_the_head_again(tmp_path: Path, his
     assert engine.swapped == ["1", "1"] and learning.swaps == 1
 
 
+def after_a_second_head(engine: Any, folder: Path, history: HeadHistory) -> Learning:
+    """One whose first head has served some requests, and whose second serves now."""
+    learning = Learning(engine, folder)
+    history.use(1)
+    looked(learning)
+    requests(learning, 10)
+    history.use(2)
+    looked(learning)
+    return learning
+
+
 def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path, history: HeadHistory) -> None:
     engine: Any = Engine(tmp_path)
     engine.refusal["2"] = "restart with it"
@@ -132,12 +143,7 @@ def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path
 
 def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: HeadHistory) -> None:
     engine: Any = Engine(tmp_path)
-    learning = Learning(engine, tmp_path)
-    history.use(1)
-    looked(learning)
-    requests(learning, 10)
-    history.use(2)
-    looked(learning)
+    learning = after_a_second_head(engine, tmp_path, history)
     requests(learning, 10)
     looked(learning, 2)
     assert engine.swapped == ["1", "2"]
@@ -174,12 +180,7 @@ def test_the_first_head_is_swapped_in_where_the_parent_is_gone(
     tmp_path: Path, history: HeadHistory, gone: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine: Any = Engine(tmp_path)
-    learning = Learning(engine, tmp_path)
-    history.use(1)
-    looked(learning)
-    requests(learning, 10)
-    history.use(2)
-    looked(learning)
+    learning = after_a_second_head(engine, tmp_path, history)
     if gone == "removed":
         history.remove(1)
     elif gone == "damaged":
