@@ -18,7 +18,8 @@ from draftwing.sched.req import Req
 
 
 def asked(uid: str, client: str = "") -> GenerationRequest:
-    params = SamplingParams(max_new_tokens=50, ignore_eos=True, temperature=0.0)
+    """A request of more tokens than the steps of a test accept, whatever drafts the prices of this machine allow."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=0.0)
     return GenerationRequest(uid, [1, 2, 3], params, client=client)
 
 

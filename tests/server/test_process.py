@@ -107,6 +107,7 @@ async def test_an_engine_that_hangs_is_replaced(
         monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
         if stopped:
             os.kill(spawned[-1].process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, spawned[-1].process.pid, os.WSTOPPED)  # a signal does not stop a process at once
             assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
         with pytest.raises(EngineDead, match=f"it hung: {reason}"):
             await asyncio.wait_for(waiting, 30)
