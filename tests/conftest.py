@@ -141,6 +141,15 @@ def certificates_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def answers_may_take_long() -> Iterator[None]:
+    """Who says nothing else waits 5 s for them, in which a busy machine does not start some engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        for what in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, what, 60.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Prices of steps that tests measure are not the user's. What was downloaded and compiled is."""
     users, home = cache_folder(), tmp_path_factory.mktemp("cache")

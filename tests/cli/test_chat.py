@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from scripted import wait_until
 
 from draftwing import LLM
 from draftwing.cli.answerers import Fields, InProcess, Messages, Piece, Remote, Usage
@@ -71,13 +72,15 @@ class Terminal:
         )
         os.close(end)
 
-    def read_until(self, word: str) -> str:
-        """What it writes, up to `word`."""
+    def read_until(self, word: str, again: str = "") -> str:
+        """What it writes, up to `word`. again: keys that are typed when nothing comes for a second."""
         text, end = "", time.monotonic() + 60
         while not text.endswith(word):
             assert time.monotonic() < end, f"{word!r} does not come in {text[-100:]!r}"
-            assert select.select([self._fd], [], [], 60)[0], f"nothing comes after {text!r}"
-            text += os.read(self._fd, 1).decode()
+            if select.select([self._fd], [], [], 1)[0]:
+                text += os.read(self._fd, 1).decode()
+            else:
+                self.type(again)
         return text
 
     def type(self, keys: str) -> None:
@@ -120,11 +123,11 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         terminal.ask("\x03")
         terminal.type("never asked")
         terminal.read_until("never asked")
-        time.sleep(0.1)  # Python's readline misses a Ctrl-C while it still works on a key
-        terminal.ask("\x03")
+        terminal.type("\x03")
+        terminal.read_until(">>> ", again="\x03")  # Python's readline misses one while it still works on a key
         terminal.ask("three\n")
         terminal.type("\x04")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     seen = [json.loads(line) for line in log.read_text().splitlines()]
     assert [one if one == "aborted" else one[-1] for one in seen] == [
         *map(question, ("one", "oxne", "two \nlines", "a\nb", "endless")), "aborted", question("three"),
@@ -239,10 +242,7 @@ def test_a_server_aborts_what_is_closed(url: str, echo: FakeEngine) -> None:
     pieces = Remote(Client(url, "key")).answer([question("a" * 500)], {"ignore_eos": True}, usage)
     assert next(pieces).text and usage.tokens > 0
     pieces.close()
-    end = time.monotonic() + 10
-    while not echo.aborted and time.monotonic() < end:
-        time.sleep(0.01)
-    assert len(echo.aborted) == 1
+    wait_until(lambda: len(echo.aborted) == 1)
 
 
 def test_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

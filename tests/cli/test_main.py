@@ -118,7 +118,7 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
         assert process.stderr is not None
         (line,) = process.stderr.read().splitlines()  # of the one request that is none of a probe
         assert '"POST /v1/chat/completions HTTP/1.1" 200' in line
-        assert process.wait(15) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -173,7 +173,7 @@ class Streamed(threading.Thread):
         self.url, self.text, self.began = url, "", threading.Event()
         self.error: Exception | None = None
         self.start()
-        assert self.began.wait(10)
+        assert self.began.wait(30)
 
     def run(self) -> None:
         try:
@@ -196,8 +196,8 @@ def test_a_signal_lets_running_requests_end(hangups: None, number: int) -> None:
         if number == signal.SIGHUP:
             assert "are running" in logged(process, "they have")[-1]  # two at once would be one
             process.send_signal(number)
-        client.join(20)
-        assert process.wait(10) == 0 and gone(engine)
+        client.join(30)
+        assert process.wait(60) == 0 and gone(engine)
     assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
 
 
@@ -209,7 +209,8 @@ def test_the_drain_ends_although_the_engine_is_slow() -> None:
         client = Streamed(url, 1900)
         body = client.body | {"stream": False}
         whole = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-        time.sleep(0.5)
+        with httpx.stream("GET", f"{url}/ui/engine", timeout=30) as looks:
+            assert any('"unfinished":2' in line for line in looks.iter_lines())
         process.send_signal(signal.SIGTERM)
         client.join(30)
         answer = whole.result()
@@ -228,8 +229,8 @@ def test_the_second_signal_ends_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         assert "are running" in logged(process, "they have")[-1]  # two at once would be one
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 128 + signal.SIGTERM and gone(engine, 10)  # the answer takes 95 s
-        client.join(5)
+        assert process.wait(30) == 128 + signal.SIGTERM and gone(engine)  # the answer takes 95 s
+        client.join(30)
     assert client.error is not None
 
 
@@ -238,7 +239,7 @@ def test_ctrl_c_ends_server_and_engine() -> None:
     with serving() as (process, _):
         (engine,) = engines(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=60)
         assert process.returncode == 130 and gone(engine) and "Traceback" not in log
 
 
@@ -282,14 +283,14 @@ def test_the_server_ends_when_its_engine_died_too_often() -> None:
             (engine,) = engines(process.pid)
             client = Streamed(url, 1900)
             os.kill(engine, signal.SIGKILL)
-            client.join(10)
+            client.join(30)
             assert "killed by SIGKILL" in client.text and client.text.endswith("data: [DONE]\n\n")
             assert ("it is not restarted" in client.text) == (deaths == 2)
-            end = time.monotonic() + 20
+            end = time.monotonic() + 60
             while deaths == 1 and httpx.get(f"{url}/health").status_code != 200:
                 assert time.monotonic() < end
                 time.sleep(0.02)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=60)
         assert process.returncode == 1
     assert "is not restarted again: the server ends" in log and "Traceback" not in log
 
@@ -299,11 +300,11 @@ def test_ctrl_c_while_the_engine_loads() -> None:
     code = script(worker="endless_start")
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not (found := engines(process.pid)) and time.monotonic() < end:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=60)
         assert process.returncode == 130, log
         assert gone(found[0]) and "Traceback" not in log
     finally:

@@ -282,7 +282,7 @@ class LocalLink:
         self._stopping = True
         self.engine.wake()
         if self._thread is not None:
-            self._thread.join(5)
+            self._thread.join(30)
 
     def _run(self) -> None:
         try:

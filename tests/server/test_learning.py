@@ -232,13 +232,14 @@ def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: 
 
     async def work() -> None:
         task = asyncio.create_task(learning.run())
-        await asyncio.sleep(0.05)
+        while training.calls.count("look") < 2:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     run(work())
-    assert training.calls[-1] == "close" and training.calls.count("look") > 1
+    assert training.calls[-1] == "close"
 
 
 def test_what_training_is_told_of_the_model() -> None:

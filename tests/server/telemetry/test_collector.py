@@ -113,8 +113,9 @@ def test_an_operator_deletes_a_client_while_the_server_runs(tmp_path: Path) -> N
     with serving(tmp_path / "learnt", api_key_file=keys_file(tmp_path, KEYS)) as (client, engine):
         for name in ("alice", "operator"):
             assert client.post("/generate", json={"text": f"secret of {name}"}, headers=key(name)).is_success
-        engine.pause = 0.02
-        slow = {"text": "secret of alice, too", "rid": "slow"}
+        engine.pause = 0.02  # 13 s in all, until nothing waits for it to run
+        sampling = {"max_new_tokens": 1900, "ignore_eos": True}
+        slow = {"text": "secret of alice, too", "rid": "slow", "sampling_params": sampling}
         asking = threading.Thread(
             target=client.post, args=("/generate",), kwargs={"json": slow, "headers": key("alice")}
         )
@@ -125,8 +126,8 @@ def test_an_operator_deletes_a_client_while_the_server_runs(tmp_path: Path) -> N
         found = client.post("/delete_traffic", json={"client": "alice"}, headers=key("operator"))
         assert found.json() == {"client": "alice", "exchanges": 1, "heads": [1], "lookups": 2}
         assert engine.forgotten == ["alice"] and engine.running
-        asking.join()
         engine.pause = 0.0
+        asking.join()
         assert client.post("/generate", json={"text": "a new one"}, headers=key("alice")).is_success
     texts = [engine.tokenizer.decode(one.prompt) for one in kept(tmp_path / "learnt")]
     assert texts == ["secret of operator", "a new one"]
