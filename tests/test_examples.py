@@ -90,7 +90,7 @@ def answer(model: str, **options: Any) -> Completion:
 def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_drafter.py").write_text(blocks("Add a drafter")[0])
     monkeypatch.syspath_prepend(tmp_path)
-    drafted = answer(model, speculative_algorithm="my_drafter:Again")
+    drafted = answer(model, speculative_algorithm="my_drafter:Again", speculative_fixed_shape=True)
     assert drafted.token_ids == answer(model, speculative_algorithm="none").token_ids
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 

@@ -67,7 +67,9 @@ def expected(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), tp_size=2, speculative_algorithm="NGRAM", chunked_prefill_size=16, **SETTINGS) as llm:
+    """Of a fixed shape: whether anything is drafted would else depend on what steps cost here."""
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True}
+    with LLM(str(folder), tp_size=2, chunked_prefill_size=16, **drafts, **SETTINGS) as llm:
         (pid,) = (process.pid for process in processes(llm)._processes)
         yield llm
     assert gone(pid), "a process is left behind"
@@ -143,7 +145,7 @@ def processes(llm: LLM) -> RankProcesses:
     return broadcast
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 30.0) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -192,7 +194,7 @@ class Heard:
     def ask(self) -> None:
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         self.link.send([self.info.admit(GenerationRequest("a", [1, 2, 3], params))])
-        assert self.outputs.wait(30)
+        assert self.outputs.wait(60)
 
 
 @pytest.fixture
@@ -209,16 +211,16 @@ def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, numbe
     assert heard.info.capability["ranks"] == 2 and len(heard.ranks) == 1
     heard.ask()
     os.kill(heard.ranks[0], number)
-    assert heard.over.wait(30)  # on a quiet machine 5 s
+    assert heard.over.wait(60)  # on a quiet machine 5 s
     assert "rank 1 of the engine" in heard.why
-    assert heard.link.process.wait(10) == 1
+    assert heard.link.process.wait(60) == 1
 
 
 def test_a_stopped_rank_does_not_outlive_a_killed_engine(heard: Heard) -> None:
     heard.ask()
     os.kill(heard.ranks[0], signal.SIGSTOP)
     os.kill(heard.link.process.pid, signal.SIGKILL)
-    assert heard.over.wait(10)
+    assert heard.over.wait(60)
     assert "SIGKILL" in heard.why
 
 

@@ -159,10 +159,10 @@ def test_what_is_not_served_is_refused_by_its_key(config: dict[str, Any], messag
 
 def test_patterns_that_take_forever_are_refused() -> None:
     found = parsed({**DEEPSEEK_FP8, "modules_to_not_convert": [r"re:(?:\w|\w\w|_|[.])+(?:!|:)"]})
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match="takes too long to match"):
         found.scheme_of("model.layers.0.self_attn.q_proj.and_more_of_it_without_an_end_in_sight" * 3)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def paths(config: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -177,7 +177,7 @@ EVERY = (DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, tiny.compressed(
 
 @pytest.mark.parametrize("config", EVERY)
 def test_hostile_values_of_any_key_give_one_sentence(config: dict[str, Any]) -> None:
-    began, refused, generator = time.monotonic(), 0, random.Random(0)
+    began, refused, generator = time.process_time(), 0, random.Random(0)
     for path in paths(config):
         for value in HOSTILE:
             changes = changed(config, *path, to=value)
@@ -192,4 +192,4 @@ def test_hostile_values_of_any_key_give_one_sentence(config: dict[str, Any]) -> 
                 message = str(error)
                 assert len(message) < 700 and "\n" not in message and "expected" in message, message
                 message.encode()
-    assert refused > 30 and time.monotonic() - began < 60
+    assert refused > 30 and time.process_time() - began < 60
