@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow  # builds a wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
+BUILT = {isa.name for isa in known_sets()[:2]}  # test_setup.py builds all
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    environ = os.environ | stand_in_compiler(folder)
-    environ.pop("DRAFTWING_BUILD_ISA", None)
+    environ = os.environ | stand_in_compiler(folder) | {"DRAFTWING_BUILD_ISA": ",".join(BUILT)}
     base = ["egg_info", "--egg-base", folder, "build", "--build-base", folder / "build"]
     command = [sys.executable, "setup.py", "-q", *base, "bdist_wheel", "--compression", "stored"]
     command += ["--dist-dir", folder / "dist"]
@@ -39,7 +39,7 @@ def test_one_wheel_is_for_every_python_and_cpu_of_its_kind(wheel: Path) -> None:
     name, version, python, abi, _ = wheel.name.removesuffix(".whl").split("-")
     assert (name, version, python, abi) == ("draftwing", __version__, "cp311", "abi3")
     modules = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
-    assert modules == {f"_{isa.name}.abi3.so" for isa in known_sets()}
+    assert modules == {f"_{name}.abi3.so" for name in BUILT}
 
 
 def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:

@@ -101,7 +101,7 @@ def test_others_do_not_wait_for_a_slow_grammar(clock):
     grammar = Grammar(clock, 0.03)
     sched = make(slots=400)
     sched.submit(req("slow", grammar=grammar, new=20))
-    sched.submit(req("quick", first=50, new=20))
+    sched.submit(req("quick", first=50, new=100))
     slow = sched._by_uid["slow"]
     plans = []
 
@@ -116,10 +116,11 @@ def test_others_do_not_wait_for_a_slow_grammar(clock):
         turn()
         sched.rest()
     grammar.gate.clear()
-    done = len(slow.tokens)
+    done, before = len(slow.tokens), len(plans)
     for _ in range(5):
         turn()
-    assert plans[-4:] == [{"quick"}] * 4 and len(slow.tokens) <= done + 1
+    assert len(plans) == before + 5 and all("quick" in uids for uids in plans[before:])
+    assert len(slow.tokens) <= done + 1, "one mask may have been under way"
     grammar.gate.set()
     while not sched.idle:
         turn()
