@@ -186,6 +186,7 @@ class Streamed(threading.Thread):
 
 
 @pytest.mark.slow
+@pytest.mark.further(number=signal.SIGTERM)  # with which other servers here end, too
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_running_requests_end(hangups: None, number: int) -> None:
     """When a terminal is closed its shell sends SIGHUP once more."""

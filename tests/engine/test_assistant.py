@@ -147,9 +147,10 @@ def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
         head.pack(ops)
         return AssistantDrafter(head, 6, shape.topk, torch.float32, ops)
 
-    spread = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=5, lag=1)
+    whole_prompts: dict[str, Any] = {"chunk": 128, "rows": 5, "lag": 1}  # in one prefill, which no clock cuts
+    spread = harness.Rig(model, shapes=(shape,), drafter=drafter, **whole_prompts)
     assert spread.answer(prompts, params).tokens == expected.tokens
-    alone = harness.one_rank(whole, shapes=(shape,), drafter=drafter(whole), rows=5, lag=1)
+    alone = harness.one_rank(whole, shapes=(shape,), drafter=drafter(whole), **whole_prompts)
     assert alone.answer(prompts, params).tokens == expected.tokens
     assert spread.accept_length == alone.accept_length > 1
 
