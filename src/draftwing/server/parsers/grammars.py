@@ -18,7 +18,7 @@ from draftwing.server.parsers.tools import ToolStyle
 class Function:
     """A function that a request offers the model. parameters: the JSON schema of an object; None for any object.
     field: of the request, that holds them.  form: of the arguments where a schema does not say all, as a format of a
-    structural tag.
+    structural tag.  custom: a custom tool, whose arguments are its input alone.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Function:
     strict: bool = False
     field: str = ""
     form: dict[str, Any] | None = None
+    custom: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
