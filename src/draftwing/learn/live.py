@@ -112,8 +112,14 @@ def _paired(
 
 
 def _mean(requests: Sequence[Request]) -> tuple[float, float]:
-    """Tokens per step, a ratio of sums, and its standard error."""
+    """Tokens per step, a ratio of sums, and its standard error. Of several clients that is at least what follows from
+    how they differ: on the other side of a swap others of them may ask more."""
     total = sum(request.steps for request in requests)
     mean = sum(request.tokens for request in requests) / total
-    squares = sum((request.tokens - mean * request.steps) ** 2 for request in requests)
-    return mean, math.sqrt(squares * len(requests) / (len(requests) - 1)) / total
+    errors = [request.tokens - mean * request.steps for request in requests]
+    by_client: Counter[str] = Counter()
+    for request, error in zip(requests, errors, strict=True):
+        by_client[request.client] += error  # type: ignore[assignment]
+    found = [errors, [*by_client.values()]]
+    squares = max(sum(one**2 for one in units) * len(units) / (len(units) - 1) for units in found if len(units) > 1)
+    return mean, math.sqrt(squares) / total
