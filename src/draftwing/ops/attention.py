@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
-from draftwing.ops.row_states import DeltaSpec, RowStates
+from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
@@ -305,34 +305,10 @@ class Batch(NamedTuple):
         return self.table[self.rows, : self.bound or self.table.shape[1]]
 
 
-SCALE_BYTES = 4  # of a float32 behind each key, and each value, of a pool in int8
-MOST_INT8_DIM = 512  # elements of a key in int8: a sum of more products has no room in 32 bits
-
-
-class Pool(Protocol):
-    """Keys and values of all layers (`kv.pool.KVPool`)."""
-
-    slots: int  # that requests may have
-    # Of each layer [slots + 1, kv_heads, 2, head_dim], keys and values, or [slots + 1, ...]; slot 0 is a dummy. In int8
-    # [slots + 1, kv_heads, 2, head_dim + SCALE_BYTES].
-    kv: list[Tensor]
-    scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
-    dtype: torch.dtype
-    states: RowStates | None  # of layers that keep theirs by row
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [M] int64; k, v [M, kv_heads, head_dim]."""
-        ...
-
-    def clear(self, slots: Tensor) -> None:
-        """Zeroes slots [n] int64 of all layers."""
-        ...
-
-
 class BoundAttend(Attend):
     """What attention of one forward over a pool is on every device."""
 
-    def __init__(self, pool: Pool, batch: Batch, first_layer: int) -> None:
+    def __init__(self, pool: KVPool, batch: Batch, first_layer: int) -> None:
         """first_layer: pool layer of the model's first."""
         self._pool, self._batch, self._first_layer = pool, batch, first_layer
 
@@ -429,7 +405,7 @@ class AttnBackend(Protocol):
     `Batch.tiles` may be given, as made by `TiledAttention`, which such a backend is.
     """
 
-    pool: Pool
+    pool: KVPool
     capturable: bool
     takes_tiles: bool
 
