@@ -49,7 +49,7 @@ class Exactness:
         """A model with the same weights."""
         return case[0].again()
 
-    @pytest.mark.further(harness="ranks", shape=[CHAIN, TREE])
+    @pytest.mark.further(harness=["ranks", "ranks with whole experts"], shape=[CHAIN, TREE])
     @pytest.mark.further(harness=["windows", "blocks"], shape=CHAIN)
     @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deep"])
     def test_disturbed_drafts(self, harness, case, shape):
@@ -57,7 +57,7 @@ class Exactness:
         assert rig.accept_length > 1.5
         assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
-    @pytest.mark.further(harness=["ranks", "windows", "blocks"], chunk=1)
+    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "windows", "blocks"], chunk=1)
     @pytest.mark.further(case=["gpt-oss", "gemma"], chunk=1)
     @pytest.mark.parametrize("chunk", [1, 5])
     def test_prefill_chunks_and_the_best_nodes_of_a_batch(self, harness, case, chunk):

@@ -74,6 +74,7 @@ def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
         pytest.param(
             {"max_total_tokens": 230, "speculative_num_steps": 2, "speculative_eagle_topk": 2, **FIXED},
             id="preemption",
+            marks=FURTHER,
         ),
         pytest.param({"enable_overlap": True}, id="overlap", marks=FURTHER),
         pytest.param({"num_threads": 1}, id="one thread", marks=FURTHER),

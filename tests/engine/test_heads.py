@@ -67,6 +67,7 @@ def case(request, harness, tmp_path_factory):
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(lag=0, shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_speculation_changes_no_token(case, shape, lag):

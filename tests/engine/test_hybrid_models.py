@@ -48,8 +48,8 @@ def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.further(kind="qwen3.5-even")
-@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], dtype="float32")
+@pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
+@pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2"], dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])

@@ -111,8 +111,8 @@ PARAMS = {
 @pytest.mark.further(drafter=["oracle", "NEXTN"])  # a drafter of tests, and the first layer of NEXTN 3
 @pytest.mark.further(drafter=FURTHER, shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=FURTHER, sampling=["greedy", "mixed"])
-@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=PLAIN)
-@pytest.mark.further(drafter=["EAGLE3", "DFLASH"], shape=SHAPES[1])
+@pytest.mark.further(drafter="EAGLE")  # as EAGLE3
+@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=["DSPARK", "DFLASH", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE3", sampling="mixed")
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def liked(tokens, logits):
 
 
 @pytest.mark.further(own=True, drafter=[None, "oracle", "ngram", "suffix", "STANDALONE"])
-@pytest.mark.further(own=False, drafter=[None, "oracle", "ngram", "STANDALONE"])  # which are the parts of the pair
+@pytest.mark.further(own=False, drafter=[None, "oracle", "ngram", "suffix", "STANDALONE"])  # parts of the pair
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "the CPU's own operations"])
 @pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE", "STANDALONE+NGRAM"])
 def test_special_rows_talk_with_the_host_by_uploads_and_downloads(on_cpu, drafter, own, monkeypatch):

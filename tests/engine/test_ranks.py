@@ -81,18 +81,18 @@ def case(request: pytest.FixtureRequest, harness: Any, tmp_path_factory: pytest.
     return Case(request.param, tmp_path_factory.mktemp("ranks"), harness)
 
 
-@pytest.mark.further(case=["STANDALONE", "NEXTN 3 layers", "EAGLE3+NGRAM"])
+@pytest.mark.further(case=["STANDALONE", "NEXTN 3 layers", "EAGLE3+NGRAM", "DFLASH"])
 def test_speculation_changes_no_token(case: Case) -> None:
     case.answer(lag=1)
 
 
-@pytest.mark.further(case=["NEXTN 3 layers", "DSPARK"])
+@pytest.mark.further(case=["NEXTN 3 layers", "DSPARK", "STANDALONE"])
 def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
     rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN), deferral=DraftDeferral(24, 12))
     assert rig.sched.retractions > 0
 
 
-@pytest.mark.further(case=["NEXTN 3 layers", "EAGLE3+NGRAM"])
+@pytest.mark.further(case=["NEXTN 3 layers", "EAGLE3+NGRAM", "DFLASH"])
 def test_a_large_head_is_spread(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "SPREAD", 0)
     rig = case.answer(lag=1)

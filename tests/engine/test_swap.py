@@ -79,7 +79,7 @@ def answers(engine: Engine, prompts: Sequence[list[int]], swaps: dict[int, Path]
 
 
 @pytest.mark.further(dtype="float32", overlap=False)
-@pytest.mark.further(dtype="bfloat16", overlap=True)
+@pytest.mark.further(dtype="bfloat16")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_swaps_change_no_text(heads: Heads, dtype: str, overlap: bool) -> None:
@@ -96,7 +96,7 @@ def test_swaps_change_no_text(heads: Heads, dtype: str, overlap: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.further(dtype="bfloat16")
-@pytest.mark.further(dtype="in blocks", algorithm="EAGLE3+NGRAM")
+@pytest.mark.further(algorithm="EAGLE3+NGRAM")
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE3+NGRAM"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "in blocks"])
 def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm: str) -> None:

@@ -72,6 +72,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.further(name=["cold", "hot"])
+@pytest.mark.further(ops="torch", name=["top_p", "min_p"])  # "all" has them, too
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     temperature, top_k, top_p, min_p = CASES[name]

@@ -128,7 +128,7 @@ def test_it_reads_no_data(example: Any) -> None:
             assert all(part.shape == (3, 4) for part in draft[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a device is found by name in the same way in tests/engine/devices/test_custom.py
 def test_by_name_with_the_server(model: str, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine is a process of its own, which imports the class again."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES), str(Path(draftwing.__file__).parents[1]))))
