@@ -26,7 +26,7 @@ from draftwing.requests.sampling_params import SamplingParams
 
 @pytest.fixture(autouse=True)
 def same_salts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine has others, the same in each run: of NGRAM's places, where one text is in another's depends on them."""
+    """Each engine has others, the same in each run: which places in NGRAM's table texts share depends on them."""
     monkeypatch.setattr("draftwing.engine.engine.secrets.token_bytes", random.Random(0).randbytes)
 
 
