@@ -173,6 +173,17 @@ def test_defaults_of_speculation() -> None:
             assert listed[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
+def test_constants_of_the_policy() -> None:
+    """At most twenty, each on its page with the value that it has."""
+    section = text_of(ROOT / "docs" / "dev" / "policy.md").split("\n## ")
+    (table,) = [part for part in section if part.startswith("Constants\n")]
+    told = {name.strip("`"): float(value.replace(",", "")) for name, value, *_ in table_rows(table)[2:]}
+    lines = "\n".join(text_of(file) for file in (CODE / "sched" / "policy").glob("*.py"))
+    found = dict(re.findall(r"^([A-Z]\w*) = ([\d.]+)(?:  #.*)?$", lines, re.MULTILINE))
+    del found["VERSION"]
+    assert told == {name: float(value) for name, value in found.items()} and len(found) <= 20
+
+
 def test_results_are_current() -> None:
     """Tables of results, and of default trees, are those that tools/result_tables.py writes."""
     written = script(ROOT / "tools" / "result_tables.py").written

@@ -37,7 +37,7 @@ KINDS = (0.4, 1.8)  # accepted drafts a step: of texts that can hardly be drafte
 # or one alone whose texts can hardly be drafted any more.
 LOADS = ((3, "others"), (20, "same"), (20, "others"), (20, "new"), (100, "others"), (4, "one"))
 SPREAD = 1.0  # of clients' shares of requests: standard deviation of logarithms
-OF_CLIENTS = ((2, 0.5), (4, 0.5), (8, 0.5), (16, 0.5), (32, 0.5), (8, 0.0), (8, 0.25), (8, 0.75))  # FEW, SHARED
+OF_CLIENTS = ((2, 0.5), (4, 0.5), (8, 0.5), (16, 0.5), (4, 0.0), (4, 0.25), (4, 0.75))  # FEW, SHARED
 
 
 def gains(texts: int, gain: float, rng: np.random.Generator) -> tuple[Floats, Floats]:
