@@ -127,7 +127,7 @@ def _facts_in_torch(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor)
 def _slopes_in_torch(
     logits: Tensor, probs: Tensor, place: Tensor, token: Tensor, facts: RowFacts, shares: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """`train.kernels.block_terms.slopes` likewise."""
+    """`train.kernels.block_terms.slopes` of any device and floating dtype."""
     q, p = facts.kept.exp(), probs[place].to(facts.kept.dtype)
     a, b, c = (share.unsqueeze(-1) for share in shares)
     less = (q < p).to(q.dtype)
