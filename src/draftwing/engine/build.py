@@ -23,7 +23,7 @@ from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.startup.capture import capture
 from draftwing.engine.startup.checks import capability, check_draft_files, check_target, in_words
-from draftwing.engine.startup.cost_file import CostFile, bytes_of, cost_file
+from draftwing.engine.startup.cost_file import CostFile, cost_file
 from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import make_executor
@@ -38,6 +38,7 @@ from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, check_int8
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.folder import bytes_of
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join

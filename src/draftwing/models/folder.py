@@ -70,6 +70,12 @@ def folder_tensors(
         progress(total, total)
 
 
+def bytes_of(path: Path) -> int:
+    """Returns the size of a model's file, or of the files of its folder."""
+    files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights: one, or the shards of an index. Raises CheckpointError where there are
     none, or not all."""

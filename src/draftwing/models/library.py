@@ -18,7 +18,7 @@ from draftwing.config.aliases import ALIASES, DEFAULT_MODEL
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
-from draftwing.models.folder import read_json
+from draftwing.models.folder import bytes_of, read_json
 from draftwing.models.generation import sampling_defaults
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import default_model_file
@@ -92,7 +92,7 @@ def describe(name: str, path: Path) -> dict[str, Any]:
 
     unserved: why it is not, None: it is.  parameters: those in matrices.
     """
-    facts: dict[str, Any] = {"model": name, "path": str(path), "size": _size(path)}
+    facts: dict[str, Any] = {"model": name, "path": str(path), "size": bytes_of(path)}
     alias = ALIASES.get(name)
     licence = alias.licence if alias is not None else None
     try:
@@ -135,7 +135,7 @@ def remove(name: str) -> int:
     """Deletes a model from its cache, of a repository all revisions; returns how many bytes that frees. Raises
     CheckpointError for what is in no cache."""
     if name == DEFAULT_MODEL and default_model_file().is_file():
-        size = _size(default_model_file().parent)
+        size = bytes_of(default_model_file().parent)
         shutil.rmtree(default_model_file().parent)
         return size
     model = next((model for model in stored_models() if model.commits and name in _names(model)), None)
@@ -152,11 +152,6 @@ def remove(name: str) -> int:
 def _names(model: StoredModel) -> tuple[str, ...]:
     alias = ALIASES.get(model.name)
     return (model.name,) if alias is None or alias.hub is None else (model.name, alias.hub.repo)
-
-
-def _size(path: Path) -> int:
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _main_type(file: GGUFFile) -> str:

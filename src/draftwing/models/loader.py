@@ -247,8 +247,10 @@ def fill_parameters(
     tensors: Tensors,
     device: torch.device | str,
     harmless: Iterable[str] = (),
+    cuts: bool = False,
 ) -> None:
     """Allocates on `device` and fills the parameters of a meta `module`, casting to each parameter's dtype.
+    cuts: whether tensors come whole, and this rank has the parts of them that `table` says.
 
     A tensor that `table` does not name is reported in the log unless it is `harmless`; one that `table` names and
     that does not come is an error.
@@ -266,6 +268,8 @@ def fill_parameters(
             if name not in missing:
                 raise CheckpointError(f"{name} is in the checkpoint twice")
             missing.discard(name)
+            if cuts and part.cut is not None:
+                tensor = part.cut.of(name, tensor)
             if part.order is not None:
                 tensor = part.order.of(name, tensor)
             param = params[part.param]

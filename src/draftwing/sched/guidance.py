@@ -7,7 +7,7 @@ target runs and makes the masks of all nodes while it does. What fails on the wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -26,12 +26,9 @@ Masks = npt.NDArray[np.uint32]
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-class BoundProcessor(Protocol):
-    """A logits processor with the parameters of its request."""
-
-    def __call__(self, tokens: Sequence[int], logits: Any) -> Any:
-        """tokens: the prompt, the answer and a node's path; logits: its tensor [V]. Raises RequestError."""
-        ...
+# A logits processor with the parameters of its request: gets the prompt, the answer and a node's path, and the node's
+# logits, a tensor [V]. Raises RequestError.
+BoundProcessor = Callable[[Sequence[int], Any], Any]
 
 
 class GuidedRow(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,29 +20,15 @@ from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.radix import Node
 from draftwing.sched.state_slots import HeldStates
 
+if TYPE_CHECKING:  # it brings tokenizers
+    from draftwing.text.detok import StopStringScanner
+
 
 class ReqState(Enum):
     WAITING = auto()
     PREFILL = auto()
     DECODE = auto()
     DONE = auto()
-
-
-class StopScanner(Protocol):
-    """Watches the text of a request that has stop strings."""
-
-    def push(self, token: int) -> str | None:
-        """The stop string that the text contains now, if any."""
-        ...
-
-    def finish(self) -> str | None:
-        """The same, once no token follows."""
-        ...
-
-    @property
-    def failed(self) -> str | None:
-        """Why the text cannot be watched any more, if so."""
-        ...
 
 
 @dataclass(eq=False)
@@ -62,7 +48,7 @@ class Req:
     draft_salt: int | None = None  # and what drafters remember; None: by `salt`
     arrival: int = 0
     turn: int = 0  # of its client, see `FairQueue`
-    scanner: StopScanner | None = None
+    scanner: StopStringScanner | None = None
     created: float = field(default_factory=time.monotonic)
     admitted: float | None = None  # monotonic seconds, the first time
     deadline: float | None = None

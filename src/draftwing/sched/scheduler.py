@@ -88,9 +88,9 @@ class Scheduler:
         if req is not None:
             self._finish(req, {"type": "abort", "message": message})
 
-    def refuse(self, req: Req, message: str = "aborted") -> None:
+    def refuse(self, req: Req) -> None:
         """The end of a request that was never submitted."""
-        reason = {"type": "abort", "message": message}
+        reason = {"type": "abort", "message": "aborted"}
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
     def take_outputs(self) -> list[Output]:

@@ -26,7 +26,8 @@ from draftwing.engine import engine
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
-from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
+from draftwing.engine.process.ranks import RankDied, RankProcesses
+from draftwing.engine.process.spawn import Failed
 from draftwing.engine.rank_broadcast import COMPARED_EVERY, Digest
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.ops.types import Draft
@@ -311,8 +312,7 @@ def test_heads_are_loaded_beside_the_steps_of_every_rank(folder: Path, tmp_path:
 RANK_THAT_LOADS = """
 import os, sys, threading, time
 from draftwing.engine.process.rank import _beat
-from draftwing.engine.process.ranks import Failed
-from draftwing.engine.process.spawn import joined
+from draftwing.engine.process.spawn import Failed, joined
 plans, heads, pulse = joined(sys.argv)
 threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
 setup = plans.recv()

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.engine.process.spawn import Failed, end_all, how_it_ended, start_module
+from draftwing.errors import DraftwingError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
@@ -85,7 +85,7 @@ class Close(NamedTuple):
     pass
 
 
-# -- from the engine; besides these, `list[Output]` -------------------------------------------------------------------
+# -- from the engine; besides these, `list[Output]`, and `Failed` as its last words -----------------------------------
 
 
 class Reply(NamedTuple):
@@ -97,13 +97,6 @@ class Refused(NamedTuple):
     """A request that passed the server's check but not the engine's: theirs differ, which is a bug, but not fatal."""
 
     uid: str
-    message: str
-
-
-class Died(NamedTuple):
-    """Last words. kind: "config" and "checkpoint" before the engine was ready, else "bug"."""
-
-    kind: str
     message: str
 
 
@@ -134,9 +127,8 @@ class EngineLink:
             raise EngineDead(f"the engine's process ended before it was ready: {how_it_ended(self.process)}") from None
         if isinstance(first, EngineInfo):
             return first
-        assert isinstance(first, Died)
-        kinds = {"config": ConfigError, "checkpoint": CheckpointError}
-        raise kinds.get(first.kind, EngineDead)(first.message)
+        assert isinstance(first, Failed)
+        raise first.error(EngineDead)
 
     def listen(self, listener: Listener) -> None:
         """Begins to deliver. After `wait_ready`."""
@@ -188,7 +180,7 @@ class EngineLink:
                     reason = {"type": "abort", "message": message.message}
                     listener.outputs([Output(message.uid, [], reason)])
                 else:
-                    assert isinstance(message, Died)
+                    assert isinstance(message, Failed)
                     cause = message.message
         except (EOFError, OSError):
             listener.died(cause or how_it_ended(self.process))

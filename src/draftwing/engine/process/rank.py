@@ -15,9 +15,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
-from draftwing.engine.process.ranks import PULSE, Failed, Loaded, Setup
-from draftwing.engine.process.spawn import joined
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.engine.process.ranks import PULSE, Loaded, Setup
+from draftwing.engine.process.spawn import Failed, joined
 from draftwing.log import configure_logging
 
 if TYPE_CHECKING:
@@ -38,18 +37,12 @@ def main(argv: list[str]) -> NoReturn:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
     except BaseException as error:
-        failed = _failed(error)
+        failed = Failed.of(error)
         if failed.kind == "bug":
             time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody gets it
             sys.excepthook(type(error), error, error.__traceback__)
         plans.send(failed)
         os._exit(1)
-
-
-def _failed(error: BaseException) -> Failed:
-    kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
-    kind = kinds.get(type(error), "rank" if isinstance(error, DraftwingError) else "bug")
-    return Failed(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}")
 
 
 def _run(plans: Connection, heads: Connection, setup: Setup) -> NoReturn:
@@ -81,7 +74,7 @@ def _load_heads(connection: Connection, heads: LoadedHeads, device: Device) -> N
                 heads.load(*asked)
                 connection.send((asked[0], None))
             except Exception as error:  # nothing has changed: the rank goes on
-                connection.send((asked[0], _failed(error)))
+                connection.send((asked[0], Failed.of(error)))
     except (EOFError, OSError):
         pass  # rank 0 is gone, which the beating thread sees, too
 

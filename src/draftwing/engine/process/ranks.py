@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast
 from draftwing.config.options import Options
 from draftwing.engine.devices.base import Device
 from draftwing.engine.loaded_heads import LoadedHeads
-from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
+from draftwing.engine.process.spawn import Failed, end_all, how_it_ended, start_module
 from draftwing.engine.rank_broadcast import Digest, RemoteBroadcast
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.errors import DraftwingError
 from draftwing.parallel.group import Rendezvous
 
 logger = logging.getLogger("draftwing")
@@ -51,13 +51,6 @@ class Setup(NamedTuple):
 
 class Loaded(NamedTuple):
     """A rank has read its weights, and will wait for the others from now on."""
-
-
-class Failed(NamedTuple):
-    """Why a rank ends. kind: "config", "checkpoint", "rank" for other sentences of draftwing's own, or "bug"."""
-
-    kind: str
-    message: str
 
 
 class RankProcesses(RemoteBroadcast):
@@ -99,7 +92,7 @@ class RankProcesses(RemoteBroadcast):
                 ended = self._failure or f"rank {rank} of the engine ended"
                 raise self._said() or RankDied(f"{ended}, while weights were loaded") from None
             if isinstance(found, Failed):
-                raise _error(rank, found)
+                raise found.error(RankDied, f"rank {rank}: ")
         self._loaded = True
 
     def watch(self) -> None:
@@ -136,7 +129,7 @@ class RankProcesses(RemoteBroadcast):
             while answered != number:  # of one that was interrupted
                 answered, found = connection.recv()
             if found is not None:
-                failures.append(_error(rank, found, DraftwingError))
+                failures.append(found.error(DraftwingError, f"rank {rank}: "))
         if not failures:
             return None
         heads.drop(number)
@@ -170,7 +163,7 @@ class RankProcesses(RemoteBroadcast):
                 self._over.wait(2 * LOOK)  # who watches knows how it ended
                 raise self._why or RankDied(self._failure or f"rank {rank} of the engine ended") from None
             if isinstance(found, Failed):
-                raise _error(rank, found)
+                raise found.error(RankDied, f"rank {rank}: ")
             if found != expected:
                 raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
@@ -190,7 +183,7 @@ class RankProcesses(RemoteBroadcast):
                 with contextlib.suppress(EOFError, OSError):
                     while self._why is None and plans.poll():
                         if isinstance(found := plans.recv(), Failed):
-                            self._why = _error(rank, found)
+                            self._why = found.error(RankDied, f"rank {rank}: ")
             return self._why
 
     def close(self) -> None:
@@ -246,8 +239,3 @@ class RankProcesses(RemoteBroadcast):
         self.ranks.release()  # on GPUs whoever waits for a rank would wait for ever
         if self._failed is not None and self._loaded and not self._closing.wait(RELEASED):
             self._failed(self._said() or RankDied(self._failure))
-
-
-def _error(rank: int, found: Failed, other: type[DraftwingError] = RankDied) -> DraftwingError:
-    kinds: dict[str, type[DraftwingError]] = {"config": ConfigError, "checkpoint": CheckpointError}
-    return kinds.get(found.kind, other)(found.message if found.kind in kinds else f"rank {rank}: {found.message}")

@@ -12,9 +12,32 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 
 PR_SET_PDEATHSIG = 1
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
+
+
+class Failed(NamedTuple):
+    """Why a process of the engine's ends. kind: "config", "checkpoint", "own" for other errors of draftwing's own, or
+    "bug"."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
+        kind = kinds.get(type(error), "own" if isinstance(error, DraftwingError) else "bug")
+        return cls(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}")
+
+    def error(self, other: type[DraftwingError], prefix: str = "") -> DraftwingError:
+        """Returns what is to be raised of it. other: the type of what is neither of a config nor of a checkpoint, of
+        which `prefix` says who says it."""
+        kinds: dict[str, type[DraftwingError]] = {"config": ConfigError, "checkpoint": CheckpointError}
+        return kinds.get(self.kind, other)(self.message if self.kind in kinds else prefix + self.message)
 
 
 def start_module(module: str, connections: int, new_session: bool) -> tuple[subprocess.Popen[bytes], list[Connection]]:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Forget, Refused, Reply, Swap
-from draftwing.engine.process.spawn import joined
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError, RequestError
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
+from draftwing.engine.process.spawn import Failed, joined
+from draftwing.errors import DraftwingError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -92,12 +92,10 @@ class Worker:
 
     def die(self, error: BaseException) -> NoReturn:
         """Says why and ends the process at once: threads and destructors could keep it for long."""
-        kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
-        kind = kinds.get(type(error), "bug")
-        if kind == "bug":
+        failed = Failed.of(error)
+        if failed.kind not in ("config", "checkpoint"):
             logger.error("the engine stopped by an exception", exc_info=error)
-        message = f"{type(error).__name__}: {error}" if kind == "bug" else str(error)
-        self.post(Died(kind, message))
+        self.post(failed)
         os._exit(1)
 
     def _read(self) -> None:

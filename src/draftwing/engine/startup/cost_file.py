@@ -17,6 +17,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import Precision
 from draftwing.files import cache_folder, write_json
+from draftwing.models.folder import bytes_of
 from draftwing.sched.policy.cost import StepCost
 
 log = logging.getLogger("draftwing")
@@ -114,12 +115,6 @@ def cost_file(
             "options": {name: getattr(options, name) for name in (*_PRICED, *names)},
         }
     )
-
-
-def bytes_of(path: Path) -> int:
-    """Returns the size of a model's file, or of the files of its folder."""
-    files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _build() -> str:

@@ -20,13 +20,13 @@ from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.dummy import fill_random
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.gguf_gemma4 import ARCH
 from draftwing.models.heads.assistant import AssistantHead, ClusterConfig, of_keys
 from draftwing.models.heads.config import same
-from draftwing.models.loader import Tensors, fill_parameters
+from draftwing.models.heads.loader import fill_head
+from draftwing.models.loader import Tensors
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import layer_names
 from draftwing.requests.refusals import show
@@ -60,13 +60,10 @@ def load_assistant(
         if config.experts is not None or config.weight_format != DENSE:
             raise CheckpointError("expected an assistant without experts, in a format of this package")
         head = AssistantHead(config, target, dtype, weight_format, _clusters(raw, target))
-        if dummy:
-            fill_random(head, device)
-        else:
-            stored: Tensors = (
-                assembled(config.quantization, folder_tensors(path)) if file is None else _of_file(file, head)
-            )
-            _fill(head, stored, device)
+        stored = assembled(config.quantization, folder_tensors(path)) if file is None else _of_file(file, head)
+        fill_head(head, stored, device, dummy, {"lm_head.weight", *filter(of_keys, layer_tensors(config))})
+        if head.clusters is not None and not dummy:
+            head.clusters.check()
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"draft model {path}: {error}") from None
     logger.info(
@@ -77,16 +74,6 @@ def load_assistant(
     log_blocks(head)
     log_groups(head)
     return head.requires_grad_(False)
-
-
-def _fill(head: AssistantHead, tensors: Tensors, device: torch.device | str) -> None:
-    table = head.names()
-    cuts = {name: part.cut for name, part in table.items() if part.cut is not None}
-    here = ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in tensors)
-    unread = {"lm_head.weight", *filter(of_keys, layer_tensors(head.config))}
-    fill_parameters(head, table, here, device, unread)
-    if head.clusters is not None:
-        head.clusters.check()
 
 
 def layer_tensors(config: ModelConfig) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,7 +22,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import operations
-from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
@@ -33,6 +33,7 @@ from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
 from draftwing.models.fields import MAX_LAYERS, Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.fused_experts import taken_apart
+from draftwing.models.heads.assistant import AssistantHead
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import block_config
@@ -181,7 +182,7 @@ def load_mtp_head(
     prefix = f"{QWEN_MTP_PREFIX}layers." if qwen else MTP_PREFIX
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}
     head = MTPHead(target, len(numbers) or 1, dtype, "meta", stored_format, qwen)
-    _fill(head, own.items(), device, dummy)
+    fill_head(head, own.items(), device, dummy)
     return _finish(head, token_ids, started, dummy)
 
 
@@ -286,23 +287,21 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
 # ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
-def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy: bool) -> None:
-    """Puts a head of the meta device on `device`."""
+def fill_head(
+    head: FeatureHead | AssistantHead,
+    tensors: Tensors,
+    device: torch.device | str,
+    dummy: bool,
+    harmless: Iterable[str] = (),
+) -> None:
+    """Puts a head of the meta device on `device`, with random values or with what this rank has of tensors.
+    harmless: as of `fill_parameters`."""
     if dummy:
         fill_random(head, device)
-    else:
-        table, config = head.names(), head.config
-        own = own_experts(config, head.ranks)
-        here = ((name, value) for name, value in tensors if not is_elsewhere(name, config, own))
-        fill_parameters(head, table, (_cut(name, value, table) for name, value in here), device)
-
-
-def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str, Stored]:
-    """What this rank has of a tensor, which is mapped from its file."""
-    part = table.get(name)
-    if part is None or part.cut is None:
-        return name, value
-    return name, part.cut.of(name, value)
+        return
+    own = own_experts(head.config, head.ranks)
+    here = ((name, value) for name, value in tensors if not is_elsewhere(name, head.config, own))
+    fill_parameters(head, head.names(), here, device, harmless, cuts=True)
 
 
 def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | str, dummy: bool) -> None:
@@ -318,7 +317,7 @@ def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | s
     for name in shared & set(tensors):  # exports carry frozen copies of these, and some carry random values
         logger.info("%s of the draft model is not read: the target's own is used", name)
         del tensors[name]
-    _fill(head, tensors.items(), device, dummy)
+    fill_head(head, tensors.items(), device, dummy)
     head.draft_only(_target_ids(offsets, kept, head.vocab, head.target.config.vocab_size))
 
 

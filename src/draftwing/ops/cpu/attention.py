@@ -91,42 +91,38 @@ class CpuAttend(KernelAttend):
         longest_row = batch.bound or table.shape[1]
         self._slots = batch.write_slots.contiguous()
         self._saves: Tensor | None = None  # see `delta_net.saves_of`
-        self._keep = [rows, table]  # the addresses below are theirs
+        # Who attends to what: prefix_len, path, path_len, spans, starts, how many rows or chunks, nodes, depth.
         if batch.chunks:
             spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
-            self._keep.append(spans)
             longest = max(chunk.length for chunk in batch.chunks)
             self._most_keys = max(chunk.start + chunk.length for chunk in batch.chunks)
-            who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), 0, len(batch.chunks), longest, 0)
+            who: tuple[Any, ...] = (None, None, None, spans, None, len(batch.chunks), longest, 0)
         else:
             assert batch.path is not None and batch.path_len is not None
             _, nodes, depth = batch.path.shape
-            read = [trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
-            starts = 0
+            starts = None
             if batch.ragged is not None:
                 assert nodes == 1 and batch.ragged.starts.is_contiguous()
-                nodes, starts = batch.ragged.cap, batch.ragged.starts.data_ptr()
-                self._keep.append(batch.ragged.starts)
-            self._keep += read
+                nodes, starts = batch.ragged.cap, batch.ragged.starts
+            read = trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()
             self._most_keys = longest_row + depth
-            who = (*(part.data_ptr() for part in read), 0, starts, rows.shape[0], nodes, depth)
-        self._who = (rows.data_ptr(), table.data_ptr(), table.stride(0), *who)
+            who = (*read, None, starts, rows.shape[0], nodes, depth)
+        self._who = (rows, table, table.stride(0), *who)
         self._shape: HeadShape | None = None  # of what follows
-        self._how: tuple[int, ...] = ()
-        self._hows: dict[HeadShape, tuple[int, ...]] = {}
+        self._how: tuple[Any, ...] = ()
+        self._hows: dict[HeadShape, tuple[Any, ...]] = {}
 
     def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
         heads = all_heads - 2 * kv_heads
         assert qkv.dtype == cos.dtype and qkv.stride()[1:] == (dim, 1) and self._slots.shape[0] == rows
-        heads_at, eps = ((0, 0), 0.0) if norms is None else ((norms.q.data_ptr(), norms.k.data_ptr()), norms.eps)
-        wide = norms is not None and norms.q.dtype != qkv.dtype
-        assert not wide or norms is None or norms.q.dtype == torch.float32
+        q_norm, k_norm, eps, values = norms or (None, None, 0.0, False)
+        assert q_norm is None or q_norm.dtype in (qkv.dtype, torch.float32)
+        wide = q_norm is not None and q_norm.dtype != qkv.dtype
         self._raw.rope_write(
-            qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
-            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_type, *heads_at,
-            self._workers.address, wide, norms is not None and norms.values, eps,
+            qkv, kv, self._slots, cos, sin, rows, heads, kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv),
+            self._kv_type, q_norm, k_norm, self._workers.address, wide, values, eps,
         )  # fmt: skip
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -136,9 +132,7 @@ class CpuAttend(KernelAttend):
             return
         rows, size = k.shape[0], kv[0].numel()
         assert k.shape[1:] == kv.shape[1:2] + kv.shape[3:] and k.is_contiguous() and self._slots.shape[0] == rows
-        self._raw.keep_rows(
-            kv.data_ptr(), self._slots.data_ptr(), k.data_ptr(), rows, size, k.dtype == torch.bfloat16, self._kv_type
-        )
+        self._raw.keep_rows(kv, self._slots, k, rows, size, k.dtype == torch.bfloat16, self._kv_type)
 
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Takes no gradient."""
@@ -155,9 +149,8 @@ class CpuAttend(KernelAttend):
         outs = x.new_empty(1 + len(layers.place), rows, hidden)
         spare = self._backend.spare(layers.spare(rows, self._workers.most))
         layers.raw.layers(
-            x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
-            self._backend.pools(first, layers.count, layers.shape), layers.places, spare.data_ptr(), layers.width,
-            self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
+            x, normed, outs, layers.count, layers.address, self._backend.pools(first, layers.count, layers.shape),
+            layers.places, spare, layers.width, self._slots, cos, sin, cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
             heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, 0, layers.eps,
         )  # fmt: skip
         return outs
@@ -173,8 +166,8 @@ class CpuAttend(KernelAttend):
         assert made.stride(1) == 1 and taps.is_contiguous() and kept.is_contiguous()
         out = made.new_empty(queries, channels)
         self._raw.short_conv(
-            out.data_ptr(), made.data_ptr(), made.stride(0), taps.data_ptr(), kept.data_ptr(), self._slots.data_ptr(),
-            channels, width, half, kept_half, self._workers.address, queries, *self._who,
+            out, made, made.stride(0), taps, kept, self._slots, channels, width, half, kept_half, self._workers.address,
+            queries, *self._who,
         )  # fmt: skip
         return out
 
@@ -198,8 +191,8 @@ class CpuAttend(KernelAttend):
         self._prepare(heads, kv_heads, dim)
         out = q.new_empty(q.shape[0], heads * (kind.values or dim))
         self._raw.attend(
-            out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_type, *self._how, *numbers_of_kind(kind), kv.shape[2], kind.values,
+            out, q, kv, q.stride(0), heads, kv_heads, dim, self._half(q), self._kv_type, *self._how,
+            *numbers_of_kind(kind), kv.shape[2], kind.values,
         )  # fmt: skip
         return out
 
@@ -219,5 +212,5 @@ class CpuAttend(KernelAttend):
         if how is None:
             size = self._raw.scratch_size(*shape, self._most_keys, self._slots.shape[0], self._workers.most)
             scratch = self._backend.scratch(size)
-            how = self._hows[shape] = (*self._who, scratch.data_ptr(), size, self._workers.address)
+            how = self._hows[shape] = (*self._who, scratch, size, self._workers.address)
         self._how = how

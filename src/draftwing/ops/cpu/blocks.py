@@ -77,7 +77,7 @@ class BlockedGemm:
         panels = arena.empty(-(-rows // _PANEL), self.raw.panel_bytes(kind, self.inputs))
         assert part.columns == self.inputs and part.data.dtype == torch.uint8 and part.data.stride(1) == 1
         data = part.data.contiguous()
-        self.raw.block_pack(panels.data_ptr(), data.data_ptr(), kind, rows, self.inputs, self.workers.address)
+        self.raw.block_pack(panels, data, kind, rows, self.inputs, self.workers.address)
         return panels
 
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -89,9 +89,8 @@ class BlockedGemm:
             residual = residual.contiguous()
         spare = x.new_empty(rows * self.rounded, dtype=torch.uint8)
         self.raw.block_gemm(
-            out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows, 0,
-            0 if bias is None else bias.data_ptr(), self.inputs, outputs, 0, self.parts, x.dtype == torch.bfloat16,
-            _PANEL if self.shared else outputs, spare.data_ptr(), self.workers.address,
+            out, x, residual, rows, 0, bias, self.inputs, outputs, 0, self.parts, x.dtype == torch.bfloat16,
+            _PANEL if self.shared else outputs, spare, self.workers.address,
         )  # fmt: skip
         return out
 
@@ -99,7 +98,7 @@ class BlockedGemm:
         """ids [...] int64 -> rows of the weight, [..., inputs]; zeros for an id that is no output."""
         ids = ids.contiguous()
         out = torch.empty(*ids.shape, self.inputs, dtype=torch.float32)
-        self.raw.block_rows(out.data_ptr(), ids.data_ptr(), self.parts, self.inputs, ids.numel())
+        self.raw.block_rows(out, ids, self.parts, self.inputs, ids.numel())
         return out if self.dtype == torch.float32 else out.to(self.dtype)
 
     def copy_from(self, other: BlockedGemm) -> None:
@@ -110,7 +109,7 @@ class BlockedGemm:
     def pack(self, data: Tensor) -> None:
         """Puts other rows [n, bytes] into the only panel, of as many as that has."""
         ((panel, kind, _),) = self._panels
-        self.raw.block_pack(panel.data_ptr(), data.data_ptr(), kind, len(data), self.inputs, self.workers.address)
+        self.raw.block_pack(panel, data, kind, len(data), self.inputs, self.workers.address)
 
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.outputs))
@@ -155,5 +154,5 @@ def quantize(raw: Any, workers: Workers, weight: Tensor, kind: str) -> BlockRows
     for start in range(0, rows, step):
         wide = weight.detach()[start : start + step].float().contiguous()
         part = data[start : start + step]
-        raw.block_quantize(part.data_ptr(), wide.data_ptr(), TYPES[kind], wide.numel() // values, workers.address)
+        raw.block_quantize(part, wide, TYPES[kind], wide.numel() // values, workers.address)
     return BlockRows(kind, data, columns)

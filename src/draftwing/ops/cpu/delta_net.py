@@ -18,7 +18,7 @@ _VECTOR = 16  # sizes of heads are multiples of it
 _MOST_TAPS = 8
 _PLENTY = 7  # units of work for a thread
 
-Who = tuple[int, ...]  # rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes, depth
+Who = tuple[Any, ...]  # rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes, depth
 
 
 def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
@@ -71,11 +71,9 @@ def delta_net(
     sizes = (*spec[:5], spec.tiled, states.nodes, _group(spec, count, workers.most), half, workers.address)
     size = raw.delta_scratch(*sizes, *who)
     raw.delta_net(
-        *sizes, *who, slots.data_ptr(), 0 if saves is None else saves.data_ptr(),
-        out.data_ptr(), *(part.data_ptr() for part in parts), *(part.stride(0) for part in parts),
-        *(weight.data_ptr() for weight in weights[:4]), *(tensor.data_ptr() for tensor in kept[1:]),
-        states.read.data_ptr(), states.write.data_ptr(), states.page.data_ptr(), states.length.data_ptr(),
-        states.node_slots.data_ptr(), scratch(size * workers.most).data_ptr(), size, rows, weights.eps,
+        *sizes, *who, slots, saves, out, *parts, *(part.stride(0) for part in parts), *weights[:4], *kept[1:],
+        states.read, states.write, states.page, states.length, states.node_slots,
+        scratch(size * workers.most), size, rows, weights.eps,
     )  # fmt: skip
     return out
 
@@ -91,6 +89,6 @@ class CpuStateOps:
         rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
         assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
         self.raw.delta_advance(
-            *(part.data_ptr() for part in (states.read, states.write, states.page, states.length, states.node_slots)),
-            states.nodes, rows.data_ptr(), len(rows), prefix_len.data_ptr(), 1,
+            states.read, states.write, states.page, states.length, states.node_slots, states.nodes, rows, len(rows),
+            prefix_len, 1,
         )  # fmt: skip

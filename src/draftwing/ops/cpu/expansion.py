@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
-from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
+from draftwing.ops.cpu.tree import empty_draft, ints, with_rows
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
 from draftwing.ops.types import (
@@ -55,8 +55,8 @@ class CpuExpansionOps(ExpansionOps):
         ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
         path_len, path = ints(batch, width), ints(batch, width, width)
         self.raw.chain(
-            table.tokens.data_ptr(), table.page_table.data_ptr(), table.page_table.shape[1], rows.data_ptr(),
-            prefix.data_ptr(), batch, width, *addresses((ids, positions, write_slots, path_len, path)),
+            table.tokens, table.page_table, table.page_table.shape[1], rows, prefix, batch, width, ids, positions,
+            write_slots, path_len, path,
         )  # fmt: skip
         return Chain(ids, positions, write_slots, path, path_len)
 
@@ -65,17 +65,16 @@ class CpuExpansionOps(ExpansionOps):
         nodes: Tensor | None,
     ) -> None:  # fmt: skip
         batch, rows, prefix_len, count = rows.shape[0], rows.contiguous(), prefix_len.contiguous(), count.contiguous()
-        kept, steps, what = unseen.hidden, 1, (0, 0)
+        kept, steps, size = unseen.hidden, 1, 0
         if hidden is not None:
             hidden = with_rows(hidden)
             assert kept.is_contiguous() and hidden.shape[1] == kept.shape[2] and hidden.dtype == kept.dtype
-            what = hidden.data_ptr(), hidden.stride(0) * hidden.element_size()
+            size = hidden.stride(0) * hidden.element_size()
         if nodes is not None:
             nodes, steps = nodes.contiguous(), nodes.shape[0] // batch
         self.raw.keep_unseen(
-            unseen.behind.data_ptr(), kept.data_ptr(), kept.shape[1], kept.shape[2] * kept.element_size(),
-            rows.data_ptr(), batch, prefix_len.data_ptr(), count.data_ptr(), *what,
-            0 if nodes is None else nodes.data_ptr(), steps,
+            unseen.behind, kept, kept.shape[1], kept.shape[2] * kept.element_size(), rows, batch, prefix_len, count,
+            hidden, size, nodes, steps,
         )  # fmt: skip
 
     def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
@@ -84,8 +83,8 @@ class CpuExpansionOps(ExpansionOps):
         hidden, size = with_rows(hidden), hidden.element_size()
         assert kept is None or (kept.shape[1] == width and kept.is_contiguous() and kept.dtype == hidden.dtype)
         self.raw.newest(
-            newest.data_ptr(), hidden.data_ptr(), hidden.stride(0) * size, width * size, count.data_ptr(), lookahead,
-            hidden.shape[0] // batch, rows.data_ptr(), batch, 0 if kept is None else kept.data_ptr(),
+            newest, hidden, hidden.stride(0) * size, width * size, count, lookahead, hidden.shape[0] // batch, rows,
+            batch, kept,
         )  # fmt: skip
         return newest
 
@@ -96,9 +95,8 @@ class CpuExpansionOps(ExpansionOps):
             ints(batch, width),
         )  # fmt: skip
         self.raw.block(
-            table.page_table.data_ptr(), table.page_table.shape[1], table.kv_len.data_ptr(), table.last.data_ptr(),
-            rows.data_ptr(), batch, width, mask, *addresses(found),
-        )  # fmt: skip
+            table.page_table, table.page_table.shape[1], table.kv_len, table.last, rows, batch, width, mask, *found
+        )
         return found
 
     def windowed(
@@ -107,10 +105,7 @@ class CpuExpansionOps(ExpansionOps):
         batch, rows, prefix_len = rows.shape[0], rows.contiguous(), prefix_len.contiguous()
         assert table.is_contiguous() and table.dtype == torch.int64
         before, own = ints(batch), ints(batch, window - 1 + width)
-        self.raw.windowed(
-            before.data_ptr(), own.data_ptr(), table.data_ptr(), table.shape[1], rows.data_ptr(), prefix_len.data_ptr(),
-            batch, window, own.shape[1],
-        )  # fmt: skip
+        self.raw.windowed(before, own, table, table.shape[1], rows, prefix_len, batch, window, own.shape[1])
         return before, own
 
     def of_levels(self, x: Tensor, batch: int, first: int, levels: int) -> Tensor:
@@ -129,9 +124,8 @@ class CpuExpansionOps(ExpansionOps):
         assert draft.tokens.is_contiguous() and hidden.is_contiguous() and weight.shape == (size,)
         grade, scratch = ints(batch, nodes), torch.empty(rows + 2 * nodes, dtype=torch.float32)
         self.raw.confident(
-            grade.data_ptr(), draft.grade.data_ptr(), draft.parent.data_ptr(), draft.tokens.data_ptr(), batch, nodes,
-            hidden.data_ptr(), rows // batch, size, hidden.dtype == torch.bfloat16, weight.data_ptr(),
-            0 if token_odds is None else token_odds.data_ptr(), scratch.data_ptr(), bias,
+            grade, draft.grade, draft.parent, draft.tokens, batch, nodes, hidden, rows // batch, size,
+            hidden.dtype == torch.bfloat16, weight, token_odds, scratch, bias,
         )  # fmt: skip
         return draft._replace(grade=grade)
 
@@ -145,7 +139,7 @@ class CpuExpansionOps(ExpansionOps):
         ids, logp = self.top_tokens(logits, rows.shape[0], topk, key, target_ids)
         if target_ids is not None:
             assert target_ids.is_contiguous()
-            self.raw.rename(ids.data_ptr(), ids.numel(), target_ids.data_ptr())
+            self.raw.rename(ids, ids.numel(), target_ids)
         return Continuations(ids, logp)
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
@@ -156,9 +150,7 @@ class CpuExpansionOps(ExpansionOps):
         (batch, topk), rows = following.ids.shape, rows.contiguous()
         ids, logp = following.ids.contiguous(), following.logp.contiguous()
         assert first.ids.shape[1] == topk and first.ids.is_contiguous() and first.logp.is_contiguous()
-        self.raw.keep_first(
-            ids.data_ptr(), logp.data_ptr(), batch, topk, rows.data_ptr(), first.ids.data_ptr(), first.logp.data_ptr()
-        )
+        self.raw.keep_first(ids, logp, batch, topk, rows, first.ids, first.logp)
 
     def expand(
         self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
@@ -186,15 +178,13 @@ class CpuExpansionOps(ExpansionOps):
         assert nodes % batch == 0 and topk <= min(MAX_TOPK, vocab)
         assert key is None or [part.dtype for part in key] == [torch.int64, torch.int64, torch.float32]
         logits = logits.contiguous()
-        own = [] if key is None else [part.contiguous() for part in key]
-        if key is not None and target_ids is not None:
-            own.append(target_ids.contiguous())
-        fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
+        names = None if target_ids is None or key is None else target_ids.contiguous()
+        noise = [None] * 3 if key is None else [part.contiguous() for part in key]
         scratch = torch.empty(self.workers.most, 2, vocab + 15, dtype=torch.float32)
         ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
         self.raw.top_tokens(
-            ids.data_ptr(), logp.data_ptr(), topk, logits.data_ptr(), logits.dtype == torch.bfloat16,
-            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), self.workers.address,
+            ids, logp, topk, logits, logits.dtype == torch.bfloat16, batch, nodes // batch, vocab, *noise, names,
+            scratch, self.workers.address,
         )  # fmt: skip
         return ids, logp
 
@@ -231,11 +221,11 @@ class CpuTreeExpansion:
         if self._number == 1:
             first = self._first
             self._raw.first_level(
-                *self._state, first.ids.data_ptr(), first.logp.data_ptr(), first.ids.stride(0), self._rows.data_ptr(),
-                size, *addresses(found), self._table.kv_len.data_ptr(), self.root_at.data_ptr(),
+                *self._state, first.ids, first.logp, first.ids.stride(0), self._rows, size, *found, self._table.kv_len,
+                self.root_at,
             )  # fmt: skip
         else:
-            self._raw.next_level(*self._state, self._number, size, *addresses(found))
+            self._raw.next_level(*self._state, self._number, size, *found)
         self._parent = found.parent
         return found
 
@@ -243,9 +233,8 @@ class CpuTreeExpansion:
         (size,), topk, table = self._rows.shape, self._shape.topk, self._table
         found = ints(size, topk), ints(size, topk), ints(size, topk), ints(size, topk, self._tail + self._number)
         self._raw.level_rows(
-            self._number, size, topk, self._tail, self._lookahead, self._rows.data_ptr(), self.root_at.data_ptr(),
-            table.page_table.data_ptr(), table.page_table.stride(0), self._parent.data_ptr(), self._path.data_ptr(),
-            *addresses(found),
+            self._number, size, topk, self._tail, self._lookahead, self._rows, self.root_at, table.page_table,
+            table.page_table.stride(0), self._parent, self._path, *found,
         )  # fmt: skip
         positions, write_slots, path_len, self._path = found
         feature = self.level_feature() if self._first.feature.shape[1] else None
@@ -257,14 +246,14 @@ class CpuTreeExpansion:
         source, width = with_rows(source), source.shape[1]
         out, item = source.new_empty(size * topk, width), source.element_size()
         self._raw.features(
-            out.data_ptr(), source.data_ptr(), source.stride(0) * item, width * item,
-            self._rows.data_ptr() if self._hidden is None else 0, self._parent.data_ptr(), size, topk,
+            out, source, source.stride(0) * item, width * item, self._rows if self._hidden is None else None,
+            self._parent, size, topk,
         )  # fmt: skip
         return out
 
     def add(self, following: Continuations, hidden: Tensor) -> None:
         ids, logp = (part.contiguous() for part in following)
-        self._raw.add(*self._state, self._number, ids.data_ptr(), logp.data_ptr(), hidden.shape[0])
+        self._raw.add(*self._state, self._number, ids, logp, hidden.shape[0])
         self._hidden = hidden.flatten(0, 1)
 
     def draft(self) -> Draft:
@@ -272,8 +261,5 @@ class CpuTreeExpansion:
         if not self._number:
             self.level()  # for its candidates
         draft = empty_draft(size, shape.nodes)
-        self._raw.draft(
-            *self._state, size, shape.nodes, self._rows.data_ptr(), self._table.last.data_ptr(),
-            *addresses(draft),
-        )  # fmt: skip
+        self._raw.draft(*self._state, size, shape.nodes, self._rows, self._table.last, *draft)
         return draft

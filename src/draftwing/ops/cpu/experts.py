@@ -105,9 +105,8 @@ class NativeMixture:
                 at = start * self.hidden * x.element_size()
                 self.raw.experts(
                     out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
-                    min(rows - start, _SLICE), half, 0 if scatter is None else scatter.data_ptr(), *self._router,
-                    count, routing.top_k, routing.renormalise, routing.groups, routing.top_groups, self.hidden,
-                    self.ffn, self._weights.data_ptr(), spare.data_ptr(), workers.address, by.data_ptr() + at,
-                    *self._more, self.limit, routing.scale,
+                    min(rows - start, _SLICE), half, scatter, *self._router, count, routing.top_k, routing.renormalise,
+                    routing.groups, routing.top_groups, self.hidden, self.ffn, self._weights, spare, workers.address,
+                    by.data_ptr() + at, *self._more, self.limit, routing.scale,
                 )  # fmt: skip
         return out

@@ -59,9 +59,8 @@ class PackedGemm:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
         self.raw.product(
-            out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows,
-            *numbers_of(self, 0 if bias is None else bias.data_ptr()), self.workers.address,
-        )  # fmt: skip
+            out, x, residual, rows, *numbers_of(self, 0 if bias is None else bias.data_ptr()), self.workers.address
+        )
         return out
 
 
@@ -120,10 +119,8 @@ class HeadTopK:
             key, nodes = addresses(noise), rows // noise.seed.shape[0]
         spare = states.new_empty(size, dtype=torch.uint8)
         gemm.raw.following(
-            ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
-            0 if places is None else places.data_ptr(), self._names, count, self._norm,
-            states.dtype == torch.bfloat16, rows, *self._numbers, spare.data_ptr(), gemm.workers.address,
-            *key, nodes, self._eps,
+            ids, logp, states, states.stride(0), places, self._names, count, self._norm, states.dtype == torch.bfloat16,
+            rows, *self._numbers, spare, gemm.workers.address, *key, nodes, self._eps,
         )  # fmt: skip
 
 

@@ -40,8 +40,8 @@ class HeadGemm:
         assert (heads, inputs) == (self.heads, self.inputs) and x.dtype == self.packed.dtype and x.stride(2) == 1
         out = x.new_empty(rows, heads, self.outputs)
         self.raw.head_products(
-            out.data_ptr(), x.data_ptr(), self.packed.data_ptr(), rows, heads, inputs, self.outputs, x.stride(0),
-            x.stride(1), x.dtype == torch.bfloat16, self.workers.address,
+            out, x, self.packed, rows, heads, inputs, self.outputs, x.stride(0), x.stride(1), x.dtype == torch.bfloat16,
+            self.workers.address,
         )  # fmt: skip
         return out
 
@@ -70,7 +70,7 @@ class HeadBlocks:
         with self._spare.of(heads * min(rows, _SLICE) * gemm.rounded) as spare:
             for to, some in zip(out.split(_SLICE), x.split(_SLICE), strict=True):
                 gemm.raw.head_blocks(
-                    to.data_ptr(), some.data_ptr(), gemm.parts, len(some), heads, inputs, self._outputs, x.stride(0),
-                    x.stride(1), x.dtype == torch.bfloat16, spare.data_ptr(), gemm.workers.address,
+                    to, some, gemm.parts, len(some), heads, inputs, self._outputs, x.stride(0), x.stride(1),
+                    x.dtype == torch.bfloat16, spare, gemm.workers.address,
                 )  # fmt: skip
         return out

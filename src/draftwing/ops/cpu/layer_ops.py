@@ -61,8 +61,8 @@ class CpuLayerOps(LayerOps):
         size = weight.shape[0]
         assert x.shape[-1] == size
         self.raw.rms_norm(
-            out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
-            x.dtype == torch.bfloat16, self.workers.address, weight.dtype != x.dtype, eps,
+            out, x, weight, x.numel() // size, size, x.dtype == torch.bfloat16, self.workers.address,
+            weight.dtype != x.dtype, eps,
         )  # fmt: skip
         return out
 
@@ -78,11 +78,8 @@ class CpuLayerOps(LayerOps):
         assert not isinstance(scale, Tensor) or (scale.dtype == x.dtype and scale.numel() == 1)
         rows, size = x.shape
         out = x.new_empty(rows, size)
-        at, factor = (scale.data_ptr(), 0.0) if isinstance(scale, Tensor) else (0, scale)
-        self.raw.add_scaled(
-            out.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), rows, size,
-            x.dtype == torch.bfloat16, self.workers.address, at, factor,
-        )  # fmt: skip
+        at, factor = (scale, 0.0) if isinstance(scale, Tensor) else (None, scale)
+        self.raw.add_scaled(out, x, y, rows, size, x.dtype == torch.bfloat16, self.workers.address, at, factor)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -95,10 +92,7 @@ class CpuLayerOps(LayerOps):
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = gate_up.new_empty(rows, both // 2)
-        self.raw.silu_mul(
-            out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
-            out.dtype == torch.bfloat16, self.workers.address, gelu,
-        )  # fmt: skip
+        self.raw.silu_mul(out, gate_up, rows, both // 2, out.dtype == torch.bfloat16, self.workers.address, gelu)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -106,10 +100,7 @@ class CpuLayerOps(LayerOps):
             return super().soft_cap(x, cap)
         x = x.contiguous()
         size = x.shape[-1]
-        self.raw.soft_cap(
-            x.data_ptr(), x.data_ptr(), x.numel() // max(size, 1), size, x.dtype == torch.bfloat16,
-            self.workers.address, cap,
-        )  # fmt: skip
+        self.raw.soft_cap(x, x, x.numel() // max(size, 1), size, x.dtype == torch.bfloat16, self.workers.address, cap)
         return x
 
     def fuse_inputs(
@@ -131,12 +122,10 @@ class CpuLayerOps(LayerOps):
         ids = ids.contiguous()
         feature = feature if feature.stride(1) == 1 else feature.contiguous()  # rows may be apart
         positions = None if positions is None else positions.contiguous()
-        weights = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         out = feature.new_empty(rows, 2 * size)
         self.raw.fuse(
-            out.data_ptr(), ids.data_ptr(), table.data_ptr(), feature.data_ptr(), feature.stride(0), *weights,
-            0 if positions is None else positions.data_ptr(), rows, size, out.dtype == torch.bfloat16, feature_first,
-            eps,
+            out, ids, table, feature, feature.stride(0), *(norms or (None, None)), positions, rows, size,
+            out.dtype == torch.bfloat16, feature_first, eps,
         )  # fmt: skip
         return out
 
@@ -147,8 +136,8 @@ class CpuLayerOps(LayerOps):
         assert all(len(part) == rows and part.dtype == parts[0].dtype for part in parts)
         kept = [with_rows(part) for part in parts]
         out = parts[0].new_empty(rows, sum(part.shape[1] for part in parts))
-        numbers = [n for x in kept for n in (x.data_ptr(), x.stride(0) * size, x.shape[1] * size)]
-        self.raw.beside(out.data_ptr(), rows, *numbers, *[0] * (9 - len(numbers)))
+        numbers = [n for x in kept for n in (x, x.stride(0) * size, x.shape[1] * size)]
+        self.raw.beside(out, rows, *numbers, *[0] * (9 - len(numbers)))
         return out
 
     def concat_rope(self, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
@@ -159,9 +148,8 @@ class CpuLayerOps(LayerOps):
         assert all(part.stride(2) == 1 for part in (plain, turned, cos, sin)) and cos.stride(0) == sin.stride(0)
         out = plain.new_empty(rows, heads, same + dim)
         self.raw.concat_rope(
-            out.data_ptr(), plain.data_ptr(), turned.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, same, dim,
-            *plain.stride()[:2], *turned.stride()[:2], cos.stride(0), plain.dtype == torch.bfloat16,
-            self.workers.address, factor,
+            out, plain, turned, cos, sin, rows, heads, same, dim, *plain.stride()[:2], *turned.stride()[:2],
+            cos.stride(0), plain.dtype == torch.bfloat16, self.workers.address, factor,
         )  # fmt: skip
         return out
 
@@ -172,7 +160,7 @@ class CpuLayerOps(LayerOps):
         gate = gate if gate.is_contiguous() else self.concat_columns(gate)  # which is no operation of torch's
         assert gate.shape == x.shape and gate.dtype == x.dtype
         out = torch.empty_like(x)
-        self.raw.gate(out.data_ptr(), gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
+        self.raw.gate(out, gate, x, x.numel(), x.dtype == torch.bfloat16)
         return out
 
     def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,10 +170,7 @@ class CpuLayerOps(LayerOps):
         rows, size = state.shape
         assert made.shape == (rows, 3 * size) and made.dtype == state.dtype
         out, after = torch.empty_like(state), torch.empty_like(state)
-        self.raw.recur(
-            out.data_ptr(), after.data_ptr(), made.data_ptr(), state.data_ptr(), rows, size,
-            made.dtype == torch.bfloat16,
-        )  # fmt: skip
+        self.raw.recur(out, after, made, state, rows, size, made.dtype == torch.bfloat16)
         return out, after
 
     def gru(self, read: Tensor, kept: Tensor, state: Tensor) -> Tensor:
@@ -195,10 +180,7 @@ class CpuLayerOps(LayerOps):
         rows, size = state.shape
         assert read.shape == kept.shape == (rows, 3 * size) and read.dtype == kept.dtype == state.dtype
         after = torch.empty_like(state)
-        self.raw.gru(
-            after.data_ptr(), read.data_ptr(), kept.data_ptr(), state.data_ptr(), rows, size,
-            read.dtype == torch.bfloat16,
-        )  # fmt: skip
+        self.raw.gru(after, read, kept, state, rows, size, read.dtype == torch.bfloat16)
         return after
 
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
@@ -209,7 +191,7 @@ class CpuLayerOps(LayerOps):
         index, count = index.contiguous(), index.shape[0]
         out = source.new_empty(count, *source.shape[1:])
         size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
-        self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
+        self.raw.take_rows(out, source, source.shape[0], size, index, count)
         return out
 
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
@@ -223,10 +205,7 @@ class CpuLayerOps(LayerOps):
         assert index.dtype == torch.int64 and index.shape[0] == count
         assert target.shape[1] == width and target.dtype == source.dtype
         (ones, nowhere), size = _of_few(width, source.dtype), source.element_size()
-        self.raw.newest(
-            nowhere.data_ptr(), source.data_ptr(), source.stride(0) * size, width * size, ones.data_ptr(), 1, 1,
-            index.data_ptr(), count, target.data_ptr(),
-        )  # fmt: skip
+        self.raw.newest(nowhere, source, source.stride(0) * size, width * size, ones, 1, 1, index, count, target)
 
     def cluster_tokens(self, scores: Tensor, chosen: int, ordering: Tensor) -> Tensor:
         if type(scores) is not Tensor or scores.dtype not in DTYPES:
@@ -234,10 +213,7 @@ class CpuLayerOps(LayerOps):
         scores, (rows, count), each = scores.contiguous(), scores.shape, len(ordering) // scores.shape[1]
         assert 0 < chosen <= count and ordering.is_contiguous() and ordering.dtype == torch.int64
         out, best = ordering.new_empty(rows, chosen * each), torch.empty(chosen, dtype=torch.float32)
-        self.raw.cluster_tokens(
-            out.data_ptr(), scores.data_ptr(), scores.dtype == torch.bfloat16, rows, count, chosen, ordering.data_ptr(),
-            each, best.data_ptr(),
-        )  # fmt: skip
+        self.raw.cluster_tokens(out, scores, scores.dtype == torch.bfloat16, rows, count, chosen, ordering, each, best)
         return out
 
     def spread_logits(self, found: Tensor, ids: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
@@ -246,9 +222,7 @@ class CpuLayerOps(LayerOps):
         found, ids, (rows, count) = found.contiguous(), ids.contiguous(), found.shape
         assert found.dtype == torch.float32 and ids.shape == found.shape and count
         out = torch.empty(rows, vocab, dtype=dtype)
-        self.raw.spread_logits(
-            out.data_ptr(), dtype == torch.bfloat16, found.data_ptr(), ids.data_ptr(), rows, count, vocab
-        )
+        self.raw.spread_logits(out, dtype == torch.bfloat16, found, ids, rows, count, vocab)
         return out
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -261,9 +235,8 @@ class CpuLayerOps(LayerOps):
         count, size = ids.shape[-1], weight.shape[1]
         out = torch.empty(ids.shape, dtype=torch.float32)
         self.raw.exact_logits(
-            out.data_ptr(), hidden.data_ptr(), weight.data_ptr(), ids.data_ptr(), ids.numel() // max(count, 1), count,
-            size, weight.dtype == torch.bfloat16,
-        )  # fmt: skip
+            out, hidden, weight, ids, ids.numel() // max(count, 1), count, size, weight.dtype == torch.bfloat16
+        )
         return out
 
     def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:

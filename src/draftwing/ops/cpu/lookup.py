@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.tree import addresses, empty_draft
+from draftwing.ops.cpu.tree import empty_draft
 from draftwing.ops.drafts import LEVELS
 from draftwing.ops.reference.ngram import OWN, STEADY, NGramIndex
 from draftwing.ops.reference.ngram_memory import CANDIDATES
@@ -37,10 +37,8 @@ class CpuNGramIndex(NGramIndex):
         assert tokens.is_contiguous() and 0 < limit < memory.cells - 1
         rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
         self.raw.ngram_insert(
-            rows.data_ptr(), rows.shape[0], tokens.data_ptr(), tokens.shape[1], tokens.numel(),
-            memory.row.data_ptr(), memory.log.data_ptr(), memory.table.data_ptr(), memory.factors.data_ptr(),
-            memory.mask, self.max_window, prefix_len.data_ptr(), count.data_ptr(), limit, memory.cells,
-            memory.clock.data_ptr(),
+            rows, rows.shape[0], tokens, tokens.shape[1], tokens.numel(), memory.row, memory.log, memory.table,
+            memory.factors, memory.mask, self.max_window, prefix_len, count, limit, memory.cells, memory.clock,
         )  # fmt: skip
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
@@ -49,10 +47,9 @@ class CpuNGramIndex(NGramIndex):
         assert tokens.is_contiguous()
         rows, kv_len = rows.contiguous(), table.kv_len.contiguous()
         self.raw.ngram_confidence(
-            rows.data_ptr(), rows.shape[0], tokens.data_ptr(), tokens.shape[1], tokens.numel(),
-            memory.row.data_ptr(), memory.log.data_ptr(), memory.table.data_ptr(), memory.factors.data_ptr(),
-            memory.mask, window, kv_len.data_ptr(), *addresses((self.candidates, self.match, self.gap)),
-            self.branch_length, self.min_window, min(STEADY, window), MAX_CONFIDENCE, out.data_ptr(), out.stride(0),
+            rows, rows.shape[0], tokens, tokens.shape[1], tokens.numel(), memory.row, memory.log, memory.table,
+            memory.factors, memory.mask, window, kv_len, self.candidates, self.match, self.gap, self.branch_length,
+            self.min_window, min(STEADY, window), MAX_CONFIDENCE, out, out.stride(0),
         )  # fmt: skip
         return out
 
@@ -61,8 +58,8 @@ class CpuNGramIndex(NGramIndex):
         batch = rows.shape[0]
         draft = empty_draft(batch, nodes)
         self.raw.ngram_build(
-            rows.data_ptr(), batch, *addresses((self.candidates, self.match, last, weight)), weight.shape[0],
-            self.branch_length, depth, nodes, *addresses(draft),
+            rows, batch, self.candidates, self.match, last, weight, weight.shape[0], self.branch_length, depth, nodes,
+            *draft,
         )  # fmt: skip
         return draft
 
@@ -97,39 +94,30 @@ class CpuSuffixIndex(SuffixIndex):
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
         rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
-        self.raw.suffix_insert(
-            *self._trie(table), rows.data_ptr(), rows.shape[0], prefix_len.data_ptr(), count.data_ptr(), int(shared)
-        )
+        self.raw.suffix_insert(*self._trie(table), rows, rows.shape[0], prefix_len, count, int(shared))
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         out = torch.empty_like(rows) if out is None else out
-        self._grow_rows(table, rows.contiguous(), out.data_ptr(), out.stride(0))
+        self._grow_rows(table, rows.contiguous(), out, out.stride(0))
         return out
 
-    def _grow_rows(self, table: RowTensors, rows: Tensor, out: int = 0, stride: int = 0) -> None:
-        """Grows trees as far as their confidences need, which are written to the address `out`; without it those trees
+    def _grow_rows(self, table: RowTensors, rows: Tensor, out: Tensor | None = None, stride: int = 0) -> None:
+        """Grows trees as far as their confidences need, which are written to `out`; without it those trees
         whole that are not."""
         kv_len = table.kv_len.contiguous()
         self.raw.suffix_grow(
-            *self._trie(table), rows.data_ptr(), rows.shape[0], *addresses((kv_len, self.escape, self.starts)),
-            self.depth, self.nodes, self.width, self.least.data_ptr(), MAX_CONFIDENCE,
-            *addresses((self.grown, self.whole)), out, stride,
+            *self._trie(table), rows, rows.shape[0], kv_len, self.escape, self.starts, self.depth, self.nodes,
+            self.width, self.least, MAX_CONFIDENCE, self.grown, self.whole, out, stride,
         )  # fmt: skip
 
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, batch = rows.contiguous(), table.last.contiguous(), rows.shape[0]
         self._grow_rows(table, rows)
         draft = empty_draft(batch, nodes)
-        self.raw.suffix_emit(
-            rows.data_ptr(), batch, self.grown.data_ptr(), self.rows + 1, self.nodes, last.data_ptr(), depth, nodes,
-            *addresses(draft),
-        )  # fmt: skip
+        self.raw.suffix_emit(rows, batch, self.grown, self.rows + 1, self.nodes, last, depth, nodes, *draft)
         return draft
 
-    def _trie(self, table: RowTensors) -> tuple[int, ...]:
-        tokens = table.tokens
+    def _trie(self, table: RowTensors) -> tuple[Any, ...]:
+        tokens, lengths = table.tokens, len(self.lengths)
         assert tokens.is_contiguous()
-        return (
-            tokens.data_ptr(), tokens.shape[1], self.owner.data_ptr(), self.length.data_ptr(), len(self.lengths),
-            self.table.data_ptr(), self.buckets, self.rows,
-        )  # fmt: skip
+        return tokens, tokens.shape[1], self.owner, self.length, lengths, self.table, self.buckets, self.rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
-from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.cpu.tree import ints
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.sampling import CANDIDATES, Exact, SamplingOps, without_banned
 from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
@@ -52,9 +52,7 @@ class CpuSamplingOps(SamplingOps):
         numbers, floats = ints((4 + bans) * batch), torch.empty(3, batch, dtype=torch.float32)
         read = table.seed, table.kv_len, table.floats, table.top_k, table.ban_until, table.ban_ids
         assert all(field.is_contiguous() for field in read)
-        self.raw.sampling_rows(
-            rows.data_ptr(), batch, *addresses(read), bans, ahead, numbers.data_ptr(), floats.data_ptr()
-        )
+        self.raw.sampling_rows(rows, batch, *read, bans, ahead, numbers, floats)
         seed, position, top_k, ban_until = numbers[: 4 * batch].view(4, batch).unbind()
         ban_ids = numbers[4 * batch :].view(batch, bans)
         return SamplingRows(seed, floats[0], top_k, floats[1], floats[2], ban_until, ban_ids), position
@@ -127,28 +125,24 @@ class CpuSamplingOps(SamplingOps):
         """
         batch, nodes, vocab = logits.shape
         assert count <= min(MAX_TOPK, vocab) and positions.dtype == depth.dtype == torch.int64
-        held = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
-        fields, bans = [0] * 8, 0  # seed, temperature, flags, top_k, top_p, min_p, ban_until, ban_ids
+        logits, positions, depth = logits.contiguous(), positions.contiguous(), depth.contiguous()
+        fields: list[Any] = [None] * 8  # seed, temperature, flags, top_k, top_p, min_p, ban_until, ban_ids
         if params is not None:
-            own, bans = [field.contiguous() for field in params], params.ban_ids.shape[1]
-            held += own
-            seed, temperature, top_k, top_p, min_p, ban_until, ban_ids = addresses(own)
-            fields = [seed, temperature, 0, 0, 0, 0, ban_until, ban_ids]
-            if filtered:
-                fields[2:6] = 0 if flags is None else flags.data_ptr(), top_k, top_p, min_p
+            seed, temperature, top_k, top_p, min_p, *banned = (field.contiguous() for field in params)
+            filters = (flags, top_k, top_p, min_p) if filtered else [None] * 4
+            fields = [seed, temperature, *filters, *banned]
         ids, noise = ints(batch, nodes, count), torch.empty(batch, nodes, count, dtype=torch.float32)
-        numbers: tuple[int, ...] = ()
+        more: tuple[Any, ...] = ()
         changes, width = None, 0
         if edits is not None:
             edits = Edits(*(field.contiguous() for field in edits))
             changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
-            numbers = *_numbers_of(edits), changes.data_ptr()
+            more = *_arguments_of(edits), changes
         # One size for trees of all depths: the kernel has a stride of its own.
         scratch = self._scratch(self.workers.most, 5 * (-(-vocab // 16) * 16) + -(-width // 256) * 256)
         self.raw.draw(
-            ids.data_ptr(), noise.data_ptr(), count, held[0].data_ptr(), logits.dtype == torch.bfloat16,
-            batch * nodes, nodes, vocab, held[1].data_ptr(), held[2].data_ptr(), *fields, bans, scratch.data_ptr(),
-            self.workers.address, *numbers,
+            ids, noise, count, logits, logits.dtype == torch.bfloat16, batch * nodes, nodes, vocab, positions, depth,
+            *fields, 0 if params is None else params.ban_ids.shape[1], scratch, self.workers.address, *more,
         )  # fmt: skip
         return ids, noise, changes
 
@@ -169,10 +163,7 @@ class CpuSamplingOps(SamplingOps):
         ids, noise, logits = ids.contiguous(), noise.contiguous(), logits.contiguous()
         tokens = ids.new_empty(batch, nodes)
         assert changes is None or (changes.shape == (*ids.shape, 2) and changes.is_contiguous())
-        self.raw.heaviest(
-            tokens.data_ptr(), ids.data_ptr(), noise.data_ptr(), logits.data_ptr(), batch * nodes, count,
-            0 if changes is None else changes.data_ptr(),
-        )  # fmt: skip
+        self.raw.heaviest(tokens, ids, noise, logits, batch * nodes, count, changes)
         return tokens
 
     def _gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
@@ -187,20 +178,14 @@ class CpuSamplingOps(SamplingOps):
                 token_ids, stride = token_ids.expand(batch, nodes, size), size
             token_ids = token_ids.contiguous()
         out = torch.empty(batch, nodes, size, dtype=torch.float32)
-        self.raw.gumbel(
-            out.data_ptr(), seed.data_ptr(), position.data_ptr(), 0 if token_ids is None else token_ids.data_ptr(),
-            batch * nodes, nodes, size, stride, self.workers.address,
-        )  # fmt: skip
+        self.raw.gumbel(out, seed, position, token_ids, batch * nodes, nodes, size, stride, self.workers.address)
         return out
 
 
-def _numbers_of(edits: Edits) -> tuple[int, ...]:
+def _arguments_of(edits: Edits) -> tuple[Any, ...]:
     """Returns how edits are passed to the C kernel; their tensors are contiguous."""
     (_, nodes, width), biases = edits.path.shape, edits.bias_ids.shape[1]
     assert edits.tokens.shape[1] == nodes and edits.penalties.shape[1] == 3
-    rows, history, prompt_len, penalties, bias_ids, bias_values, tokens, path, path_len = addresses(edits)
-    length = edits.history.shape[1]
-    return (
-        rows, history, length, prompt_len, penalties, bias_ids, bias_values, biases, tokens, nodes, path, width,
-        path_len,
-    )  # fmt: skip
+    rows, history, prompt_len, penalties, bias_ids, bias_values, tokens, path, path_len = edits
+    read = rows, history, history.shape[1], prompt_len, penalties, bias_ids, bias_values, biases
+    return *read, tokens, nodes, path, width, path_len

@@ -37,10 +37,7 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, batch = rows.contiguous(), rows.shape[0]
         found = ints(batch), ints(batch), ints(batch)
-        self.raw.plain_inputs(
-            rows.data_ptr(), batch, table.page_table.data_ptr(), table.kv_len.data_ptr(), table.last.data_ptr(),
-            table.length, *addresses(found),
-        )  # fmt: skip
+        self.raw.plain_inputs(rows, batch, table.page_table, table.kv_len, table.last, table.length, *found)
         return found
 
     def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
@@ -49,9 +46,8 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
         tree = Tree(ints(batch, nodes), ints(batch, nodes, depth_max + 1), ints(batch, nodes))
         found = TargetInputs(ints(batch * nodes), ints(batch * nodes), ints(batch))
         self.raw.target_inputs(
-            parent.data_ptr(), alive.data_ptr(), batch, nodes, depth_max, *addresses(tree), rows.data_ptr(),
-            table.page_table.data_ptr(), table.kv_len.data_ptr(), table.length, *addresses(found),
-        )  # fmt: skip
+            parent, alive, batch, nodes, depth_max, *tree, rows, table.page_table, table.kv_len, table.length, *found
+        )
         return tree, found
 
     def commit(
@@ -66,10 +62,8 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
         done = ints(batch, packed_width(width - 1, nodes)), ints(batch, width), ints(batch)
         path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if with_path else None
         self.raw.commit(
-            *addresses(held), batch, nodes, width - 1, table.page_table.data_ptr(), table.tokens.data_ptr(),
-            table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, confidence, *addresses(done),
-            *(addresses(path) if path is not None else (0, 0, 0, 0)),
-            0 if grade is None else grade.data_ptr(), *(addresses(calibration) if calibration is not None else (0, 0)),
+            *held, batch, nodes, width - 1, table.page_table, table.tokens, table.kv_len, table.last, table.length,
+            table.rows, confidence, *done, *(path or [None] * 4), grade, *(calibration or (None, None)),
         )  # fmt: skip
         return Committed(*done, path)
 
@@ -78,10 +72,7 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
         ranked = Ranked(torch.empty(batch, nodes, dtype=torch.float32), ints(batch, nodes))
         grade = None if draft.grade is None else draft.grade.contiguous()
         held = [part.contiguous() for part in (draft.parent, draft.alive, tree.depth, rows)]
-        self.raw.rank(
-            *addresses(ranked), 0 if grade is None else grade.data_ptr(), *addresses(held), batch, nodes, dummy,
-            *addresses(calibration),
-        )  # fmt: skip
+        self.raw.rank(*ranked, grade, *held, batch, nodes, dummy, *calibration)
         return ranked
 
     def assign(
@@ -97,10 +88,7 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
         ids, positions, slots, owners, prefix = (ints(total) for _ in range(5))
         queries = Queries(ids, positions, slots, owners, prefix, ints(total, 1, width), ints(total, 1))
         trees = ints(batch + spare), ints(batch + spare), ints(batch + spare + 1)
-        self.raw.assign(
-            *addresses(held), batch, nodes, width, total, spare, table.rows, *addresses(chosen),
-            *addresses((*queries, *trees)),
-        )  # fmt: skip
+        self.raw.assign(*held, batch, nodes, width, total, spare, table.rows, *chosen, *queries, *trees)
         return Assigned(*chosen, Ragged(*trees, nodes, -(-total // batch)), queries)
 
     def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
@@ -110,13 +98,12 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
         assert seen.is_contiguous() and accepted.is_contiguous() and seen.dtype == accepted.dtype == torch.float32
         draft = empty_draft(batch, nodes)
         self.raw.merge(
-            *addresses(held), batch, first.tokens.shape[1], second.tokens.shape[1], nodes, shape.depth,
-            seen.data_ptr(), accepted.data_ptr(), *addresses(draft),
-        )  # fmt: skip
+            *held, batch, first.tokens.shape[1], second.tokens.shape[1], nodes, shape.depth, seen, accepted, *draft
+        )
         return draft
 
     def raise_confidence(self, confidence: Tensor) -> Tensor:
-        self.raw.raise_confidence(confidence.data_ptr(), confidence.stride(0), confidence.shape[0], MAX_CONFIDENCE)
+        self.raw.raise_confidence(confidence, confidence.stride(0), confidence.shape[0], MAX_CONFIDENCE)
         return confidence
 
 
