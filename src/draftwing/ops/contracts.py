@@ -144,12 +144,13 @@ class HeadTopK(Protocol):
     max_topk: int  # outputs of a row that it finds
 
     def best(
-        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None
-    ) -> None:
+        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None,
+        editor: LogitEditor | None = None,
+    ) -> None:  # fmt: skip
         """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
 
-        places [M] int64: the rows of all three that are worked on, None: all. noise: is added before, of B rows of
-        which each has M / B of these side by side.
+        places [M] int64: the rows of all three that are worked on, None: all. editor, then noise: change the outputs
+        before, of B rows of which each has M / B of these side by side.
         """
         ...
 

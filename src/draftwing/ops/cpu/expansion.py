@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
+from draftwing.ops.cpu.logit_editor import CpuLogitEditor
 from draftwing.ops.cpu.tree import addresses, empty_draft, ints, with_rows
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
@@ -19,6 +20,7 @@ from draftwing.ops.types import (
     Chain,
     Continuations,
     Draft,
+    DraftEdits,
     Expansion,
     First,
     Level,
@@ -147,6 +149,11 @@ class CpuExpansionOps(ExpansionOps):
             assert target_ids.is_contiguous()
             self.raw.rename(ids.data_ptr(), ids.numel(), target_ids.data_ptr())
         return Continuations(ids, logp)
+
+    def logit_editor(
+        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+    ) -> CpuLogitEditor:
+        return CpuLogitEditor(self.raw, self.workers, table, rows, edits, bound, vocab, draft_ids)
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
         params, position = self.sampling_rows(table, rows, ahead)

@@ -1,0 +1,48 @@
+"""Penalties and biases of drafts in C (ops/cpu/csrc/edits.c): the edits of rows by value, so that it may be recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.extension import DTYPES
+from draftwing.ops.cpu.tree import addresses
+from draftwing.ops.cpu.workers import Workers
+from draftwing.ops.torch.expansion import TextEditor
+from draftwing.ops.types import DraftEdits, RowTensors
+
+
+class CpuLogitEditor:
+    """A `LogitEditor`. Each call counts the text again, which takes less than the logits of a node."""
+
+    def __init__(
+        self, raw: Any, workers: Workers, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int,
+        draft_ids: Tensor | None,
+    ) -> None:  # fmt: skip
+        """raw: the extension module; the others as for `ExpansionOps.logit_editor`. Finds out by value which rows have
+        edits."""
+        self._raw, self._workers, self._vocab, self.batch = raw, workers, vocab, rows.shape[0]
+        self._others = table, rows, edits, bound, vocab, draft_ids  # of an editor in torch
+        rows, own = rows.contiguous(), edits[1:]
+        assert table.tokens.is_contiguous() and all(part.is_contiguous() for part in own)
+        self._held = rows
+        prompt_len, penalties, bias_ids, bias_values = addresses(own)
+        self.numbers = (
+            rows.data_ptr(), table.tokens.data_ptr(), table.tokens.shape[1], table.kv_len.data_ptr(), prompt_len,
+            penalties, bias_ids, bias_values, edits.bias_ids.shape[1],
+            0 if draft_ids is None else draft_ids.data_ptr(),
+        )  # fmt: skip
+
+    def apply(self, logits: Tensor) -> None:
+        if logits.dtype not in DTYPES:
+            TextEditor(*self._others).apply(logits)
+            return
+        rows, vocab = logits.shape
+        assert vocab == self._vocab and logits.stride(1) == 1
+        scratch = torch.empty(self._workers.most, 2, vocab, dtype=torch.int32)
+        self._raw.edit_logits(
+            logits.data_ptr(), logits.dtype == torch.bfloat16, self.batch, rows // self.batch, logits.stride(0), vocab,
+            scratch.data_ptr(), self._workers.address, *self.numbers,
+        )  # fmt: skip
