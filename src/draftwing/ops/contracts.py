@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.types import NoiseKey
+from draftwing.ops.types import LogitEditor, NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
 RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU

@@ -110,7 +110,8 @@ class ModelDrafter(Drafter):
     def _editor(self, step: DraftStep) -> LogitEditor | None:
         if step.edits is None:
             return None
-        return self.ops.logit_editor(step.table, step.rows, step.edits, step.max_kv_len, self.head.vocab, self._draft_ids)
+        table, rows, _, bound, _, edits = step
+        return self.ops.logit_editor(table, rows, edits, bound, self.head.vocab, self._draft_ids)
 
     def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)

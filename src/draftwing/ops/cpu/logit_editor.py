@@ -1,4 +1,4 @@
-"""Penalties and biases of drafts in C (ops/cpu/csrc/edits.c): the edits of rows by value, so that it may be recorded."""
+"""Penalties and biases of drafts in C (ops/cpu/csrc/edits.c), of rows by value, so that calls may be recorded."""
 
 from __future__ import annotations
 
