@@ -110,8 +110,8 @@ class ModelDrafter(Drafter):
     def _editor(self, step: DraftStep) -> LogitEditor | None:
         if step.edits is None:
             return None
-        table, rows, _, bound, _, edits = step
-        return self.ops.logit_editor(table, rows, edits, bound, self.head.vocab, self._draft_ids)
+        where = step.table, step.rows, step.edits, step.max_kv_len
+        return self.ops.logit_editor(*where, self.head.vocab, self._draft_ids)
 
     def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
@@ -220,7 +220,7 @@ class ModelDrafter(Drafter):
         if not self.ops.reads_root_late:
             self._write_first(rows, self._continuations(table, rows, newest.unsqueeze(1), 1, self.topk, noisy))
 
-    def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor, editor: LogitEditor | None) -> None:
+    def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor, editor: LogitEditor | None = None) -> None:
         """The root's continuations are known afterwards. Those that were written before know of no edits."""
         constrained, self._constrained = self._constrained, None
         native = self._readout(rows.shape[0])

@@ -104,8 +104,8 @@ class HeadTopK:
         """states [.., inputs] with adjacent columns, in the GEMM's dtype -> ids [.., K] int64 and their log
         probabilities [.., K] float32, contiguous, K at most 16: best first, of equals the earlier output.
 
-        places [M] int64: the rows of all three that are worked on, None: all. At most 8. noise, editor: of B rows, M / B
-        of these each; the editor is one of `CpuOps`.
+        places [M] int64: the rows of all three that are worked on, None: all. At most 8. noise, editor: of B rows,
+        M / B of these each; the editor is one of `CpuOps`.
         """
         (every, inputs), count = states.shape, ids.shape[1]
         rows, gemm = every if places is None else places.shape[0], self._gemm
