@@ -51,6 +51,7 @@ class CpuExpansionOps(ExpansionOps):
     workers: Workers
     take_rows: Any  # `LayerOps.take_rows`
     sampling_rows: Any  # `CpuSamplingOps.sampling_rows`
+    _scratch: Any  # of `CpuSamplingOps`
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
@@ -153,7 +154,7 @@ class CpuExpansionOps(ExpansionOps):
     def logit_editor(
         self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> CpuLogitEditor:
-        return CpuLogitEditor(self.raw, self.workers, table, rows, edits, bound, vocab, draft_ids)
+        return CpuLogitEditor(self.raw, self.workers, self._scratch, table, rows, edits, bound, vocab, draft_ids)
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
         params, position = self.sampling_rows(table, rows, ahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ class CpuLogitEditor:
     """A `LogitEditor`. Each call counts the text again, which takes less than the logits of a node."""
 
     def __init__(
-        self, raw: Any, workers: Workers, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int,
-        draft_ids: Tensor | None,
+        self, raw: Any, workers: Workers, scratch: Callable[[int, int], Tensor], table: RowTensors, rows: Tensor,
+        edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None,
     ) -> None:  # fmt: skip
-        """raw: the extension module; the others as for `ExpansionOps.logit_editor`. Finds out by value which rows have
-        edits."""
-        self._raw, self._workers, self._vocab, self.batch = raw, workers, vocab, rows.shape[0]
+        """raw: the extension module; scratch: as `CpuSamplingOps._scratch`; the others as for
+        `ExpansionOps.logit_editor`. Finds out by value which rows have edits."""
+        self._raw, self._workers, self._scratch = raw, workers, scratch
+        self._vocab, self.batch = vocab, rows.shape[0]
         self._others = table, rows, edits, bound, vocab, draft_ids  # of an editor in torch
         rows, own = rows.contiguous(), edits[1:]
         assert table.tokens.is_contiguous() and all(part.is_contiguous() for part in own)
@@ -41,7 +43,7 @@ class CpuLogitEditor:
             return
         rows, vocab = logits.shape
         assert vocab == self._vocab and logits.stride(1) == 1
-        scratch = torch.empty(self._workers.most, 2, vocab, dtype=torch.int32)
+        scratch = self._scratch(self._workers.most, 2 * vocab)
         self._raw.edit_logits(
             logits.data_ptr(), logits.dtype == torch.bfloat16, self.batch, rows // self.batch, logits.stride(0), vocab,
             scratch.data_ptr(), self._workers.address, *self.numbers,
