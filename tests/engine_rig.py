@@ -120,7 +120,7 @@ class OracleDrafter:
         return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
 
     def propose(self, step):
-        slots, rows, shape, max_kv_len, _ = step
+        slots, rows, shape, max_kv_len, *_ = step
         kv_len, root = slots.kv_len[rows], slots.last[rows]
         self._check_kv(slots, rows, kv_len, max_kv_len)
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes

@@ -26,7 +26,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, HeadNorms
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.types import BlockRows, Draft, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
+from draftwing.ops.types import BlockRows, Draft, DraftEdits, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from delta_steps import DeltaSteps
@@ -310,6 +310,23 @@ def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     yield from ops.top_tokens(logits, 4, 10, None, None)
     yield from ops.top_tokens(logits, 4, 5, key, None)
     yield from ops.top_tokens(logits, 4, 5, key, made.ints(0, 9000, 3001))
+    yield edited_drafts(ops, made, logits)
+
+
+def edited_drafts(ops: CpuOps, made: Inputs, logits: Tensor) -> Tensor:
+    """Logits [12, 3001] of 4 rows after penalties and biases."""
+    from draftwing.engine.devices import pick_device
+    from draftwing.engine.row_table import RowTable
+
+    table, every = RowTable(4, 90, pick_device("cpu", ops=ops)), torch.arange(4)
+    table.tokens[:], table.kv_len[:] = made.ints(0, 60, 5, 90), 80
+    edits = DraftEdits(
+        None, made.ints(0, 40, 5), made.some([0.4, 1.0, 1.7], 5, 3), made.ints(0, 60, 5, 9),
+        made.some([-3.0, 0.0, 2.5], 5, 9),
+    )  # fmt: skip
+    logits = logits.clone()
+    ops.logit_editor(table, every, edits, 80, 3001, None).apply(logits)
+    return logits
 
 
 @case

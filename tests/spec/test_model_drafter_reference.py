@@ -104,7 +104,7 @@ class Rig(engine_rig.Rig):
             return out
 
         def spy_propose(step):
-            slots, rows, shape, _, noisy = step
+            slots, rows, shape, _, noisy, _ = step
             drafter._read_first(slots, rows, noisy)  # as `propose` begins
             before = [self._state(int(row), shape.topk) for row in rows]
             calls.clear()

@@ -36,7 +36,7 @@ from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import forget, new_calibration, roots_alone
-from draftwing.ops.types import Draft, SamplingGroups
+from draftwing.ops.types import Draft, DraftEdits, SamplingGroups
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep, PastText
 from draftwing.spec.simulate import Simulation
@@ -319,8 +319,9 @@ class Executor:
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
-        drafted = run("draft", step.key, self._draft, step)
-        return drafted, run("verify", step.key, self._verify, drafted)
+        key = (step.key, step.edited) if step.key is not None and step.edited else step.key
+        drafted = run("draft", key, self._draft, step)
+        return drafted, run("verify", key, self._verify, drafted)
 
     def _finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
@@ -335,7 +336,8 @@ class Executor:
             return self._batches.last_tokens(rows, step.bound)
         if special is not None and guidance is not None:
             self._features.constrain(special, rows, guidance)
-        draft = self.propose(rows, shape, step.bound, step.groups.noisy)
+        edits = self._features.draft_edits(special) if step.edited or special is not None else None
+        draft = self.propose(rows, shape, step.bound, step.groups.noisy, edits)
         if special is not None:
             draft = self._features.adjust(special, rows, draft, guidance)
         return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)
@@ -343,10 +345,12 @@ class Executor:
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self.target.run(drafted.batch))
 
-    def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(
+        self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor, edits: DraftEdits | None = None
+    ) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self.table, rows, shape.nodes)
-        return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy))
+        return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy, edits))
 
     def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch) -> Download | None:
         """The drafts of the rows that the plan wants traced."""

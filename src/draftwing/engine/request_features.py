@@ -19,7 +19,7 @@ from draftwing.core import FORBIDDEN, NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, 
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.types import Calibration, Draft, Edits
+from draftwing.ops.types import Calibration, Draft, DraftEdits, Edits
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable, Nodes
@@ -138,6 +138,17 @@ class RequestFeatures:
             drawn.rows, self.table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values,
             drawn.tokens, drawn.path, drawn.path_len,
         )  # fmt: skip
+
+    def draft_edits(self, plan: Plan | None) -> DraftEdits | None:
+        """Returns what drafts are told of the edits of a plan that asks for more, None where there are none; without a
+        plan those of all rows, by value."""
+        edits, at = self.edits, None
+        if plan is not None:
+            used = edits.features(plan.rows[plan.edited].tolist())
+            if not (used.counts or used.seen or used.biases):
+                return None
+            at = self._rows_of(plan.edited)
+        return DraftEdits(at, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values)
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 

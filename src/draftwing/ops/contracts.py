@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.types import NoiseKey
+from draftwing.ops.types import LogitEditor, NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
 RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU
@@ -144,12 +144,13 @@ class HeadTopK(Protocol):
     max_topk: int  # outputs of a row that it finds
 
     def best(
-        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None
-    ) -> None:
+        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None,
+        editor: LogitEditor | None = None,
+    ) -> None:  # fmt: skip
         """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
 
-        places [M] int64: the rows of all three that are worked on, None: all. noise: is added before, of B rows of
-        which each has M / B of these side by side.
+        places [M] int64: the rows of all three that are worked on, None: all. editor, then noise: change the outputs
+        before, of B rows of which each has M / B of these side by side.
         """
         ...
 

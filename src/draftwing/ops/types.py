@@ -195,6 +195,25 @@ class Edits(NamedTuple):
     path_len: Tensor  # [B, N] int64
 
 
+class DraftEdits(NamedTuple):
+    """What of rows' edits drafts know: penalties and biases, row-indexed as in `Edits`, whatever the rows are."""
+
+    at: Tensor | None  # [Be] batch indices of the rows that may have some, None: all, which is found out by value
+    prompt_len: Tensor
+    penalties: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+
+
+class LogitEditor(Protocol):
+    """Edits a head's logits as those of the target will be edited, by the text up to each row's newest token."""
+
+    def apply(self, logits: Tensor) -> None:
+        """logits [M, V] of any float type, M / B nodes of each row side by side: changed in place, each rounded to its
+        type again."""
+        ...
+
+
 class Rescoring(NamedTuple):
     """How the logits of a few ids are computed again in float32, where a half type has rounded them."""
 

@@ -54,15 +54,16 @@ class AssistantDrafter(ModelDrafter):
             self.extend(seen)
 
     def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy = step
+        table, rows, shape, max_kv_len, noisy, _ = step
         size, topk = rows.shape[0], shape.topk
-        self._read_first(table, rows, noisy)
+        editor = self._editor(step)
+        self._read_first(table, rows, noisy, editor)
         expansion, batch = self._expand(table, rows, shape), None
         for level in range(1, shape.depth):
             ids = expansion.level().ids.flatten()
             batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
             hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
-            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
         return expansion.draft()
 
     def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:

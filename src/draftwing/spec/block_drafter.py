@@ -16,7 +16,7 @@ from draftwing.core import TreeShape
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import BlockInputs, Continuations, Draft, First, RowTensors
+from draftwing.ops.types import BlockInputs, Continuations, Draft, First, LogitEditor, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 from draftwing.spec.model_drafter import without
 
@@ -41,6 +41,7 @@ class BlockDrafter(Drafter):
         self._numbers = torch.arange(rows, device=device)
         width = head.config_of_block.rows
         self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
+        self._draft_ids = head.draft_ids()
         # What `constrain` got, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
@@ -57,15 +58,18 @@ class BlockDrafter(Drafter):
     # -- drafts -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy = step
+        table, rows, shape, max_kv_len, noisy, edits = step
         size, topk, depth, head, ops = rows.shape[0], shape.topk, shape.depth, self.head, self.ops
         config = head.config_of_block
         block = ops.block_inputs(table, rows, config.rows, config.mask)
         hidden = self._run(table, rows, block, max_kv_len)
         hidden = ops.of_levels(hidden, size, config.rows - config.steps, depth)  # [D * B, H]
         base = head.logits(hidden)  # [D * B, V]
+        editor = None
+        if edits is not None:
+            editor = ops.logit_editor(table, rows, edits, max_kv_len, head.vocab, self._draft_ids)
         newest = ops.of_levels(block.ids.unsqueeze(1), size, 0, 1).flatten()
-        self._keep_root(table, rows, base[:size], hidden[:size], newest, noisy)
+        self._keep_root(table, rows, base[:size], hidden[:size], newest, noisy, editor)
         expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
         nothing = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
@@ -79,6 +83,8 @@ class BlockDrafter(Drafter):
                 states = ops.repeat_rows(states, lanes)
             handed = expansion.level_feature() if head.state_width else None
             logits, handed = head.given(logits, states, above, handed)
+            if editor is not None:
+                editor.apply(logits)
             following = ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
             if lanes < topk:
                 following = Continuations(*(ops.repeat_rows(x, topk) for x in following))
@@ -124,14 +130,17 @@ class BlockDrafter(Drafter):
         return batch._replace(rows=self._numbers[: len(batch.rows)], table=table, prefix_len=prefix_len, bound=0)
 
     def _keep_root(
-        self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, newest: Tensor, noisy: Tensor
-    ) -> None:
+        self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, newest: Tensor, noisy: Tensor,
+        editor: LogitEditor | None,
+    ) -> None:  # fmt: skip
         """base [B, V], hidden [B, H]: of the rows that predict the first token, newest [B]: the token above it -> what
         may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
         state = self._zeros[: len(rows)] if head.state_width else None
         logits, state = head.given(base, hidden, newest, state, newest=True)
+        if editor is not None:
+            editor.apply(logits)
         if state is not None:
             ops.put_rows(self._first.feature, rows, state)
         parts = [(rows, logits, noisy)]

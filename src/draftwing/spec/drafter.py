@@ -20,7 +20,7 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Calibration, Draft, RowTensors
+from draftwing.ops.types import Calibration, Draft, DraftEdits, RowTensors
 from draftwing.sched.policy.menus import half_menu, match_menu
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class DraftStep(NamedTuple):
     max_kv_len: upper bound of the rows' kv_len, known on the host.
     noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same noise
     before they choose; their number is known on the host.
+    edits: penalties and biases, for drafters that score tokens (`ops.logit_editor`); None where no row has any.
     """
 
     table: RowTensors
@@ -73,6 +74,7 @@ class DraftStep(NamedTuple):
     shape: TreeShape
     max_kv_len: int
     noisy: Tensor
+    edits: DraftEdits | None = None
 
 
 class SeenTokens(NamedTuple):

@@ -20,7 +20,7 @@ from draftwing.models.heads.swap import HeadSwap
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
+from draftwing.ops.types import Continuations, Draft, Expansion, First, LogitEditor, RowTensors
 from draftwing.sched.policy.menus import chain_menu, tree_menu
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 
@@ -52,6 +52,7 @@ class ModelDrafter(Drafter):
         self._newest_hidden = self._first.feature
         # Rows with continuations that `constrain` chose, and these: for the next `propose`.
         self._constrained: tuple[Tensor, Continuations] | None = None
+        self._draft_ids = head.draft_ids()
         self._attn: AttnBackend | None = None
         self._first_layer = 0
         self.swap: HeadSwap | None = None  # of heads that are read from a folder
@@ -62,6 +63,9 @@ class ModelDrafter(Drafter):
     def take_head(self, head: FeatureHead) -> None:
         assert self.swap is not None
         self.swap.take(head)
+        draft_ids = self.head.draft_ids()
+        if self._draft_ids is not None and draft_ids is not None:
+            self._draft_ids.copy_(draft_ids)  # recorded calls know where it is
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """On a CPU chains, which are cheaper to draft."""
@@ -78,10 +82,11 @@ class ModelDrafter(Drafter):
     # -- tree expansion ---------------------------------------------------------------------------------------------
 
     def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy = step
+        table, rows, shape, max_kv_len, noisy, _ = step
         size, topk = rows.shape[0], shape.topk
         window = self.tail + topk * max(shape.depth - 1, 0)
-        self._read_first(table, rows, noisy)
+        editor = self._editor(step)
+        self._read_first(table, rows, noisy, editor)
         expansion = self._expand(table, rows, shape)
         for level in range(1, shape.depth):
             ids = expansion.level().ids
@@ -99,8 +104,14 @@ class ModelDrafter(Drafter):
                 bound=max_kv_len + window,
             )
             hidden = self._run(batch, at.feature, level).view(size, topk, -1)
-            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
         return expansion.draft()
+
+    def _editor(self, step: DraftStep) -> LogitEditor | None:
+        if step.edits is None:
+            return None
+        where = step.table, step.rows, step.edits, step.max_kv_len
+        return self.ops.logit_editor(*where, self.head.vocab, self._draft_ids)
 
     def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
@@ -209,16 +220,16 @@ class ModelDrafter(Drafter):
         if not self.ops.reads_root_late:
             self._write_first(rows, self._continuations(table, rows, newest.unsqueeze(1), 1, self.topk, noisy))
 
-    def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor) -> None:
-        """The root's continuations are known afterwards."""
+    def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor, editor: LogitEditor | None = None) -> None:
+        """The root's continuations are known afterwards. Those that were written before know of no edits."""
         constrained, self._constrained = self._constrained, None
         native = self._readout(rows.shape[0])
         if native is not None:
             key = self.ops.noise_key(table, rows, 1)
-            native.best(self._newest_hidden, rows, self._first.ids, self._first.logp, key)
-        elif self.ops.reads_root_late:
+            native.best(self._newest_hidden, rows, self._first.ids, self._first.logp, key, editor)
+        elif self.ops.reads_root_late or editor is not None:
             newest = self.ops.take_rows(self._newest_hidden, rows).unsqueeze(1)
-            self._write_first(rows, self._continuations(table, rows, newest, 1, self.topk, noisy))
+            self._write_first(rows, self._continuations(table, rows, newest, 1, self.topk, noisy, editor))
         if constrained is not None:
             self._write_first(*constrained)
 
@@ -230,17 +241,20 @@ class ModelDrafter(Drafter):
         return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
 
     def _continuations(
-        self, table: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
-    ) -> Continuations:
+        self, table: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor,
+        editor: LogitEditor | None = None,
+    ) -> Continuations:  # fmt: skip
         """hidden [B, K, H] -> the best tokens that may follow its B * K nodes at kv_len + ahead."""
         hidden = hidden.flatten(0, 1)
         native = self._readout(hidden.shape[0])
         if native is not None:
             best = torch.empty(hidden.shape[0], topk, dtype=torch.int64)
             logp = torch.empty(hidden.shape[0], topk, dtype=torch.float32)
-            native.best(hidden, None, best, logp, self.ops.noise_key(table, rows, ahead))
+            native.best(hidden, None, best, logp, self.ops.noise_key(table, rows, ahead), editor)
             return Continuations(best, logp)
         logits = self.head.logits(hidden)
+        if editor is not None:
+            editor.apply(logits)
         return self.ops.continuations(logits, table, rows, ahead, topk, self.head.target_ids, noisy)
 
     def _readout(self, rows: int) -> HeadTopK | None:

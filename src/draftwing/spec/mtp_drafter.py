@@ -64,9 +64,10 @@ class MTPDrafter(ModelDrafter):
     # -- tree expansion ---------------------------------------------------------------------------------------------
 
     def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy = step
+        table, rows, shape, max_kv_len, noisy, _ = step
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
-        self._read_first(table, rows, noisy)
+        editor = self._editor(step)
+        self._read_first(table, rows, noisy, editor)
         expansion = self._expand(table, rows, shape)
         root_at = expansion.root_at  # [B]
         scratch = topk * max(shape.depth - 1, 0)
@@ -105,7 +106,7 @@ class MTPDrafter(ModelDrafter):
             )
             out = self._run(_reaching_back(batch, back), feature, back)
             hidden = out.view(size, topk, width, -1)[:, :, -1]
-            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
         return expansion.draft()
 
     # -- committed text ---------------------------------------------------------------------------------------------

@@ -77,6 +77,11 @@ class DraftHead:
         """hidden of `run` -> [M, vocab]"""
         raise NotImplementedError
 
+    def draft_ids(self) -> Tensor | None:
+        """Returns which of the head's tokens each of the target's is, [V] int64, -1 for none; None: the same."""
+        assert self.target_ids is None
+        return None
+
 
 class FeatureHead(DraftHead, nn.Module):
     """A `DraftHead` whose row at position t is made of the target's feature at t and of token t + 1.
@@ -137,6 +142,13 @@ class FeatureHead(DraftHead, nn.Module):
         """Gives it a head of its own, over so many tokens."""
         lm_head = Linear(self.width, self.ranks.share(rows).size, False, dtype, device, self.config.vocab_format)
         self.lm_head, self.vocab = vocab_parallel(lm_head, self.ranks, rows), rows
+
+    def draft_ids(self) -> Tensor | None:
+        ids = self.target_ids
+        if ids is None:
+            return None
+        numbers = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=ids.device)
+        return numbers.index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         """What `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
+from draftwing.ops.cpu.logit_editor import CpuLogitEditor
 from draftwing.ops.cpu.tree import empty_draft, ints, with_rows
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
@@ -19,6 +20,7 @@ from draftwing.ops.types import (
     Chain,
     Continuations,
     Draft,
+    DraftEdits,
     Expansion,
     First,
     Level,
@@ -49,6 +51,7 @@ class CpuExpansionOps(ExpansionOps):
     workers: Workers
     take_rows: Any  # `LayerOps.take_rows`
     sampling_rows: Any  # `CpuSamplingOps.sampling_rows`
+    _scratch: Any  # of `CpuSamplingOps`
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
@@ -141,6 +144,11 @@ class CpuExpansionOps(ExpansionOps):
             assert target_ids.is_contiguous()
             self.raw.rename(ids, ids.numel(), target_ids)
         return Continuations(ids, logp)
+
+    def logit_editor(
+        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+    ) -> CpuLogitEditor:
+        return CpuLogitEditor(self.raw, self.workers, self._scratch, table, rows, edits, bound, vocab, draft_ids)
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
         params, position = self.sampling_rows(table, rows, ahead)

@@ -11,10 +11,11 @@ from torch import Tensor
 from draftwing.ops.contracts import FEW_ROWS
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import MAX_TOPK, load_extension
+from draftwing.ops.cpu.logit_editor import CpuLogitEditor
 from draftwing.ops.cpu.tree import addresses
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
-from draftwing.ops.types import NoiseKey
+from draftwing.ops.types import LogitEditor, NoiseKey
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together
@@ -96,13 +97,14 @@ class HeadTopK:
         return blocked or isinstance(gemm, PackedGemm)
 
     def best(
-        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None
-    ) -> None:
+        self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor, noise: NoiseKey | None = None,
+        editor: LogitEditor | None = None,
+    ) -> None:  # fmt: skip
         """states [.., inputs] with adjacent columns, in the GEMM's dtype -> ids [.., K] int64 and their log
         probabilities [.., K] float32, contiguous, K at most 16: best first, of equals the earlier output.
 
-        places [M] int64: the rows of all three that are worked on, None: all. At most 8. noise: of B rows, M / B of
-        these each.
+        places [M] int64: the rows of all three that are worked on, None: all. At most 8. noise, editor: of B rows,
+        M / B of these each; the editor is one of `CpuOps`.
         """
         (every, inputs), count = states.shape, ids.shape[1]
         rows, gemm = every if places is None else places.shape[0], self._gemm
@@ -112,15 +114,21 @@ class HeadTopK:
         places = None if places is None else places.contiguous()
         width = states.element_size()
         size = 4 * gemm.outputs + rows * (gemm.outputs * width + gemm.workers.most * (inputs * width + gemm.rounded))
+        edits: tuple[int, ...] = ()
+        if editor is not None:
+            assert isinstance(editor, CpuLogitEditor) and (noise is None or len(noise.seed) == editor.batch)
+            edits, size = editor.numbers, size + 8 * gemm.outputs
         key: tuple[int, ...] = (0, 0, 0)
         nodes = 1
         if noise is not None:
             assert all(part.is_contiguous() for part in noise)
             key, nodes = addresses(noise), rows // noise.seed.shape[0]
+        elif editor is not None:
+            nodes = rows // editor.batch
         spare = states.new_empty(size, dtype=torch.uint8)
         gemm.raw.following(
             ids, logp, states, states.stride(0), places, self._names, count, self._norm, states.dtype == torch.bfloat16,
-            rows, *self._numbers, spare, gemm.workers.address, *key, nodes, self._eps,
+            rows, *self._numbers, spare, gemm.workers.address, *key, nodes, self._eps, *edits,
         )  # fmt: skip
 
 

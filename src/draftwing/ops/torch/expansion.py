@@ -19,10 +19,12 @@ from draftwing.ops.types import (
     Chain,
     Continuations,
     Draft,
+    DraftEdits,
     Expansion,
     First,
     Level,
     LevelRows,
+    LogitEditor,
     NoiseKey,
     RowTensors,
     Unseen,
@@ -152,6 +154,13 @@ class ExpansionOps(SamplingOps):
         ids, logp = top_tokens(z, topk)
         return Continuations(ids if target_ids is None else target_ids[ids], logp)
 
+    def logit_editor(
+        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+    ) -> LogitEditor:
+        """What edits a head's logits of rows [B]. bound: of their kv_len; vocab: the head's; draft_ids: of
+        `DraftHead`."""
+        return TextEditor(table, rows, edits, bound, vocab, draft_ids)
+
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
         """What makes the noise that the target draws with at kv_len + ahead of rows [B]."""
         return NoiseKey(table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0])
@@ -170,6 +179,43 @@ class ExpansionOps(SamplingOps):
         node. tail: 1 where the root has a row of its own, at page-table entry kv_len, else 0; lookahead: the head's;
         target_ids: as continuations are made with."""
         return TreeExpansion(table, rows, shape, first, tail, lookahead)
+
+
+class TextEditor:
+    """A `LogitEditor`, in torch: of every token factor and summand, once for all levels of a tree."""
+
+    def __init__(
+        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+    ) -> None:
+        """See `ExpansionOps.logit_editor`."""
+        self._at, self._batch = edits.at, rows.shape[0]
+        rows = rows if edits.at is None else rows.index_select(0, edits.at)
+        text = table.tokens[:, : bound + 1].index_select(0, rows)  # [Be, L]
+        position = torch.arange(text.shape[1], device=rows.device)
+        known = position <= table.kv_len.index_select(0, rows).unsqueeze(1)
+        answer = known & (position >= edits.prompt_len.index_select(0, rows).unsqueeze(1))
+
+        def summed(ids: Tensor, values: Tensor) -> Tensor:
+            """ids, values [Be, n] -> [Be, V] float32"""
+            own = ids if draft_ids is None else draft_ids[ids]
+            own = torch.where((own < 0) | (own >= vocab), vocab, own)  # a column that is dropped
+            sums = torch.zeros(len(ids), vocab + 1, dtype=torch.float32, device=ids.device)
+            return sums.scatter_add_(1, own, values.float())[:, :vocab]
+
+        frequency, presence, repetition = edits.penalties.index_select(0, rows).unsqueeze(2).unbind(1)  # [Be, 1]
+        count = summed(text, answer)
+        bias = summed(edits.bias_ids.index_select(0, rows), edits.bias_values.index_select(0, rows))
+        self._factor = torch.where(summed(text, known) > 0, repetition, 1).unsqueeze(1)  # [Be, 1, V]
+        self._summand = (bias - (count.clamp(max=1) * presence + count * frequency)).unsqueeze(1)
+
+    def apply(self, logits: Tensor) -> None:
+        nodes = logits.unflatten(0, (self._batch, -1))  # [B, K, V]
+        x = (nodes if self._at is None else nodes.index_select(0, self._at)).float()
+        x = torch.where(x > 0, x / self._factor, x * self._factor) + self._summand
+        if self._at is None:
+            nodes.copy_(x)
+        else:
+            nodes.index_copy_(0, self._at, x.to(nodes.dtype))
 
 
 def capacity(depth: int, topk: int) -> int:

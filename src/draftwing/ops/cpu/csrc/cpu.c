@@ -241,6 +241,7 @@ static PyMethodDef methods[] = {
     {"panel_bytes", (PyCFunction)(void (*)(void))py_panel_bytes, METH_FASTCALL, NULL},
     {"sampling_rows", (PyCFunction)(void (*)(void))py_sampling_rows, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
+    {"edit_logits", (PyCFunction)(void (*)(void))py_edit_logits, METH_FASTCALL, NULL},
     {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},

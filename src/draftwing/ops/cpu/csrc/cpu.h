@@ -457,12 +457,14 @@ HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize
 
 /* -- penalties and biases: edits.c ------------------------------------------------------------------------------------- */
 
-/* Of the row table, and of a batch of draft trees. Rows of a batch are b, rows of the table rows[b]. */
+/* Of the row table, and of a batch of draft trees. Rows of a batch are b, rows of the table rows[b]. Of the logits'
+   tokens those in [from, to) are edited; draft_ids: where logits have each token, or NULL: under its own number. */
 typedef struct {
     const int64_t *rows, *text, *prompt_len, *bias_ids; /* [batch]; [R, length]; [R]; [R, biases], padded with value 0 */
     const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
     const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
-    int64_t length, biases, nodes, width;
+    const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
+    int64_t length, biases, nodes, width, from, to;
 } Edits;
 typedef struct {
     float factor, delta;
@@ -479,6 +481,15 @@ HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id
 /* x [vocab] as floats of the node's logits: the tokens that have an edit, when all is counted. */
 HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct,
                       const int32_t *counts, const void *logits, int half, float *x);
+
+/* Drafts know of their rows' texts up to kv_len. */
+#define DRAFT_EDITS 10
+HIDDEN Edits draft_edits_of(const int64_t *n);
+/* logits of the row's nodes, `stride` from one to the next, are changed; counts, found: memory, of which [from, to) is
+   used. */
+HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half,
+                        int32_t *counts, int32_t *found);
+HIDDEN PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In sampling.c. */
 HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -1,5 +1,6 @@
 /* Penalties and biases of requests: what sampling/edits.py describes, of single tokens. A text has few of the
-   vocabulary's tokens, so its counts are made once for all nodes of a row, and a node adds those of its own path. */
+   vocabulary's tokens, so its counts are made once for all nodes of a row, and a node of the target adds those of its
+   own path. */
 
 #include "cpu.h"
 
@@ -13,6 +14,12 @@ INLINE const float *biases_of(const Edits *e, int64_t b) { return e->bias_values
 INLINE const int64_t *biased_ids(const Edits *e, int64_t b) { return e->bias_ids + e->rows[b] * e->biases; }
 INLINE const int64_t *text_of(const Edits *e, int64_t b) { return e->text + e->rows[b] * e->length; }
 
+/* Where the logits have a token; -1: not among those that are edited. */
+INLINE int64_t place_of(const Edits *e, int64_t id) {
+    const int64_t place = e->draft_ids ? e->draft_ids[id] : id;
+    return place >= e->from && place < e->to ? place : -1;
+}
+
 int is_edited(const Edits *e, int64_t b) {
     const float *p = penalties_of(e, b), *value = biases_of(e, b);
     int found = p[0] != 0.0f || p[1] != 0.0f || p[2] != 1.0f;
@@ -25,13 +32,16 @@ int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, i
     const float *value = biases_of(e, b);
     int64_t distinct = 0;
     for (int64_t i = 0; i <= newest; i++) {
-        if (!counts[text[i]]) found[distinct++] = (int32_t)text[i];
-        counts[text[i]] = (counts[text[i]] | SEEN) + (i >= answer);
+        const int64_t id = place_of(e, text[i]);
+        if (id < 0) continue;
+        if (!counts[id]) found[distinct++] = (int32_t)id;
+        counts[id] = (counts[id] | SEEN) + (i >= answer);
     }
     for (int64_t k = 0; k < e->biases; k++) {
-        if (value[k] == 0.0f) continue;
-        if (!counts[ids[k]]) found[distinct++] = (int32_t)ids[k];
-        counts[ids[k]] |= BIASED;
+        const int64_t id = value[k] == 0.0f ? -1 : place_of(e, ids[k]);
+        if (id < 0) continue;
+        if (!counts[id]) found[distinct++] = (int32_t)id;
+        counts[id] |= BIASED;
     }
     return distinct;
 }
@@ -58,7 +68,7 @@ Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id) {
     const float present = (count ? 1.0f : 0.0f) * p[1], times = (float)count * p[0];
     float bias = 0.0f;
     for (int64_t k = 0; found & BIASED && k < e->biases; k++)
-        if (ids[k] == id) bias += value[k];
+        if (place_of(e, ids[k]) == id) bias += value[k];
     return (Edit){found & SEEN ? p[2] : 1.0f, bias - (present + times)};
 }
 
@@ -74,4 +84,69 @@ void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, in
     for (int64_t i = 0; i < distinct; i++) edit_one(e, b, counts, logits, half, found[i], x);
     for (int64_t k = 1; k < e->path_len[b * e->nodes + node]; k++)
         edit_one(e, b, counts, logits, half, on_path(e, b, node, k), x);
+}
+
+/* -- logits of drafts ---------------------------------------------------------------------------------------------- */
+
+/* rows, text [R, length], length, kv_len, prompt_len, penalties, bias_ids, bias_values, biases, draft_ids or 0 */
+Edits draft_edits_of(const int64_t *n) {
+    return (Edits){.rows = POINTER(n[0]),
+                   .text = POINTER(n[1]),
+                   .length = n[2],
+                   .kv_len = POINTER(n[3]),
+                   .prompt_len = POINTER(n[4]),
+                   .penalties = POINTER(n[5]),
+                   .bias_ids = POINTER(n[6]),
+                   .bias_values = POINTER(n[7]),
+                   .biases = n[8],
+                   .draft_ids = POINTER(n[9])};
+}
+
+void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half, int32_t *counts,
+                 int32_t *found) {
+    if (!is_edited(e, b)) return;
+    memset(counts + e->from, 0, (size_t)(e->to - e->from) * 4);
+    found += e->from;
+    const int64_t distinct = count_text(e, b, e->kv_len[e->rows[b]], counts, found);
+    for (int64_t i = 0; i < distinct; i++) {
+        const Edit edit = edit_of(e, b, counts, found[i]);
+        for (int64_t node = 0; node < nodes; node++) {
+            const int64_t at = node * stride + found[i];
+            store(logits, at, 1, half, splat(edited(load(logits, at, 1, half)[0], edit)));
+        }
+    }
+}
+
+typedef struct {
+    Edits edits;
+    char *logits;
+    int64_t rows, nodes, stride, half, next, worker;
+    int32_t *scratch; /* [threads, 2 * vocab] */
+} Editing;
+
+static void edit_some(void *data) {
+    Editing *d = data;
+    int32_t *counts = d->scratch + take(&d->worker, 1) * 2 * d->edits.to;
+    for (int64_t row; (row = take(&d->next, 1)) < d->rows;)
+        edit_logits(&d->edits, row, d->logits + row * d->nodes * d->stride * (d->half ? 2 : 4), d->nodes, d->stride,
+                    (int)d->half, counts, counts + d->edits.to);
+}
+
+/* logits [rows * nodes, vocab], half, rows, nodes, stride, vocab, scratch [threads, 2 * vocab], workers; then the edits:
+   see `draft_edits_of` */
+PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8 + DRAFT_EDITS];
+    if (!numbers(args, given, 8 + DRAFT_EDITS, n)) return NULL;
+    Editing d = {.edits = draft_edits_of(n + 8),
+                 .logits = POINTER(n[0]),
+                 .half = n[1],
+                 .rows = n[2],
+                 .nodes = n[3],
+                 .stride = n[4],
+                 .scratch = POINTER(n[6])};
+    d.edits.to = n[5];
+    Py_BEGIN_ALLOW_THREADS
+    run(edit_some, &d, d.rows > 1 ? POINTER(n[7]) : NULL, d.rows * d.edits.to / 20000);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }

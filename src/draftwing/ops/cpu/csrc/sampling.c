@@ -473,7 +473,8 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[21 + EDITS + 1];
     const int has_edits = given > 21;
     if (!numbers(args, given, has_edits ? 21 + EDITS + 1 : 21, n)) return NULL;
-    const Edits edits = has_edits ? edits_of(n + 21) : (Edits){0};
+    Edits edits = has_edits ? edits_of(n + 21) : (Edits){0};
+    edits.to = n[7];
     Draw d = {.ids = POINTER(n[0]),
               .noise = POINTER(n[1]),
               .count = n[2],
@@ -659,7 +660,9 @@ typedef struct {
     const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
     const float *temperature;        /* NULL: no noise */
     int64_t stride, count, nodes;
-    float *noise; /* [outputs] of the row that is looked at */
+    const Edits *edits; /* NULL: none */
+    int32_t *counts;    /* [2 * outputs] for these */
+    float *noise;       /* [outputs] of the row that is looked at */
     int64_t *ids;
     float *logp;
     char *spare;  /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
@@ -737,6 +740,12 @@ static void some_following(void *data) {
     }
     p.x = x;
     multiply_part(&p, from, to);
+    Edits edits = f->edits ? *f->edits : (Edits){0};
+    edits.from = from;
+    edits.to = to;
+    for (int64_t i = 0; f->edits && i < p.rows; i += f->nodes)
+        edit_logits(&edits, i / f->nodes, (char *)p.out + i * p.outputs * width, f->nodes, p.outputs, (int)p.half,
+                    f->counts, f->counts + p.outputs);
     for (int64_t i = 0; i < p.rows; i++) {
         const int64_t group = i / f->nodes;
         const int noisy = f->temperature && f->temperature[group] > 0.0f;
@@ -749,12 +758,16 @@ static void some_following(void *data) {
 }
 
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
-   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], logits [rows * outputs], and of
-   each thread rows [rows * inputs] and those rounded, if the weight is in blocks; workers; seed, positions, temperature
-   (0: no noise) of each group of so many rows; eps */
+   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], with edits counts
+   [2 * outputs], logits [rows * outputs], and of each thread rows [rows * inputs] and those rounded, if the weight is in
+   blocks; workers; seed, positions, temperature (0: no noise) of each group of so many rows; eps; then the edits, if there
+   are any: see `draft_edits_of` */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16 + GEMM];
-    if (!numbers(args, given - 1, 16 + GEMM, n)) return NULL;
+    int64_t n[16 + GEMM], own[DRAFT_EDITS];
+    const int has_edits = given > 17 + GEMM;
+    if (!numbers(args, has_edits ? 16 + GEMM : given - 1, 16 + GEMM, n)) return NULL;
+    if (has_edits && !numbers(args + 17 + GEMM, given - 17 - GEMM, DRAFT_EDITS, own)) return NULL;
+    const Edits edits = has_edits ? draft_edits_of(own) : (Edits){0};
     const int64_t *more = n + 10 + GEMM;
     Workers *workers = POINTER(more[1]);
     Following f = {.ids = POINTER(n[0]),
@@ -770,10 +783,12 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
                    .positions = POINTER(more[3]),
                    .temperature = POINTER(more[4]),
                    .nodes = more[5],
+                   .edits = has_edits ? &edits : NULL,
                    .eps = PyFloat_AsDouble(args[16 + GEMM]),
                    .product = product_of(n + 10, n[8])};
     f.product.rows = n[9];
-    f.product.out = f.noise + f.product.outputs;
+    f.counts = (int32_t *)f.noise + f.product.outputs;
+    f.product.out = f.noise + f.product.outputs * (has_edits ? 3 : 1);
     f.spare = (char *)f.product.out + f.product.rows * f.product.outputs * (n[8] ? 2 : 4);
     if (PyErr_Occurred()) return NULL;
     f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(workers->most * f.product.rows));
