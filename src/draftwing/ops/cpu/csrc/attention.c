@@ -143,6 +143,10 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
 static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     (t->a->kv_type == INT8 ? score_block_8 : score_block_float)(t, from, end, scores, ld, count);
 }
+static float weigh(const Tile *t, float *scores, int64_t low, int64_t count, float *top) {
+    if (t->a->kv_type == HALF) return softmax(scores, low, count, top, t->scale, 1);
+    return softmax(scores, low, count, top, 1, 0);
+}
 static void add_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {
     (t->a->kv_type == INT8 ? add_values_8 : add_values_float)(t, at, after, chunk, from, end, r, last);
@@ -208,7 +212,7 @@ static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) 
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t low = most(t->lows[r], from), count = least(t->counts[r], end);
         part->tops[r] = NONE, part->sums[r] = 0;
-        if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
+        if (low < count) part->sums[r] = weigh(t, t->scores + r * LD, low - from, count - from, part->tops + r);
         if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
     }
     const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
@@ -266,7 +270,7 @@ static void finish(const Tile *t) {
         }
         for (int64_t c = 0; c < a->values; c += LANES)
             store(a->out, (query * a->heads + head) * a->values + c, a->values - c, (int)a->half,
-                  loadf(t->whole.values + r * a->padded + c) * keep / sum);
+                  loadf(t->whole.values + r * a->padded + c) * keep / sum + splat(0.0f)); /* no -0 */
     }
     const int64_t size = t->group * a->values;
     for (int64_t i = 0; i < t->queries && a->rounded; i++)
@@ -278,6 +282,8 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
     const Reach *reach = &c->reach;
     const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
     const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
+    const float in_q = a->kv_type == HALF ? 1.0f : scale; /* what is in bfloat16 stays as it is */
+    t->scale = scale;
     t->head = c->head;
     t->group = group_of(a);
     t->queries = reach->queries;
@@ -295,8 +301,9 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
         t->end = most(t->end, count);
         for (int64_t c = 0; c < a->padded; c += LANES)
             storef(t->q + r * a->padded + c,
-                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * scale);
+                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * in_q);
     }
+    if (a->kv_type == HALF) halve_queries(t);
     if (a->kv_type == INT8) round_queries(t);
 }
 
@@ -327,14 +334,40 @@ static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from,
     finish(t);
 }
 
+/* Numbers below the normal ones are zeros meanwhile, as they are to vdpbf16ps; returns what was before. */
+static uint64_t flush_small(void) {
+#if defined(__SSE2__)
+    const uint64_t mode = _mm_getcsr();
+    _mm_setcsr((unsigned)mode | 0x8040);
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode | 1 << 24) : "memory");
+#else
+    const uint64_t mode = 0;
+#endif
+    return mode;
+}
+static void restore_small(uint64_t mode) {
+#if defined(__SSE2__)
+    _mm_setcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+#endif
+}
+
 void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
+    const uint64_t mode = flush_small();
     Cursor c = cursor_of(plan_of(a));
     Tile t = {.a = a};
     scratch_of(&t, a, a->scratch + thread * thread_floats(a));
     next_tile(a, &c);
     for (int64_t unit; unit = take(taken, 1), 1;) {
         while (unit >= c.unit + c.units)
-            if (!next_tile(a, &c)) return;
+            if (!next_tile(a, &c)) {
+                restore_small(mode);
+                return;
+            }
         const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
         run_unit(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
     }

@@ -13,6 +13,11 @@
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
+#if defined(__AVX512BF16__)
+#define PAIRS_OF(kv_type) ((kv_type) == HALF) /* whether products of bfloat16 are summed two by two */
+#else
+#define PAIRS_OF(kv_type) 0
+#endif
 
 /* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
 #if PART == 16
@@ -42,6 +47,7 @@ typedef struct {
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
     int64_t *counts, *lows;                    /* of rows */
+    float scale; /* of scores, for exp2, where queries do not have it: in bfloat16 */
     float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
     const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */
     float *keep, *join;                         /* of rows: factors of two parts that are joined */
@@ -179,9 +185,18 @@ INLINE float greatest_lane(const Parted *x) {
     return one > other ? one : other;
 }
 
+/* 16 weights in bfloat16, [position], to words of two. The first of each is the upper half, for that is added first. */
+INLINE void store_pairs(float *to, pf weights) {
+#if defined(__AVX512BF16__)
+    const __m512i x = (__m512i)weights, words = _mm512_or_si512(x, _mm512_srli_epi64(x, 48));
+    _mm256_storeu_si256((void *)to, _mm512_cvtepi64_epi32(words));
+#endif
+}
+
 /* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. Returns their sum,
-   which 16 lanes have in the order of positions; no number where one of the scores is none. */
-INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
+   which 16 lanes have in the order of positions; no number where one of the scores is none. half: scores are times
+   `scale`, and weights in bfloat16, to the nearest or to the greater, and where PAIRS_OF says so in words of two. */
+INLINE float softmax(float *s, int64_t low, int64_t count, float *top, float scale, const int half) {
     const int64_t from = low / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = from; j < low; j++) s[j] = NONE;
     for (int64_t j = count; j < end; j++) s[j] = NONE;
@@ -205,13 +220,16 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     EACH_REGISTER parts[c] = (pf){0};
     for (int64_t j = from; j < end; j += LANES) {
         EACH_REGISTER {
-            const pf x = exp2_part(part_at(s + j + c * PART) - max);
+            pf x = part_at(s + j + c * PART) - max;
+            x = exp2_part(half ? x * scale : x);
+            if (half) x = (pf)(((pi)x + 0x8000) & (int32_t)0xffff0000);
             parts[c] += x;
-            memcpy(s + j + c * PART, &x, sizeof x);
+            if (PAIRS_OF(half ? HALF : FLOAT)) store_pairs(s + j / 2, x);
+            else memcpy(s + j + c * PART, &x, sizeof x);
         }
     }
     EACH_REGISTER sum.floats[c] = parts[c];
-    *top = any ? 0 : highest;
+    *top = any ? 0 : half ? highest * scale : highest;
     return any ? NAN : sum_lanes(sum.f);
 }
 
@@ -229,6 +247,7 @@ HIDDEN void add_values_float(const Tile *t, const char *const *at, const char *c
                              int64_t from, int64_t end, int64_t r, int64_t last);
 HIDDEN void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                          int64_t end, int64_t r, int64_t last);
+HIDDEN void halve_queries(const Tile *t); /* in bfloat16 alone */
 /* In 8 bits alone; see there. */
 HIDDEN void round_queries(const Tile *t);
 HIDDEN void value_scales(const Tile *t, int64_t count);
