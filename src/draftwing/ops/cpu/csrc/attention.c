@@ -6,8 +6,9 @@
 
    A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
    in chunks of CHUNK: each has a maximum of its own, weights exp2(score - maximum), the sum of these over 16 lanes, and
-   the sums of the values in the order of positions, all with products that are fused with the sums. What the chunks
-   have is joined in their order. So neither vectors nor threads, nor the queries that share a tile, change anything.
+   the sums of the values in the order of positions, all with products that are fused with the sums, and with zeros
+   for numbers below the normal ones. What the chunks have is joined in their order. So neither vectors nor threads, nor
+   the queries that share a tile, change anything.
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
@@ -307,67 +308,71 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
     if (a->kv_type == INT8) round_queries(t);
 }
 
+/* Numbers below the normal ones are zeros from here on, as they always are to vdpbf16ps. Returns what was before. */
+static uint64_t flush_small(void) {
+    uint64_t mode = 0;
+#if defined(__SSE2__)
+    mode = _mm_getcsr();
+    _mm_setcsr((uint32_t)mode | 0x8040);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode | 1 << 24));
+#endif
+    __asm__ volatile("" : : : "memory"); /* nothing is computed earlier */
+    return mode;
+}
+static void restore_small(uint64_t mode) {
+    __asm__ volatile("" : : : "memory");
+#if defined(__SSE2__)
+    _mm_setcsr((uint32_t)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+    __asm__ volatile("" : : : "memory");
+}
+
+/* Joins the chunks of a tile of several units where all of these have ended. Returns whether they have. */
+static int join_stored(const Tile *t, const Cursor *c, float *stored) {
+    const Attention *a = t->a;
+    int64_t *ended = a->tickets + c->split;
+    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return 0;
+    __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
+    begin(t);
+    for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
+        Parts part;
+        parts_at(&part, stored + chunk * c->plan.size, t->rows, a->padded);
+        join_parts(t, &t->whole, &part);
+    }
+    return 1;
+}
+
 /* Chunks [from, end) of the cursor's tile, one of its units. */
 static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
-    const int64_t padded = a->padded, size = c->plan.size;
+    const int64_t size = c->plan.size;
     float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
     prepare(t, a, c);
     if (c->units == 1) begin(t);
+    const uint64_t mode = flush_small();
     for (int64_t chunk = from; chunk < end; chunk++) {
         Parts own = t->part;
-        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, padded);
+        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, a->padded);
         run_chunk(t, chunk, chunk + 1 == end, next);
         if (c->units == 1) join_parts(t, &t->whole, &t->part);
         t->part = own;
     }
-    if (c->units > 1) {
-        int64_t *ended = a->tickets + c->split;
-        if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
-        __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
-        begin(t);
-        for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
-            Parts part;
-            parts_at(&part, stored + chunk * size, t->rows, padded);
-            join_parts(t, &t->whole, &part);
-        }
-    }
-    finish(t);
-}
-
-/* Numbers below the normal ones are zeros meanwhile, as they are to vdpbf16ps; returns what was before. */
-static uint64_t flush_small(void) {
-#if defined(__SSE2__)
-    const uint64_t mode = _mm_getcsr();
-    _mm_setcsr((unsigned)mode | 0x8040);
-#elif defined(__aarch64__)
-    uint64_t mode;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode | 1 << 24) : "memory");
-#else
-    const uint64_t mode = 0;
-#endif
-    return mode;
-}
-static void restore_small(uint64_t mode) {
-#if defined(__SSE2__)
-    _mm_setcsr((unsigned)mode);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
-#endif
+    const int whole = c->units == 1 || join_stored(t, c, stored);
+    restore_small(mode);
+    if (whole) finish(t);
 }
 
 void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
-    const uint64_t mode = flush_small();
     Cursor c = cursor_of(plan_of(a));
     Tile t = {.a = a};
     scratch_of(&t, a, a->scratch + thread * thread_floats(a));
     next_tile(a, &c);
     for (int64_t unit; unit = take(taken, 1), 1;) {
         while (unit >= c.unit + c.units)
-            if (!next_tile(a, &c)) {
-                restore_small(mode);
-                return;
-            }
+            if (!next_tile(a, &c)) return;
         const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
         run_unit(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
     }

@@ -1,26 +1,36 @@
 /* Attention over keys and values in float32 and bfloat16, computed in float32. A score is one sum in the order of
-   head_dim, a value one in the order of positions, with products that are fused with them. */
+   head_dim, a value one in the order of positions, with products that are fused with them.
+
+   Where keys and values are in bfloat16, queries and weights are, too, and vdpbf16ps does two products at once: it adds
+   that of the upper halves of two words, then that of the lower ones, rounds twice, and takes numbers below the normal
+   ones for zeros. Two fused products with `flush_small` have the same bits, so sets without it do these. Of a score the
+   second element of two is in the upper half, for so keys lie in the pool. Of a value the first position of two is, so
+   that positions are added in their order, and one alone is added as it is beside another. */
 
 #include "attention.h"
 
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
-/* The two products of bfloat16 in each lane: that of the upper halves is added first, and each sum is rounded. */
-#if defined(__AVX512BF16__)
+/* sum + the two products of bfloat16 in each lane. */
+#if HAS_PAIRS
 INLINE pf fused_pairs(pf x, pf y, pf sum) {
     return (pf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
-INLINE pf splat_word(const float *p) { return (pf)_mm512_set1_epi32(*(const int32_t *)p); }
+INLINE pf splat_word(const float *p) {
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return (pf)_mm512_set1_epi32(word);
+}
 #else
-INLINE pf fused_pairs(pf x, pf y, pf sum) { return sum; } /* of no use */
+INLINE pf fused_pairs(pf x, pf y, pf sum) { return sum; } /* nothing calls it */
 INLINE pf splat_word(const float *p) { return *p - (pf){0}; }
 #endif
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
 /* Words of a row of queries or keys. */
 INLINE int64_t words_of(const Attention *a) { return (row_bytes(a) + 3) / 4; }
-/* Steps of a score: elements, or pairs of them. */
-INLINE int64_t steps_of(const Attention *a) { return a->kv_type == HALF && !PAIRS_OF(HALF) ? 2 * words_of(a) : words_of(a); }
+/* Whether halves of words are staged as floats. */
+INLINE int one_by_one(const Attention *a) { return a->kv_type == HALF && !HAS_PAIRS; }
 
 /* Queries as keys are staged: in bfloat16, two in a word, or the second of two before the first. */
 void halve_queries(const Tile *t) {
@@ -29,7 +39,7 @@ void halve_queries(const Tile *t) {
         for (int64_t c = 0; c < padded; c += LANES) {
             float *q = t->q + r * padded;
             const vh halves = narrow(loadf(q + c));
-            if (PAIRS_OF(HALF)) memcpy(q + c / 2, &halves, sizeof halves);
+            if (HAS_PAIRS) memcpy(q + c / 2, &halves, sizeof halves);
             else {
                 Parted x = {.f = widen(halves)};
                 for (int i = 0; i < LANES; i++) q[c + i] = x.f[i ^ 1];
@@ -52,14 +62,13 @@ INLINE void turn(float *to, const char *const *at, int64_t words, int64_t bytes,
             } else put(to + (first + i) * BLOCK, word[i]);
     }
     if (bytes % 4) {
-        pu *last = (pu *)(to + (words - 1) * (halves ? 2 : 1) * BLOCK), kept;
-        memcpy(&kept, last, sizeof kept);
-        put((float *)last, kept & (halves ? 0 : 0xffff));
+        float *last = to + (words - 1) * (halves ? 2 : 1) * BLOCK;
+        put(last, (pu)part_at(last) & (halves ? 0 : 0xffff));
     }
 }
 void stage_keys_float(const Tile *t, int64_t first, const char *const *at) {
     const int64_t words = words_of(t->a), bytes = row_bytes(t->a);
-    if (t->a->kv_type == HALF && !PAIRS_OF(HALF)) turn(t->keys + first, at, words, bytes, 1);
+    if (one_by_one(t->a)) turn(t->keys + first, at, words, bytes, 1);
     else turn(t->keys + first, at, words, bytes, 0);
 }
 
@@ -97,8 +106,9 @@ INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_
     for (; j < count; j += LANES) score_part(q, padded, keys + j, steps, scores + j, ld, pairs, rows, REGISTERS);
 }
 void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
-    const int64_t padded = t->a->padded, steps = steps_of(t->a), turns = (end - from + TALL - 1) / TALL;
-    const int pairs = PAIRS_OF(t->a->kv_type);
+    const int64_t padded = t->a->padded, turns = (end - from + TALL - 1) / TALL;
+    const int64_t steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
+    const int pairs = in_pairs(t->a);
     for (int64_t turn = 0, r = from; turn < turns; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
@@ -123,8 +133,9 @@ INLINE pf halves_at(const char *row, int64_t c) {
     memcpy(&some, row + 2 * c, sizeof some);
     return (pf)(wider(some) << 16);
 }
+/* Elements of two rows as words. */
 INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     const __m512i lanes = (__m512i)(vi){0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
                                         0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
     const __m256i upper = _mm256_loadu_si256((const void *)(first + 2 * c));
@@ -187,8 +198,8 @@ static void value_sized(float *to, int64_t padded, const float *weights, const V
     if (from >= end) return;
 #define KINDS(n) \
     if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, n); \
-    else if (PAIRS_OF(HALF) && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, n); \
-    else if (PAIRS_OF(HALF)) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, n); \
+    else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, n); \
+    else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, n); \
     else value_rows(to, padded, weights, v, from, end, HALVES, n);
     switch (rows) {
     case 1: KINDS(1) break;
@@ -212,7 +223,7 @@ static void half_pair(float *to, int64_t padded, const float *weights, const Val
 /* Positions [from, end) of one row. */
 static void value_alone(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end) {
     if (from >= end) return;
-    if (v->kind < PAIRS) {
+    if (!HAS_PAIRS || v->kind < PAIRS) {
         value_sized(to, padded, weights, v, from, end, 1);
         return;
     }
@@ -242,6 +253,7 @@ static void value_turn(const Tile *t, const Values *v, int64_t chunk, int64_t fr
         value_alone(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last);
     }
 }
+/* A head's elements of two rows as words. */
 INLINE void stage_pairs(float *to, const char *first, const char *second, int64_t dim) {
     int64_t c = 0;
     for (; c + PART <= dim; c += PART) {
@@ -257,7 +269,7 @@ INLINE void stage_pairs(float *to, const char *first, const char *second, int64_
 static void stage_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                          int64_t end) {
     const Attention *a = t->a;
-    const int64_t bytes = row_bytes(a), behind = value_behind(a), dim = a->dim, step = PAIRS_OF(a->kv_type) ? 2 : 1;
+    const int64_t bytes = row_bytes(a), behind = value_behind(a), dim = a->dim, step = in_pairs(a) ? 2 : 1;
     float *row = t->staged;
     for (int64_t j = (from - chunk) / step * step; j < end - chunk; j += step, row += a->padded) {
         t->here[j] = (const char *)row;
@@ -275,11 +287,11 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
                        int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
     const int64_t turns = (last - r + TALL - 1) / TALL;
-    const int stage = turns > 1 || a->dim % LANES, pairs = PAIRS_OF(a->kv_type);
+    const int stage = turns > 1 || a->dim % LANES, pairs = in_pairs(a);
     Values v = {at, after, value_behind(a), row_bytes(a), pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS};
     if (stage) v = (Values){.at = t->here, .kind = pairs ? STAGED_PAIRS : FLOATS};
     for (int64_t block = from, next; block < end; block = next) {
-        next = stage ? least(block / 2 * 2 + BLOCK, end) : end;
+        next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
         if (stage) stage_values(t, at, after, chunk, block, next);
         for (int64_t turn = 0, first = r; turn < turns; turn++) {
             const int64_t rows = (last - first + turns - turn - 1) / (turns - turn);
