@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,6 +147,24 @@ def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tenso
     yield rope_table(RopeConfig(100000.0), 64, 5000, dtype, "cpu")
     yield rope_table(RopeConfig(500000.0, "llama3", 32.0), 128, 3000, dtype, "cpu")
     yield rope_table(RopeConfig(10000.0, "linear", 4.0), 80, 3000, dtype, "cpu")
+
+
+@case
+def attention_of_small_numbers(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Products and sums below the normal numbers, zeros of both signs, an odd head_dim."""
+    table, plain = torch.arange(1, 601).view(1, 600), torch.zeros(1, 1, 1, dtype=torch.int64)
+    for dim, size in itertools.product((64, 25), (1e-38, 1e-36)):
+        pool = KVPool([KVSpec(2, dim)], 600, dtype, torch.device("cpu"))
+        backend = ops.attention(pool)
+        for start, length in ((0, 301), (301, 1)):
+            how: dict[str, Any] = dict(chunks=(ChunkSpan(0, 0, start, length),), prefix_len=NONE)
+            if start:
+                how = dict(prefix_len=torch.tensor([start]), path=plain, path_len=plain[0] + 1)
+            positions = torch.arange(start, start + length)
+            batch = Batch(torch.tensor([0]), NONE, positions, table[0, positions], table, bound=600, **how)
+            k, v = (made.floats(dtype, length, 2, dim, scale=size) for _ in range(2))
+            v[..., ::3] *= 0
+            yield backend.bind(batch, 0)(0, made.floats(dtype, length, 6, dim, scale=3e34), k, v)
 
 
 @case

@@ -6,8 +6,9 @@
 
    A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
    in chunks of CHUNK: each has a maximum of its own, weights exp2(score - maximum), the sum of these over 16 lanes, and
-   the sums of the values in the order of positions, all with products that are fused with the sums. What the chunks
-   have is joined in their order. So neither vectors nor threads, nor the queries that share a tile, change anything.
+   the sums of the values in the order of positions, all with products that are fused with the sums, and with zeros
+   for numbers below the normal ones. What the chunks have is joined in their order. So neither vectors nor threads, nor
+   the queries that share a tile, change anything.
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
@@ -143,6 +144,10 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
 static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     (t->a->kv_type == INT8 ? score_block_8 : score_block_float)(t, from, end, scores, ld, count);
 }
+static float weigh(const Tile *t, float *scores, int64_t low, int64_t count, float *top) {
+    if (t->a->kv_type == HALF) return softmax(scores, low, count, top, t->scale, 1);
+    return softmax(scores, low, count, top, 1, 0);
+}
 static void add_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {
     (t->a->kv_type == INT8 ? add_values_8 : add_values_float)(t, at, after, chunk, from, end, r, last);
@@ -208,7 +213,7 @@ static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) 
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t low = most(t->lows[r], from), count = least(t->counts[r], end);
         part->tops[r] = NONE, part->sums[r] = 0;
-        if (low < count) part->sums[r] = softmax(t->scores + r * LD, low - from, count - from, part->tops + r);
+        if (low < count) part->sums[r] = weigh(t, t->scores + r * LD, low - from, count - from, part->tops + r);
         if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
     }
     const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
@@ -266,7 +271,7 @@ static void finish(const Tile *t) {
         }
         for (int64_t c = 0; c < a->values; c += LANES)
             store(a->out, (query * a->heads + head) * a->values + c, a->values - c, (int)a->half,
-                  loadf(t->whole.values + r * a->padded + c) * keep / sum);
+                  loadf(t->whole.values + r * a->padded + c) * keep / sum + splat(0.0f)); /* no -0 */
     }
     const int64_t size = t->group * a->values;
     for (int64_t i = 0; i < t->queries && a->rounded; i++)
@@ -278,6 +283,8 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
     const Reach *reach = &c->reach;
     const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
     const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
+    const float in_q = a->kv_type == HALF ? 1.0f : scale; /* what is in bfloat16 stays as it is */
+    t->scale = scale;
     t->head = c->head;
     t->group = group_of(a);
     t->queries = reach->queries;
@@ -295,36 +302,67 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c) {
         t->end = most(t->end, count);
         for (int64_t c = 0; c < a->padded; c += LANES)
             storef(t->q + r * a->padded + c,
-                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * scale);
+                   load(a->q, (t->query + i) * a->q_stride + head * a->dim + c, a->dim - c, (int)a->half) * in_q);
     }
+    if (a->kv_type == HALF) halve_queries(t);
     if (a->kv_type == INT8) round_queries(t);
+}
+
+/* Numbers below the normal ones are zeros from here on, as they always are to vdpbf16ps. Returns what was before. */
+static uint64_t flush_small(void) {
+    uint64_t mode = 0;
+#if defined(__SSE2__)
+    mode = _mm_getcsr();
+    _mm_setcsr((uint32_t)mode | 0x8040);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode | 1 << 24));
+#endif
+    __asm__ volatile("" : : : "memory"); /* nothing is computed earlier */
+    return mode;
+}
+static void restore_small(uint64_t mode) {
+    __asm__ volatile("" : : : "memory");
+#if defined(__SSE2__)
+    _mm_setcsr((uint32_t)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+    __asm__ volatile("" : : : "memory");
+}
+
+/* Joins the chunks of a tile of several units where all of these have ended. Returns whether they have. */
+static int join_stored(const Tile *t, const Cursor *c, float *stored) {
+    const Attention *a = t->a;
+    int64_t *ended = a->tickets + c->split;
+    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return 0;
+    __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
+    begin(t);
+    for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
+        Parts part;
+        parts_at(&part, stored + chunk * c->plan.size, t->rows, a->padded);
+        join_parts(t, &t->whole, &part);
+    }
+    return 1;
 }
 
 /* Chunks [from, end) of the cursor's tile, one of its units. */
 static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
-    const int64_t padded = a->padded, size = c->plan.size;
+    const int64_t size = c->plan.size;
     float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
     prepare(t, a, c);
     if (c->units == 1) begin(t);
+    const uint64_t mode = flush_small();
     for (int64_t chunk = from; chunk < end; chunk++) {
         Parts own = t->part;
-        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, padded);
+        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, a->padded);
         run_chunk(t, chunk, chunk + 1 == end, next);
         if (c->units == 1) join_parts(t, &t->whole, &t->part);
         t->part = own;
     }
-    if (c->units > 1) {
-        int64_t *ended = a->tickets + c->split;
-        if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
-        __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
-        begin(t);
-        for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
-            Parts part;
-            parts_at(&part, stored + chunk * size, t->rows, padded);
-            join_parts(t, &t->whole, &part);
-        }
-    }
-    finish(t);
+    const int whole = c->units == 1 || join_stored(t, c, stored);
+    restore_small(mode);
+    if (whole) finish(t);
 }
 
 void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {

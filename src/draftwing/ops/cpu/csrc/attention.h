@@ -13,6 +13,11 @@
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1 /* whether an instruction adds the two products of pairs of bfloat16 */
+#else
+#define HAS_PAIRS 0
+#endif
 
 /* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
 #if PART == 16
@@ -42,6 +47,7 @@ typedef struct {
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
     int64_t *counts, *lows;                    /* of rows */
+    float scale;                               /* of scores, for exp2; in q already, unless keys are in bfloat16 */
     float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
     const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */
     float *keep, *join;                         /* of rows: factors of two parts that are joined */
@@ -108,6 +114,8 @@ INLINE int64_t row_bytes(const Attention *a) {
 /* How far behind a key its value is. */
 INLINE int64_t value_behind(const Attention *a) { return a->parts > 1 ? row_bytes(a) : 0; }
 
+INLINE int in_pairs(const Attention *a) { return HAS_PAIRS && a->kv_type == HALF; }
+
 /* Where the key of a page table's entry is. */
 INLINE const char *key_at(const Tile *t, int64_t entry) {
     const Attention *a = t->a;
@@ -115,20 +123,26 @@ INLINE const char *key_at(const Tile *t, int64_t entry) {
 }
 INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
 
-/* 2^x of x <= 0, as `exp2_16` but with fused products. */
-INLINE pf exp2_part(pf x) {
+/* 2^x of x of about 0 or less, as `exp2_16` but with fused products; coarse: to 3e-6, for what becomes bfloat16. */
+INLINE pf exp2_part(pf x, const int coarse) {
     const pf magic = 12582912.0f - (pf){0};
     const pi normal = (pi)(x >= -126.0f);
-    const pf y = (pf)((pi)x & normal), r = y + magic, f = y - (r - magic);
-    const pi n = (pi)r - (pi)magic;
-    pf p = fused(f, 1.525273380e-5f - (pf){0}, 1.540353039e-4f - (pf){0});
-    p = fused(p, f, 1.333355815e-3f - (pf){0});
-    p = fused(p, f, 9.618129108e-3f - (pf){0});
-    p = fused(p, f, 5.550410866e-2f - (pf){0});
-    p = fused(p, f, 2.402265070e-1f - (pf){0});
-    p = fused(p, f, 6.931471806e-1f - (pf){0});
+    const pf r = x + magic, f = x - (r - magic);
+    pf p;
+    if (coarse) {
+        p = fused(f, 9.582814644e-3f - (pf){0}, 5.590636021e-2f - (pf){0}); /* 1 at 0, else the least error */
+        p = fused(p, f, 2.402409887e-1f - (pf){0});
+        p = fused(p, f, 6.931242010e-1f - (pf){0});
+    } else {
+        p = fused(f, 1.525273380e-5f - (pf){0}, 1.540353039e-4f - (pf){0});
+        p = fused(p, f, 1.333355815e-3f - (pf){0});
+        p = fused(p, f, 9.618129108e-3f - (pf){0});
+        p = fused(p, f, 5.550410866e-2f - (pf){0});
+        p = fused(p, f, 2.402265070e-1f - (pf){0});
+        p = fused(p, f, 6.931471806e-1f - (pf){0});
+    }
     p = fused(p, f, 1.0f - (pf){0});
-    return (pf)(((pi)p + (n << 23)) & normal);
+    return (pf)(((pi)p + ((pi)r << 23)) & normal); /* of magic's bits none stays */
 }
 /* The greater of each lane; y where x is no number, or both are zeros. */
 INLINE pf greater(pf x, pf y) {
@@ -179,9 +193,17 @@ INLINE float greatest_lane(const Parted *x) {
     return one > other ? one : other;
 }
 
+/* Weights that are in bfloat16 as words of two, the first as the upper half, for that is added first. */
+INLINE void store_pairs(float *to, pf weights) {
+#if HAS_PAIRS
+    _mm256_storeu_si256((void *)to, _mm256_rol_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights), 16));
+#endif
+}
+
 /* Scores [low, count) to weights exp2(score - maximum), and zeros around them up to whole vectors. Returns their sum,
-   which 16 lanes have in the order of positions; no number where one of the scores is none. */
-INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
+   which 16 lanes have in the order of positions; no number where one of the scores is none. half: scores are times
+   `scale`, and weights in bfloat16, the greater of two that are as near; in words of two where there are pairs. */
+INLINE float softmax(float *s, int64_t low, int64_t count, float *top, float scale, const int half) {
     const int64_t from = low / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = from; j < low; j++) s[j] = NONE;
     for (int64_t j = count; j < end; j++) s[j] = NONE;
@@ -200,14 +222,17 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top) {
     EACH_REGISTER greatest.floats[c] = parts[c];
     int any = 0;
     EACH_REGISTER any |= any_lane(lost[c]);
-    const float highest = greatest_lane(&greatest);
-    const pf max = highest - (pf){0};
+    const float highest = greatest_lane(&greatest) * (half ? scale : 1);
+    const pf max = highest - (pf){0}, factor = scale - (pf){0};
     EACH_REGISTER parts[c] = (pf){0};
     for (int64_t j = from; j < end; j += LANES) {
         EACH_REGISTER {
-            const pf x = exp2_part(part_at(s + j + c * PART) - max);
+            pf x = part_at(s + j + c * PART);
+            x = half ? exp2_part(fused(x, factor, -max), 1) : exp2_part(x - max, 0);
+            if (half) x = (pf)(((pi)x + 0x8000) & (int32_t)0xffff0000);
             parts[c] += x;
-            memcpy(s + j + c * PART, &x, sizeof x);
+            if (HAS_PAIRS && half) store_pairs(s + j / 2, x);
+            else memcpy(s + j + c * PART, &x, sizeof x);
         }
     }
     EACH_REGISTER sum.floats[c] = parts[c];
@@ -229,6 +254,7 @@ HIDDEN void add_values_float(const Tile *t, const char *const *at, const char *c
                              int64_t from, int64_t end, int64_t r, int64_t last);
 HIDDEN void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                          int64_t end, int64_t r, int64_t last);
+HIDDEN void halve_queries(const Tile *t); /* where keys are in bfloat16 */
 /* In 8 bits alone; see there. */
 HIDDEN void round_queries(const Tile *t);
 HIDDEN void value_scales(const Tile *t, int64_t count);

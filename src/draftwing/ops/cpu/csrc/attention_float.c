@@ -1,49 +1,95 @@
 /* Attention over keys and values in float32 and bfloat16, computed in float32. A score is one sum in the order of
-   head_dim, a value one in the order of positions, with products that are fused with them. */
+   head_dim, a value one in the order of positions, with products that are fused with them.
+
+   Where keys and values are in bfloat16, queries and weights are, too, and vdpbf16ps does two products at once: it adds
+   that of the upper halves of two words, then that of the lower ones, rounds twice, and takes numbers below the normal
+   ones for zeros. Two fused products with `flush_small` have the same bits, so sets without it do these. Of a score the
+   second element of two is in the upper half, for so keys lie in the pool. Of a value the first position of two is, so
+   that positions are added in their order, and one alone is added as it is beside another. */
 
 #include "attention.h"
 
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
+/* sum + the two products of bfloat16 in each lane. */
+#if HAS_PAIRS
+INLINE pf fused_pairs(pf x, pf y, pf sum) {
+    return (pf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+INLINE pf splat_word(const float *p) {
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return (pf)_mm512_set1_epi32(word);
+}
+#else
+INLINE pf fused_pairs(pf x, pf y, pf sum) { return sum; } /* nothing calls it */
+INLINE pf splat_word(const float *p) { return *p - (pf){0}; }
+#endif
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
-/* to[c][j] = element c of key j, of PART keys; zeros or anything from head_dim on. */
-INLINE void turn(float *to, const char *const *at, int64_t words, const int half) {
+/* Words of a row of queries or keys. */
+INLINE int64_t words_of(const Attention *a) { return (row_bytes(a) + 3) / 4; }
+/* Whether halves of words are staged as floats. */
+INLINE int one_by_one(const Attention *a) { return a->kv_type == HALF && !HAS_PAIRS; }
+
+/* Queries as keys are staged: in bfloat16, two in a word, or the second of two before the first. */
+void halve_queries(const Tile *t) {
+    const int64_t padded = t->a->padded;
+    for (int64_t r = 0; r < t->rows; r++)
+        for (int64_t c = 0; c < padded; c += LANES) {
+            float *q = t->q + r * padded;
+            const vh halves = narrow(loadf(q + c));
+            if (HAS_PAIRS) memcpy(q + c / 2, &halves, sizeof halves);
+            else {
+                Parted x = {.f = widen(halves)};
+                for (int i = 0; i < LANES; i++) q[c + i] = x.f[i ^ 1];
+            }
+        }
+}
+
+/* to[c][j] = element c of key j, of PART keys, or pair c; halves: the second of two before the first. Anything from
+   head_dim on, but zeros beside the last of an odd number. */
+INLINE void turn(float *to, const char *const *at, int64_t words, int64_t bytes, const int halves) {
     for (int64_t first = 0; first < words; first += PART) {
         pu word[PART];
         turn_words(word, at, 4 * first);
 #pragma GCC unroll 16
         for (int i = 0; i < PART; i++)
             if (i >= words - first) break;
-            else if (half) {
-                put(to + (first + i) * 2 * BLOCK, word[i] << 16);
-                put(to + ((first + i) * 2 + 1) * BLOCK, word[i] & 0xffff0000u);
+            else if (halves) {
+                put(to + (first + i) * 2 * BLOCK, word[i] & 0xffff0000u);
+                put(to + ((first + i) * 2 + 1) * BLOCK, word[i] << 16);
             } else put(to + (first + i) * BLOCK, word[i]);
+    }
+    if (bytes % 4) {
+        float *last = to + (words - 1) * (halves ? 2 : 1) * BLOCK;
+        put(last, (pu)part_at(last) & (halves ? 0 : 0xffff));
     }
 }
 void stage_keys_float(const Tile *t, int64_t first, const char *const *at) {
-    const int64_t words = (row_bytes(t->a) + 3) / 4;
-    if (t->a->kv_type == HALF) turn(t->keys + first, at, words, 1);
-    else turn(t->keys + first, at, words, 0);
+    const int64_t words = words_of(t->a), bytes = row_bytes(t->a);
+    if (one_by_one(t->a)) turn(t->keys + first, at, words, bytes, 1);
+    else turn(t->keys + first, at, words, bytes, 0);
 }
 
 /* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
-INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
-                       const int rows, const int parts) {
+INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_t steps, float *scores, int64_t ld,
+                       const int pairs, const int rows, const int parts) {
     pf sum[TALL][8];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
-    for (int64_t i = 0; i < dim; i++) {
+    for (int64_t i = 0; i < steps; i++) {
         pf key[8];
 #pragma GCC unroll 8
         for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            const pf x = q[r * padded + i] - (pf){0};
+            const pf x = splat_word(q + r * padded + i);
 #pragma GCC unroll 8
-            for (int c = 0; c < parts; c++) sum[r][c] = fused(x, key[c], sum[r][c]);
+            for (int c = 0; c < parts; c++)
+                sum[r][c] = pairs ? fused_pairs(x, key[c], sum[r][c]) : fused(x, key[c], sum[r][c]);
         }
     }
 #pragma GCC unroll 6
@@ -52,46 +98,69 @@ INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_
         for (int c = 0; c < parts; c++) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
 }
 /* Of `count` keys, up to whole registers, perhaps several. */
-INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_t dim, float *scores, int64_t ld,
-                       int64_t count, const int rows) {
+INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_t steps, float *scores, int64_t ld,
+                       int64_t count, const int pairs, const int rows) {
     int64_t j = 0;
     for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
-        score_part(q, padded, keys + j, dim, scores + j, ld, rows, SCORE_PARTS(rows));
-    for (; j < count; j += LANES) score_part(q, padded, keys + j, dim, scores + j, ld, rows, REGISTERS);
+        score_part(q, padded, keys + j, steps, scores + j, ld, pairs, rows, SCORE_PARTS(rows));
+    for (; j < count; j += LANES) score_part(q, padded, keys + j, steps, scores + j, ld, pairs, rows, REGISTERS);
 }
 void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
-    const int64_t padded = t->a->padded, dim = t->a->dim, turns = (end - from + TALL - 1) / TALL;
+    const int64_t padded = t->a->padded, turns = (end - from + TALL - 1) / TALL;
+    const int64_t steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
+    const int pairs = in_pairs(t->a);
     for (int64_t turn = 0, r = from; turn < turns; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
         float *to = scores + r * ld;
-        if (rows == 6) score_rows(q, padded, t->keys, dim, to, ld, count, 6);
-        else if (rows == 5) score_rows(q, padded, t->keys, dim, to, ld, count, 5);
-        else if (rows == 4) score_rows(q, padded, t->keys, dim, to, ld, count, 4);
-        else if (rows == 3) score_rows(q, padded, t->keys, dim, to, ld, count, 3);
-        else if (rows == 2) score_rows(q, padded, t->keys, dim, to, ld, count, 2);
-        else score_rows(q, padded, t->keys, dim, to, ld, count, 1);
+#define CASE(n) \
+    if (rows == n && pairs) score_rows(q, padded, t->keys, steps, to, ld, count, 1, n); \
+    else if (rows == n) score_rows(q, padded, t->keys, steps, to, ld, count, 0, n);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
         r += rows;
     }
 }
 
 /* -- values -------------------------------------------------------------------------------------------------------- */
 
-INLINE pf elements(const char *row, int64_t c, const int half) {
-    if (!half) return part_at((const float *)row + c);
+/* How values are read: as floats, in bfloat16, or two positions' in bfloat16 as words, the first as the upper half;
+   these from the pool or as they were staged. */
+enum { FLOATS, HALVES, PAIRS, STAGED_PAIRS };
+
+INLINE pf halves_at(const char *row, int64_t c) {
     ph some;
     memcpy(&some, row + 2 * c, sizeof some);
     return (pf)(wider(some) << 16);
 }
-/* Where values are: in the pool, behind their keys, or staged as floats. What is read next is fetched meanwhile. */
+/* Elements of two rows as words. */
+INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
+#if HAS_PAIRS
+    const __m512i lanes = (__m512i)(vi){0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                                        0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+    const __m256i upper = _mm256_loadu_si256((const void *)(first + 2 * c));
+    const __m256i lower = _mm256_loadu_si256((const void *)(second + 2 * c));
+    return (pf)_mm512_permutexvar_epi16(lanes, _mm512_inserti64x4(_mm512_castsi256_si512(lower), upper, 1));
+#else
+    return (pf){0};
+#endif
+}
+/* Where values are: in the pool, behind their keys, or staged. What is read next is fetched meanwhile. */
 typedef struct {
     const char *const *at, *const *after; /* after: or NULL */
     int64_t byte, bytes;                  /* bytes: of a key in the pool */
-    int half;
+    int kind;
 } Values;
-/* to[r] += weights[r][j] * value j for j in [from, end), one by one: `rows` rows, `parts` registers of each. */
+INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
+    if (kind == PAIRS) return pairs_at(v->at[2 * j] + v->byte, v->at[2 * j + 1] + v->byte, c);
+    if (kind == STAGED_PAIRS) return part_at((const float *)v->at[2 * j] + c);
+    if (kind == HALVES) return halves_at(v->at[j] + v->byte, c);
+    return part_at((const float *)(v->at[j] + v->byte) + c);
+}
+/* to[r] += weights[r][j] * value j for j in [from, end), one by one or pair by pair: `rows` rows, `parts` registers of
+   each. */
 INLINE void value_part(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
-                       int64_t c, const int half, const int rows, const int parts) {
+                       int64_t c, const int kind, const int rows, const int parts) {
     const char *const *after = c ? NULL : v->after;
     pf sum[TALL][4];
 #pragma GCC unroll 6
@@ -101,13 +170,15 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
     for (int64_t j = from; j < end; j++) {
         pf value[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) value[i] = elements(v->at[j] + v->byte, c + i * PART, half);
-        if (after) bring(after[j], v->bytes);
+        for (int i = 0; i < parts; i++) value[i] = elements(v, j, c + i * PART, kind);
+        if (after && kind >= PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
+        else if (after) bring(after[j], v->bytes);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            const pf x = weights[r * LD + j] - (pf){0};
+            const pf x = splat_word(weights + r * LD + j);
 #pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) sum[r][i] = fused(x, value[i], sum[r][i]);
+            for (int i = 0; i < parts; i++)
+                sum[r][i] = kind >= PAIRS ? fused_pairs(x, value[i], sum[r][i]) : fused(x, value[i], sum[r][i]);
         }
     }
 #pragma GCC unroll 6
@@ -116,60 +187,112 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
         for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
 }
 INLINE void value_rows(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
-                       const int half, const int rows) {
+                       const int kind, const int rows) {
     int64_t c = 0;
     for (; c + VALUE_PARTS(rows) * PART <= padded; c += VALUE_PARTS(rows) * PART)
-        value_part(to, padded, weights, v, from, end, c, half, rows, VALUE_PARTS(rows));
-    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, half, rows, 1);
+        value_part(to, padded, weights, v, from, end, c, kind, rows, VALUE_PARTS(rows));
+    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, kind, rows, 1);
 }
 static void value_sized(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
                         int64_t rows) {
-#define CASE(n) \
-    if (rows == n && v->half) value_rows(to, padded, weights, v, from, end, 1, n); \
-    else if (rows == n) value_rows(to, padded, weights, v, from, end, 0, n);
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#undef CASE
+    if (from >= end) return;
+#define KINDS(n) \
+    if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, n); \
+    else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, n); \
+    else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, n); \
+    else value_rows(to, padded, weights, v, from, end, HALVES, n);
+    switch (rows) {
+    case 1: KINDS(1) break;
+    case 2: KINDS(2) break;
+    case 3: KINDS(3) break;
+    case 4: KINDS(4) break;
+    case 5: KINDS(5) break;
+    default: KINDS(6)
+    }
+#undef KINDS
+}
+/* One of a pair's positions; what the other has, which may be no number, is left out. */
+static void half_pair(float *to, int64_t padded, const float *weights, const Values *v, int64_t pair, uint32_t half) {
+    const pf x = (pf)((pu)splat_word(weights + pair) & half);
+    for (int64_t c = 0; c < padded; c += PART) {
+        pf value = v->kind == PAIRS ? elements(v, pair, c, PAIRS) : elements(v, pair, c, STAGED_PAIRS);
+        value = fused_pairs(x, (pf)((pu)value & half), part_at(to + c));
+        memcpy(to + c, &value, sizeof value);
+    }
+}
+/* Positions [from, end) of one row. */
+static void value_alone(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end) {
+    if (from >= end) return;
+    if (!HAS_PAIRS || v->kind < PAIRS) {
+        value_sized(to, padded, weights, v, from, end, 1);
+        return;
+    }
+    if (from % 2) half_pair(to, padded, weights, v, from++ / 2, 0xffff);
+    value_sized(to, padded, weights, v, from / 2, end / 2, 1);
+    if (end % 2 && from < end) half_pair(to, padded, weights, v, end / 2, 0xffff0000u);
 }
 
 /* Values of keys [from, end) for rows [r, r + rows); weights and addresses start at `chunk`. Of a few queries next to
    each other most keys are seen by all; the others are each one's own, for a weight of 0 would not keep out a NaN. */
 static void value_turn(const Tile *t, const Values *v, int64_t chunk, int64_t from, int64_t end, int64_t r,
                        int64_t rows) {
-    const int64_t padded = t->a->padded;
+    const int64_t padded = t->a->padded, step = v->kind >= PAIRS ? 2 : 1;
     float *to = t->part.values + r * padded;
     const float *weights = t->scores + r * LD;
     int64_t low = from, high = end;
     for (int64_t i = r; i < r + rows; i++) low = most(low, t->lows[i]), high = least(high, t->counts[i]);
+    low = round_up(low - chunk, step), high = most(high - chunk, 0) / step * step;
     if (high < low) high = low;
     for (int64_t i = r; i < r + rows; i++) {
-        const int64_t first = most(from, t->lows[i]) - chunk, last = least(least(low, t->counts[i]), end) - chunk;
-        if (first < last)
-            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
+        const int64_t first = most(from, t->lows[i]) - chunk, last = least(t->counts[i], end) - chunk;
+        value_alone(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, least(low, last));
     }
-    if (low < high) value_sized(to, padded, weights, v, low - chunk, high - chunk, rows);
+    value_sized(to, padded, weights, v, low / step, high / step, rows);
     for (int64_t i = r; i < r + rows; i++) {
-        const int64_t first = most(high, t->lows[i]) - chunk, last = least(t->counts[i], end) - chunk;
-        if (first < last)
-            value_sized(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last, 1);
+        const int64_t first = most(high, t->lows[i] - chunk), last = least(t->counts[i], end) - chunk;
+        value_alone(to + (i - r) * padded, padded, weights + (i - r) * LD, v, first, last);
     }
 }
-/* Many rows read values as floats that lie together. */
+/* A head's elements of two rows as words. */
+INLINE void stage_pairs(float *to, const char *first, const char *second, int64_t dim) {
+    int64_t c = 0;
+    for (; c + PART <= dim; c += PART) {
+        const pf words = pairs_at(first, second, c);
+        memcpy(to + c, &words, sizeof words);
+    }
+    for (; c < dim; c++) {
+        const uint32_t word = (uint32_t)((const uint16_t *)first)[c] << 16 | ((const uint16_t *)second)[c];
+        memcpy(to + c, &word, sizeof word);
+    }
+}
+/* Stages values [from, end), of addresses from `chunk` on, as floats or pairs. */
+static void stage_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
+                         int64_t end) {
+    const Attention *a = t->a;
+    const int64_t bytes = row_bytes(a), behind = value_behind(a), dim = a->dim, step = in_pairs(a) ? 2 : 1;
+    float *row = t->staged;
+    for (int64_t j = (from - chunk) / step * step; j < end - chunk; j += step, row += a->padded) {
+        t->here[j] = (const char *)row;
+        if (after) bring(after[j], bytes);
+        if (step == 1) to_floats(row, at[j] + behind, dim, (int)a->kv_type);
+        else {
+            if (after) bring(after[j + 1], bytes);
+            stage_pairs(row, at[j] + behind, at[j + 1] + behind, dim);
+        }
+        for (int64_t c = dim; c < a->padded; c++) row[c] = 0;
+    }
+}
+/* Many rows read values that were staged, and lie together. */
 void add_values_float(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
-    const int64_t bytes = row_bytes(a), behind = value_behind(a), turns = (last - r + TALL - 1) / TALL;
-    const int stage = turns > 1 || a->dim % LANES;
-    Values v = {at, after, behind, bytes, (int)a->kv_type};
-    if (stage) v = (Values){.at = t->here};
+    const int64_t turns = (last - r + TALL - 1) / TALL;
+    const int stage = turns > 1 || a->dim % LANES, pairs = in_pairs(a);
+    Values v = {at, after, value_behind(a), row_bytes(a), pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS};
+    if (stage) v = (Values){.at = t->here, .kind = pairs ? STAGED_PAIRS : FLOATS};
     for (int64_t block = from, next; block < end; block = next) {
-        next = stage ? least(block + BLOCK, end) : end;
-        for (int64_t j = block; j < next && stage; j++) {
-            float *row = t->staged + (j - block) * a->padded;
-            to_floats(row, at[j - chunk] + behind, a->dim, (int)a->kv_type);
-            for (int64_t c = a->dim; c < a->padded; c++) row[c] = 0;
-            t->here[j - chunk] = (const char *)row;
-            if (after) bring(after[j - chunk], bytes);
-        }
+        next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
+        if (stage) stage_values(t, at, after, chunk, block, next);
         for (int64_t turn = 0, first = r; turn < turns; turn++) {
             const int64_t rows = (last - first + turns - turn - 1) / (turns - turn);
             value_turn(t, &v, chunk, block, next, first, rows);

@@ -40,7 +40,7 @@ typedef float pf __attribute__((vector_size(4 * PART)));
 typedef uint32_t pu __attribute__((vector_size(4 * PART)));
 typedef int32_t pi __attribute__((vector_size(4 * PART)));
 typedef uint16_t ph __attribute__((vector_size(2 * PART)));
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
