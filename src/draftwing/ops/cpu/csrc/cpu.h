@@ -310,6 +310,15 @@ typedef struct {
 HIDDEN void run_team(void (*work)(void *), void *data, Team *team, Workers *workers);
 HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
+/* Calls calls(data), which runs kernels one after the other, in threads that stay for all of them where such can be had:
+   to begin a piece of work takes a fraction of a microsecond then, in place of several. */
+HIDDEN void run_together(void (*calls)(void *), void *data, Workers *workers);
+/* Of the calls: the numbers (`GEMM`) of that which reads a weight next, or NULL. They stay until it begins. */
+HIDDEN void tell_weight(const int64_t *gemm);
+typedef struct {
+    const int64_t *gemm;
+    Ahead next; /* of its weight */
+} Fetched;
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
 
 /* Units of work of which each thread has a share of its own and, when that is done, takes from the others' shares: some
@@ -435,6 +444,7 @@ HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);
 HIDDEN extern const int has_product; /* whether this CPU can, with weights in bfloat16 */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given);
+#define SMALL (1 << 18) /* multiplications: a GEMM in blocks with fewer is one thread's */
 
 /* In blocks.c. */
 HIDDEN PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -445,8 +455,17 @@ HIDDEN PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_
 /* In layer.c. */
 #define GEMM 6 /* weight, bias, inputs, outputs, block, blocks */
 HIDDEN Product product_of(const int64_t *numbers, int64_t half);
+/* Outputs of a GEMM; the weight of these, or as much of its beginning as a cache has room for. */
+typedef struct {
+    int64_t from, to;
+} Range;
+HIDDEN Ahead weight_of(const Product *p, Range outputs);
 HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In replay.c. */
+HIDDEN Ahead weight_ahead(const int64_t *gemm, const Member *me); /* what a thread reads of a weight in blocks */
+HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In experts.c. */
 HIDDEN PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
