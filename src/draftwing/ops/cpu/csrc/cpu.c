@@ -246,6 +246,7 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
     {"following", (PyCFunction)(void (*)(void))py_following, METH_FASTCALL, NULL},
+    {"simulate", (PyCFunction)(void (*)(void))py_simulate, METH_FASTCALL, NULL},
     {"cpu_features", (PyCFunction)(void (*)(void))py_cpu_features, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

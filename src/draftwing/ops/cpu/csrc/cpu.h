@@ -499,6 +499,18 @@ HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id
 HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct,
                       const int32_t *counts, const void *logits, int half, float *x);
 
+/* Two words for a seed and a position: ops/torch/noise.py. */
+typedef struct {
+    uint32_t word[2];
+} Key;
+INLINE Key key_of(int64_t seed, int64_t position) {
+    uint64_t key = (uint64_t)position * 0x9E3779B97F4A7C15 + (uint64_t)seed * 0xD1342543DE82EF95;
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9;
+    key = (key ^ key >> 27) * 0x94D049BB133111EB;
+    key ^= key >> 31;
+    return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
+}
+
 /* In sampling.c. */
 HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -506,6 +518,9 @@ HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t g
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In simulate.c. */
+HIDDEN PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* A node's mark and grade, and what is known of grades: as in core.py and ops/drafts.py. */
 #define MARK_DEPTH 0xFF
