@@ -31,6 +31,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
 #define LONGEST (5 * SECOND) /* without a try */
+#define WORTH 4 /* us: what takes less is done sooner by one thread than threads that stay can begin; not swept */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*gomp_threads)(void), (*gomp_number)(void); /* of the team that the caller is in, and of the caller */
@@ -213,7 +214,7 @@ void run_together(void (*calls)(void *), void *data, Workers *workers) {
 
 void run(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
     int64_t size;
-    if (region && workers && cost >= 4) {
+    if (region && workers && cost >= WORTH) {
         run_in_region(work, data);
         return;
     }
