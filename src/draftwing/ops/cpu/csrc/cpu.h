@@ -444,7 +444,7 @@ HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);
 HIDDEN extern const int has_product; /* whether this CPU can, with weights in bfloat16 */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given);
-#define SMALL (1 << 18) /* multiplications, some 5 us: a GEMM in blocks with fewer is one thread's; not swept */
+#define SMALL (1 << 18) /* multiplications, some 3 us: a GEMM in blocks with fewer is one thread's; not swept */
 
 /* In blocks.c. */
 HIDDEN PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given);

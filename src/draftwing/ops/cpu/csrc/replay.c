@@ -22,7 +22,8 @@ typedef struct {
 
 /* Whether call i is a GEMM that threads share, and its numbers. */
 static int reads_weight(const Replay *r, Py_ssize_t i, int64_t *gemm) {
-    PyObject *call = PyList_GetItem(r->calls, i), *function = PyTuple_GetItem(call, 0), *given = PyTuple_GetItem(call, 1);
+    PyObject *call = PyList_GetItem(r->calls, i);
+    PyObject *function = PyTuple_GetItem(call, 0), *given = PyTuple_GetItem(call, 1);
     if (!PyCFunction_Check(function)) return 0;
     if (PyCFunction_GetFunction(function) != (PyCFunction)(void (*)(void))py_block_gemm) return 0;
     const int64_t rows = PyLong_AsLongLong(PyTuple_GetItem(given, 3));
