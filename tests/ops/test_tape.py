@@ -53,6 +53,54 @@ def test_a_replay_reads_and_writes_the_same_places() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("held", [3, 1])
+def test_threads_that_stay_for_all_calls_give_the_same(held: int) -> None:
+    """GEMMs that are shared, with the weight of the next one fetched meanwhile, and some too small for that."""
+    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    torch.set_num_threads(3)
+    OPS.workers.hold(held)
+    try:
+        weights = [
+            torch.randn(size, generator=generator) for size in [(512, 1024), (1024, 512), (32, 1024), (1024, 32)] * 3
+        ]
+        gemms = [OPS.block_gemm([OPS.quantize(weight, "Q8_0")], torch.float32) for weight in weights]
+        norms = [torch.ones(gemm.outputs) for gemm in gemms]
+        x = torch.randn(2, 1024, generator=generator)
+
+        def work() -> torch.Tensor:
+            y = x
+            for gemm, norm in zip(gemms, norms, strict=True):
+                y = OPS.rms_norm(gemm(y, None, None), norm, 1e-6)
+            return y
+
+        recording, out = record(work, OPS.make_calls)
+        assert isinstance(recording, Recording)
+        for _ in range(20):
+            x.copy_(torch.randn(2, 1024, generator=generator))
+            expected = work()
+            out.zero_()
+            recording.replay()
+            assert torch.equal(out, expected)
+    finally:
+        torch.set_num_threads(before)
+        OPS.workers.hold(None)
+
+
+@needs_kernels
+def test_what_a_call_raises_ends_a_replay() -> None:
+    x, index = torch.ones(4, 64), torch.arange(4)
+    made: list[object] = []
+    raw = Notable(type("Module", (), {"fail": staticmethod(lambda: 1 / len(made))}))
+    made.append(x)
+    recording, _ = record(lambda: [(OPS.take_rows(x, index), raw.fail()) for _ in range(9)], OPS.make_calls)
+    assert isinstance(recording, Recording)
+    recording.replay()
+    made.clear()
+    with pytest.raises(ZeroDivisionError):
+        recording.replay()
+
+
+@needs_kernels
 def test_what_torch_computes_is_not_recorded() -> None:
     x = torch.ones(2, 3)
     recording, out = record(lambda: OPS.take_rows(x, torch.zeros(1, dtype=torch.int64)))

@@ -50,7 +50,7 @@ class RecordedStages(GraphCache):
 
     def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
         super().__init__(device, dummy_row, 0)
-        self._foreign = foreign_steps(drafter)
+        self._foreign, self._make_calls = foreign_steps(drafter), device.ops.make_calls
         self.rows = torch.full((RECORDED_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
         self._host_rows = np.full(RECORDED_ROWS, dummy_row, np.int64)
         self.refused: set[Hashable] = set()
@@ -85,7 +85,7 @@ class RecordedStages(GraphCache):
             self.refused.add(unit)
             logger.debug("steps of %s are not recorded: others keep %d MB", step, self._kept >> 20)
             return fn(*inputs)
-        recording, out = record(lambda: fn(*inputs))
+        recording, out = record(lambda: fn(*inputs), self._make_calls)
         if isinstance(recording, Recording):
             self._recorded[stage, key] = recording, out
             self._kept += recording.nbytes

@@ -18,6 +18,7 @@ from draftwing.ops.cpu.extension import chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.lookup import CpuNGramIndex, CpuSuffixIndex
 from draftwing.ops.cpu.sampling import CpuSamplingOps
+from draftwing.ops.cpu.tape import Calls
 from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch.ops import TorchOps
@@ -45,6 +46,10 @@ class CpuOps(
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
         self.spare, self.workers, self.arena, self.scratches = Spare(), Workers(), Arena(), {}
+
+    def make_calls(self, calls: Calls) -> None:
+        """Calls what was noted (`ops.cpu.tape`), in threads that stay for all of it."""
+        self.raw.replay(calls, self.workers.address)
 
     @property
     def active_threads(self) -> float:  # type: ignore[override]

@@ -89,10 +89,10 @@ def _storages(value: Any) -> set[int]:
 
 
 class Recording:
-    """What a function made the kernels do."""
+    """What a function made the kernels do. make: calls what was noted, one after the other."""
 
-    def __init__(self, calls: Calls, held: list[Any]) -> None:
-        self._calls, self._held = calls, held
+    def __init__(self, calls: Calls, held: list[Any], make: Callable[[Calls], None]) -> None:
+        self._calls, self._held, self._make = calls, held, make
 
     @property
     def nbytes(self) -> int:
@@ -100,15 +100,19 @@ class Recording:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._held)
 
     def replay(self) -> None:
-        for function, numbers in self._calls:
-            function(*numbers)
+        self._make(self._calls)
 
 
-def record(function: Callable[[], T]) -> tuple[Recording | str, T]:
+def make_calls(calls: Calls) -> None:
+    for function, numbers in calls:
+        function(*numbers)
+
+
+def record(function: Callable[[], T], make: Callable[[Calls], None] = make_calls) -> tuple[Recording | str, T]:
     """Calls it once. The recording does the same again, on what is then in the same places, and writes what the
     function returned anew; the name of an operation where torch computes something itself. What the function does in
     Python alone, such as reading a tensor as a list, goes unnoticed and is not done again: it must be code of which
-    that is known."""
+    that is known. make: see `Recording`."""
     calls: Calls = []
     token = _noted.set(calls)
     try:
@@ -116,4 +120,4 @@ def record(function: Callable[[], T]) -> tuple[Recording | str, T]:
             out = function()
     finally:
         _noted.reset(token)
-    return watch.own or Recording(calls, watch.held), out
+    return watch.own or Recording(calls, watch.held, make), out

@@ -13,7 +13,7 @@ from draftwing.ops.attention import Ragged
 from draftwing.ops.drafts import graded
 from draftwing.ops.reference.assign import AssignOps, spare_trees
 from draftwing.ops.reference.merge import MergeOps
-from draftwing.ops.reference.tree import TreeOps
+from draftwing.ops.reference.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.types import (
     AcceptedPath,
     Assigned,
@@ -66,6 +66,16 @@ class CpuTreeOps(TreeOps, AssignOps, MergeOps):
             table.rows, confidence, *done, *(path or [None] * 4), grade, *(calibration or (None, None)),
         )  # fmt: skip
         return Committed(*done, path)
+
+    def simulate(
+        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, chance: int, vocab: int
+    ) -> Tensor:
+        (batch, nodes), out = target.shape, ints(*target.shape)
+        held = [part.contiguous() for part in (target, *draft[:3], tree.depth, tree.path, rows, kv_len)]
+        self.raw.simulate(
+            out.data_ptr(), *addresses(held), batch, nodes, tree.path.shape[2], chance, FRACTION_BITS, vocab
+        )
+        return out
 
     def rank(self, draft: Draft, tree: Tree, rows: Tensor, dummy: int, calibration: Calibration) -> Ranked:
         batch, nodes = draft.parent.shape

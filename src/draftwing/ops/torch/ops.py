@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
 
     name = "torch"
     records_calls = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
+    make_calls: Callable[[Any], None]  # where it may: makes what was noted
     exact_by_design = False  # whether a row has the same bits in any batch, else it has to be tried
     widens_pool = True  # whether attention in float32 reads a pool of a half type
     narrows_pool = False  # whether attention in 16 bits reads a pool in fp8

@@ -13,12 +13,12 @@
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
-#define TAKES 16           /* times that a thread takes units of few rows, whose weights it reads on end */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
-   the first, which is less than memory needs. Hardware does not see past a page's end. Swept: 1, 2 and 4 KB with 8, 12, 16
-   KB, or none. */
-#define AHEAD (2 << 10)
-#define FAR_AHEAD (8 << 10)
+   the first, which is less than memory needs, and hardware does not see past a page's end. Types with further bits take
+   the longest to unpack, so that of few rows they have no time for it. Swept: 2, 3, 4, 6 KB with 8 and 16 KB, or none. */
+#define AHEAD (4 << 10)
+#define FAR_AHEAD (16 << 10)
+#define FEW_ROWS 2
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
 
@@ -125,10 +125,10 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
 }
 
 #define ADD_ROWS(count) add_rows(k, w, &weights, block_of(x, b, row + r), count, (void *)(sums[r] + PART * c))
-INLINE void fetch_block(const uint8_t *at, int64_t size) {
+INLINE void fetch_block(const Kind k, const uint8_t *at, int64_t size, int64_t rows) {
     for (int64_t c = 0; c < size; c += 64) {
         __builtin_prefetch(at + AHEAD + c);
-        __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
+        if (!k.high || rows > FEW_ROWS) __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
     }
 }
 /* sums[row][16] of rows [row, row + rows) with a panel. */
@@ -142,7 +142,7 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             super_of(k, &super, at);
             at += head_bytes(k);
         }
-        fetch_block(at, size);
+        fetch_block(k, at, size, rows);
         for (int c = 0; c < PANEL_OUTPUTS / PART; c += WIDE) {
             Weights weights;
             weights_of(k, &weights, at, &super, c);
@@ -199,7 +199,7 @@ INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *
             super_of(k, &super, at);
             at += head_bytes(k);
         }
-        fetch_block(at, size);
+        fetch_block(k, at, size, rows);
         begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
         if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
     }
@@ -371,7 +371,8 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
 typedef struct {
     Team team;
     Product product;
-    int64_t unit; /* outputs that are not shared */
+    int64_t unit;   /* outputs that are not shared */
+    int64_t *taken; /* see `Shares` */
 } BlockCall;
 
 static void some_blocks(void *data) {
@@ -382,9 +383,8 @@ static void some_blocks(void *data) {
     for (int64_t i = share(&me, p->rows, 0); i < share(&me, p->rows, 1); i++)
         round_part(&p->rounded, p->x, i, 0, p->inputs, p->half);
     meet(&me, &nothing);
-    const int64_t units = (p->outputs + j->unit - 1) / j->unit;
-    const int64_t some = p->rows <= TILE ? units / (me.size * TAKES) + 1 : 1;
-    for (int64_t i; (i = take(&p->next, some)) < units;) multiply_blocks(p, i * j->unit, (i + some) * j->unit);
+    for (Shares s = shares_of(&me, (p->outputs + j->unit - 1) / j->unit, j->taken); take_units(&s);)
+        multiply_blocks(p, s.from * j->unit, s.to * j->unit);
 }
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: 0, bias [outputs] or 0,
@@ -393,7 +393,10 @@ PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given)
     int64_t n[8 + GEMM];
     if (!numbers(args, given, 8 + GEMM, n)) return NULL;
     const int64_t *more = n + 4 + GEMM;
-    BlockCall job = {.product = product_of(n + 4, more[0]), .unit = more[1]};
+    Workers *workers = POINTER(more[3]);
+    int64_t taken[workers->most * TAKEN];
+    memset(taken, 0, sizeof taken);
+    BlockCall job = {.product = product_of(n + 4, more[0]), .unit = more[1], .taken = taken};
     Product *p = &job.product;
     p->out = POINTER(n[0]);
     p->x = POINTER(n[1]);
@@ -401,7 +404,7 @@ PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given)
     p->rows = n[3];
     p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_blocks, &job, &job.team, POINTER(more[3]));
+    run_team(some_blocks, &job, &job.team, p->rows * p->inputs * p->outputs < SMALL ? NULL : workers);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -233,6 +233,7 @@ static PyMethodDef methods[] = {
     {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},
     {"experts_spare", (PyCFunction)(void (*)(void))py_experts_spare, METH_FASTCALL, NULL},
     {"experts", (PyCFunction)(void (*)(void))py_experts, METH_FASTCALL, NULL},
+    {"replay", (PyCFunction)(void (*)(void))py_replay, METH_FASTCALL, NULL},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
     {"block_gemm", (PyCFunction)(void (*)(void))py_block_gemm, METH_FASTCALL, NULL},
     {"block_pack", (PyCFunction)(void (*)(void))py_block_pack, METH_FASTCALL, NULL},
@@ -246,6 +247,7 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
     {"following", (PyCFunction)(void (*)(void))py_following, METH_FASTCALL, NULL},
+    {"simulate", (PyCFunction)(void (*)(void))py_simulate, METH_FASTCALL, NULL},
     {"cpu_features", (PyCFunction)(void (*)(void))py_cpu_features, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

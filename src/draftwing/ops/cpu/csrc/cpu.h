@@ -310,6 +310,15 @@ typedef struct {
 HIDDEN void run_team(void (*work)(void *), void *data, Team *team, Workers *workers);
 HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
+/* Calls calls(data), which runs kernels one after the other, in threads that stay for all of them where such can be had:
+   to begin a piece of work takes a fraction of a microsecond then, in place of several. */
+HIDDEN void run_together(void (*calls)(void *), void *data, Workers *workers);
+/* Of the calls: the numbers (`GEMM`) of that which reads a weight next, or NULL. They stay until it begins. */
+HIDDEN void tell_weight(const int64_t *gemm);
+typedef struct {
+    const int64_t *gemm;
+    Ahead next; /* of its weight */
+} Fetched;
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
 
 /* Units of work of which each thread has a share of its own and, when that is done, takes from the others' shares: some
@@ -435,6 +444,7 @@ HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);
 HIDDEN extern const int has_product; /* whether this CPU can, with weights in bfloat16 */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given);
+#define SMALL (1 << 18) /* multiplications, some 3 us: a GEMM in blocks with fewer is one thread's; not swept */
 
 /* In blocks.c. */
 HIDDEN PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -445,8 +455,17 @@ HIDDEN PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_
 /* In layer.c. */
 #define GEMM 6 /* weight, bias, inputs, outputs, block, blocks */
 HIDDEN Product product_of(const int64_t *numbers, int64_t half);
+/* Outputs of a GEMM; the weight of these, or as much of its beginning as a cache has room for. */
+typedef struct {
+    int64_t from, to;
+} Range;
+HIDDEN Ahead weight_of(const Product *p, Range outputs);
 HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In replay.c. */
+HIDDEN Ahead weight_ahead(const int64_t *gemm, const Member *me); /* what a thread reads of a weight in blocks */
+HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In experts.c. */
 HIDDEN PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -491,6 +510,18 @@ HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, 
                         int32_t *counts, int32_t *found);
 HIDDEN PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
+/* Two words for a seed and a position: ops/torch/noise.py. */
+typedef struct {
+    uint32_t word[2];
+} Key;
+INLINE Key key_of(int64_t seed, int64_t position) {
+    uint64_t key = (uint64_t)position * 0x9E3779B97F4A7C15 + (uint64_t)seed * 0xD1342543DE82EF95;
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9;
+    key = (key ^ key >> 27) * 0x94D049BB133111EB;
+    key ^= key >> 31;
+    return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
+}
+
 /* In sampling.c. */
 HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
@@ -498,6 +529,9 @@ HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t g
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In simulate.c. */
+HIDDEN PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* A node's mark and grade, and what is known of grades: as in core.py and ops/drafts.py. */
 #define MARK_DEPTH 0xFF

@@ -21,7 +21,8 @@
 #define WIDE 4     /* registers of columns at a time */
 #define COLUMNS (WIDE * PART)
 #define AHEAD 6                   /* tokens whose inputs are fetched meanwhile */
-#define ROW_LINES 4               /* of the state that is needed next, fetched with a row of this one */
+#define ROW_LINES 2               /* of the state that is needed next, fetched with a row of this one */
+#define FIRST_LINES 1024          /* of a thread's first state, which nothing is there to be fetched with */
 #define UNIT_EPS 1e-6f            /* as L2_EPS */
 enum { READ = -1, NOWHERE = -2 }; /* where a state is, beside the buffers 0, 1, .. */
 enum { KEEP = 1, WRITE = 2 };     /* where a new one goes: to a buffer, to memory, or both */
@@ -514,6 +515,8 @@ static void leave_out(const Net *j, const Spare *s, int64_t tree) {
 static void run_units(const Net *j, const Spare *s, int64_t row, int64_t from, int64_t end, int64_t count) {
     const int64_t parts = j->value_heads / j->key_heads / j->group;
     Unit next = {.row = row, .key = from / parts, .part = from % parts, .count = count};
+    next.next = states_of(j, &next, 0);
+    fetch(&next.next, j->spans ? 0 : FIRST_LINES);
     for (int64_t unit = from; unit < end; unit++) {
         Unit u = next;
         u.kept = (unit - from) * j->group;

@@ -41,16 +41,12 @@ static Layer layer_of(const int64_t *n, int64_t half) {
                    .down = product_of(n + 9 + 3 * GEMM, half)};
 }
 
-/* Outputs of a GEMM. */
-typedef struct {
-    int64_t from, to;
-} Range;
 /* A thread's share of them, in units of `size`. */
 static Range range_of(const Member *me, int64_t units, int64_t size) {
     return (Range){share(me, units, 0) * size, share(me, units, 1) * size};
 }
 static Range taken_of(const Shares *s, int64_t size) { return (Range){s->from * size, s->to * size}; }
-static Ahead weight_of(const Product *p, Range outputs) {
+Ahead weight_of(const Product *p, Range outputs) {
     const char *at = NULL, *end = NULL;
     for (int64_t i = 0; p->blocks && i < p->blocks[0]; i++) {
         const Part part = part_of(p->blocks, i);

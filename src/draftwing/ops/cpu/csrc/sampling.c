@@ -21,18 +21,6 @@
 
 /* -- noise: ops/torch/noise.py ------------------------------------------------------------------------------------- */
 
-typedef struct {
-    uint32_t word[2];
-} Key;
-
-static Key key_of(int64_t seed, int64_t position) {
-    uint64_t key = (uint64_t)position * 0x9E3779B97F4A7C15 + (uint64_t)seed * 0xD1342543DE82EF95;
-    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9;
-    key = (key ^ key >> 27) * 0x94D049BB133111EB;
-    key ^= key >> 31;
-    return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
-}
-
 #define TOKEN_MUL 0x9E3779B1u
 /* 31 bits of 16 tokens, from their ids times TOKEN_MUL. */
 INLINE vi bits_of(vu ids, Key key) {

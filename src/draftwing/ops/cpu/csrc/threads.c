@@ -31,6 +31,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
 #define LONGEST (5 * SECOND) /* without a try */
+#define WORTH 4 /* us: what takes less is done sooner by one thread than threads that stay can begin; not swept */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*gomp_threads)(void), (*gomp_number)(void); /* of the team that the caller is in, and of the caller */
@@ -140,9 +141,84 @@ static void run_gomp(void (*work)(void *), void *data, Workers *w, int64_t threa
     learn(w, &call, threads);
 }
 
+/* -- threads that stay for several calls --------------------------------------------------------------------------- */
+
+/* The first thread makes the calls; the others wait for the work of each, and fetch what it will read. */
+typedef struct {
+    void (*calls)(void *);
+    void *data;
+    const int64_t *coming; /* the GEMM that comes next, where it has told */
+    Fetched own;
+    char apart[64]; /* what threads wait for has lines of its own */
+    void (*work)(void *);
+    void *job;
+    const int64_t *next; /* the GEMM that comes after it */
+    int64_t begun;       /* jobs */
+    char apart_too[64];
+    int64_t ended; /* by each thread but the first */
+} Region;
+static __thread Region *region; /* whose first thread this is */
+
+void tell_weight(const int64_t *gemm) {
+    if (region) region->coming = gemm;
+}
+static void look_ahead(Fetched *f, const int64_t *gemm, int64_t number, int64_t size) {
+    const Member me = {.number = number, .size = size};
+    if (gemm != f->gemm) *f = (Fetched){gemm, gemm ? weight_ahead(gemm, &me) : (Ahead){0}};
+}
+static void wait_for(const int64_t *count, int64_t value, Ahead *next) {
+    for (int64_t turn = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < value; turn++) {
+        fetch(next, 2);
+        if (turn > SPIN) sched_yield();
+    }
+}
+static void begin(Region *r, void (*work)(void *), void *job) {
+    r->work = work;
+    r->job = job;
+    r->next = r->coming;
+    __atomic_store_n(&r->begun, r->begun + 1, __ATOMIC_RELEASE);
+}
+static void stay(void *data) {
+    Region *r = data;
+    const int number = gomp_number(), size = gomp_threads();
+    if (!number) {
+        region = r;
+        r->calls(r->data);
+        region = NULL;
+        begin(r, NULL, NULL);
+        return;
+    }
+    Fetched own = {0};
+    for (int64_t job = 1;; job++) {
+        wait_for(&r->begun, job, &own.next);
+        if (!r->work) return;
+        r->work(r->job);
+        look_ahead(&own, r->next, number, size); /* before it ends: the first thread changes that then */
+        __atomic_add_fetch(&r->ended, 1, __ATOMIC_RELEASE);
+    }
+}
+static void run_in_region(void (*work)(void *), void *data) {
+    Region *r = region;
+    const int size = gomp_threads();
+    begin(r, work, data);
+    work(data);
+    look_ahead(&r->own, r->next, 0, size);
+    wait_for(&r->ended, r->begun * (size - 1), &r->own.next);
+}
+void run_together(void (*calls)(void *), void *data, Workers *workers) {
+    const int64_t threads = threads_now(workers);
+    Region r = {.calls = calls, .data = data};
+    if (threads > 1 && gomp_parallel && !region) run_gomp(stay, &r, workers, threads);
+    else calls(data);
+}
+
 void run(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
     int64_t size;
-    const int64_t threads = threads_now(workers);
+    if (region && workers && cost >= WORTH) {
+        run_in_region(work, data);
+        return;
+    }
+    const int64_t threads = region ? 1 : threads_now(workers);
     if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) work(data);
     else if (!gomp_parallel) run_threads(work, data, threads, &size);
     else if (cost < WATCHED) gomp_parallel(work, data, (unsigned)threads, 0);
@@ -150,6 +226,10 @@ void run(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
 }
 
 void run_team(void (*work)(void *), void *data, Team *team, Workers *workers) {
+    if (region && workers) {
+        run_in_region(work, data); /* see `join` */
+        return;
+    }
     const int64_t threads = threads_now(workers);
     if (threads > 1 && gomp_parallel) run_gomp(work, data, workers, threads); /* or fewer: see `join` */
     else run_threads(work, data, threads, &team->size);
