@@ -46,7 +46,8 @@ ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, t
 # (docs/dev/learning.md); not swept.
 RATE = 0.3
 # Shares of the way from the parent to what was trained, tried in turn until general text keeps so much of its tokens
-# per second. Half of the way has more than half of the gain (docs/dev/learning.md).
+# per second, and no client loses more than it may. Half of the way has more than half of the gain
+# (docs/dev/learning.md).
 WAYS, KEEPS = (0.7, 0.5), 0.98
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 
@@ -218,9 +219,9 @@ class TrafficStages(Stages):
         return []
 
     def judge(self) -> tuple[Judgement, Path]:
-        """Compares the head with the one that it started from. Where it loses too much of general text, one that went a
-        part of the way back takes its place, unless that gains nothing any more; returns the folder of the one it is.
-        """
+        """Compares the head with the one that it started from. Where it loses too much of general text, or of a
+        client's, one that went a part of the way back takes its place, unless that gains nothing any more; returns the
+        folder of the one it is."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
         _, part = parts(source, {one.key for one in self.tokens}, self._judged())
@@ -239,9 +240,11 @@ class TrafficStages(Stages):
         before, folder = drafted(load(parent)), trained
         found = compared(load(trained))
         for way in WAYS:
-            if found.general is None or found.general.gain >= KEEPS or not found.traffic.better:
+            forgets = found.general is not None and found.general.gain < KEEPS
+            if not (forgets or found.harmed) or not found.traffic.better:
                 break
-            logger.info("general text: %s; trying %g of the way", _in_words(found.general), way)
+            who = [*found.harmed, *(["general text"] if forgets else [])]
+            logger.info("it takes too much from %s; trying %g of the way", ", ".join(who), way)
             head = load(trained)
             heads.move_towards(head, load(parent), 1 - way)
             moved = compared(head)
