@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from draftwing.train.batches import in_order, load, to_device, usable
 from draftwing.train.cross_entropy import chunks
 from draftwing.train.store import Part
+from draftwing.train.teacher import Batch
 from draftwing.train.ttt import ChainHead, unroll
 
 ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
@@ -104,27 +105,37 @@ class Judgement:
 @torch.no_grad()
 def draft_along(head: ChainHead, part: Part, depth: int, max_length: int) -> dict[str, Drafted]:
     """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving."""
-    lengths, param = usable(part, max_length), next(head.parameters())
-    head.set_max_positions(max_length + depth)
-    found, order = dict[str, Drafted](), in_order(lengths, BATCH_TOKENS)
-    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
-        batch = to_device(loaded, param.device, param.dtype)
+    found = dict[str, Drafted]()
+    for numbers, batch, states in states_along(head, part, depth, max_length):
         rows, longest = batch.ids.shape
-        answers = torch.zeros(rows * longest, dtype=torch.bool, device=param.device)
+        answers = torch.zeros(rows * longest, dtype=torch.bool, device=batch.ids.device)
         answers[batch.position] = True  # before each token of an answer
         places = batch.position
-        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=param.device)
+        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=batch.ids.device)
         ahead = torch.nn.functional.pad(batch.ids, (0, depth + 2), value=-1)
-        features = head.features(batch.aux_hidden.flatten(0, 1))
-        for k, hidden in enumerate(unroll(head, batch.ids, features, depth, places)):
-            hits[places, k] = (
-                _guesses(head, hidden if k else hidden[places]) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
-            )
+        for k, hidden in enumerate(states):
+            hits[places, k] = _guesses(head, hidden) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
         # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
         right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
         for row, number in enumerate(numbers):
             found[_key(part, number)] = _walk(right[row], learnt[row])
     return found
+
+
+@torch.no_grad()
+def states_along(
+    head: ChainHead, part: Part, depth: int, max_length: int
+) -> Iterator[tuple[list[int], Batch, Iterator[Tensor]]]:
+    """Gives batches of the texts: their numbers in `part`, the batch, and the states [n, width] of chains' drafts 1, 2,
+    .., `depth` at its n loss positions."""
+    lengths, param = usable(part, max_length), next(head.parameters())
+    head.set_max_positions(max_length + depth)
+    order = in_order(lengths, BATCH_TOKENS)
+    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
+        batch = to_device(loaded, param.device, param.dtype)
+        features, places = head.features(batch.aux_hidden.flatten(0, 1)), batch.position
+        states = unroll(head, batch.ids, features, depth, places)
+        yield numbers, batch, (hidden if k else hidden[places] for k, hidden in enumerate(states))
 
 
 def _key(part: Part, number: int) -> str:
