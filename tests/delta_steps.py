@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool
+from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
 ROWS, NODES, LONGEST = 2, 8, 200

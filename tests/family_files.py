@@ -9,10 +9,11 @@ from typing import Any
 import gemma4_models
 import moe_models
 import tiny_quantised as tiny
+import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_tokenizer
 from torch import Tensor, from_numpy
 
@@ -40,7 +41,15 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
         return theirs, folder / "model"
     moe_models.with_layer(folder / "wide", theirs, extra)
     config, write = tiny.FORMATS[form]
-    save_file(tiny.quantise(folder / "model", config, lambda _: write), folder / "wide/model.safetensors")
+    file, wide = folder / "model/model.safetensors", folder / "wide/model.safetensors"
+    parts = moe_models.by_expert(load_file(file))  # as quantisers write experts
+    save_file({name: part.clone() for name, part in parts.items()}, file)
+    exact, read = tiny.quantise(folder / "model", config, lambda _: write), load_file(wide)
+    experts = [value for name, value in load_file(file).items() if ".experts." in name and name.endswith(".weight")]
+    assert all(value.dtype != torch.float32 for value in experts), "all of them are quantised"
+    for name, part in moe_models.by_expert(read).items():
+        part.copy_(exact[name])
+    save_file(read, wide)
     if helper is not None:
         tiny.quantise(folder / "assistant", config, lambda _: write)
     return type(theirs).from_pretrained(folder / "wide").float().eval(), folder / "model"

@@ -159,6 +159,7 @@ class DeltaNet(Mixer):
         in_size: int,
     ) -> None:
         super().__init__()
+        self.before_attention = 3
         self.pool_layer, spec, self.form = pool_layer, config.spec, layer.weight_format
         self.heads = spec.value_heads
         self.qkv, self.z, self.ba = (
@@ -171,7 +172,7 @@ class DeltaNet(Mixer):
         self.norm = nn.Parameter(torch.ones(spec.value_dim, device=device))
 
     def linears(self) -> list[Linear]:
-        return [self.qkv, self.z, self.ba, self.out]
+        return [self.ba, self.qkv, self.z, self.out]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         b, a = (part.contiguous() for part in self.ba(x)[:, : 2 * self.heads].chunk(2, 1))

@@ -114,15 +114,23 @@ def published(theirs: Any, layer: Any) -> dict[str, Tensor]:
         if not name.startswith("layers.0."):
             continue
         part = name.removeprefix("layers.0.").removeprefix("mtp_block.")
-        part = part.replace("post_norm", "shared_head.norm")
-        if part.endswith("experts.gate_up_proj"):
+        found[f"{own}.{part.replace('post_norm', 'shared_head.norm')}"] = value
+    return {name: value.clone() for name, value in by_expert(found).items()}
+
+
+def by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, of those that hold a matrix of all experts the part of each, under the names of a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        experts, _, matrix = name.rpartition(".")
+        if not experts.endswith(".experts"):
+            found[name] = value
+        elif matrix == "gate_up_proj":
             for i, both in enumerate(value):
-                for one, rows in zip(("gate", "up"), both.chunk(2), strict=True):
-                    found[f"{own}.mlp.experts.{i}.{one}_proj.weight"] = rows.clone()
-        elif part.endswith("mlp.experts.down_proj"):
-            found |= {f"{own}.mlp.experts.{i}.down_proj.weight": rows.clone() for i, rows in enumerate(value)}
+                gate, up = both.chunk(2)
+                found |= {f"{experts}.{i}.gate_proj.weight": gate, f"{experts}.{i}.up_proj.weight": up}
         else:
-            found[f"{own}.{part}"] = value.clone()
+            found |= {f"{experts}.{i}.{matrix}.weight": one for i, one in enumerate(value)}
     return found
 
 

@@ -24,6 +24,7 @@ MAY_ASK = {
     "engine.devices.cuda": "says whether there is a GPU",
     "engine.graphs.cpu_tape": "made where `ops.records_calls` alone",
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
+    "kv.zeros": "only a CPU's memory is taken as it is written",
     "serve.ray": "says what a replica needs of a machine, before there is one",
     "train.batches": "pins memory for a GPU",
     "train.chain_attention": "training's own kernels, with gradients",

@@ -15,9 +15,9 @@ import time
 import torch
 from timing import replay_us
 
+from draftwing.kv.pool import DeltaSpec
 from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.triton import delta_net
 from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
 from draftwing.ops.triton.short_conv import short_conv, sources_of

@@ -1,7 +1,7 @@
 """What decisions about learnt heads are worth where the truth is known: which candidates are served, and which heads
 are swapped back. Prints the tables of docs/dev/learning.md.
 
-    python benchmarks/sim/head_decisions.py [judge] [many] [live]
+    python benchmarks/sim/head_decisions.py [judge] [many] [live] [clients]
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ CROWDS: dict[str, Sequence[tuple[int, float, int]]] = {
 REQUESTS, SERVERS, EVERY = 1500, 40, 25  # after a swap, simulated, between two looks
 CONSTANTS = ((50, 400, 3.0), (20, 400, 3.0), (100, 400, 3.0), (50, 100, 3.0), (50, 1600, 3.0), (50, 400, 2.0),
              (50, 400, 4.0))  # fmt: skip
+KINDS = (0.4, 1.8)  # accepted drafts a step: of texts that can hardly be drafted, and of those that can
+# Clients, and who asks after a swap: the same ones as before, others of them more than before, half of them new ones,
+# or one alone whose texts can hardly be drafted any more.
+LOADS = ((3, "others"), (20, "same"), (20, "others"), (20, "new"), (100, "others"), (4, "one"))
+SPREAD = 1.0  # of clients' shares of requests: standard deviation of logarithms
+OF_CLIENTS = ((2, 0.5), (4, 0.5), (8, 0.5), (16, 0.5), (32, 0.5), (8, 0.0), (8, 0.25), (8, 0.75))  # FEW, SHARED
 
 
 def times(texts: int, gain: float, rng: np.random.Generator) -> tuple[Floats, Floats]:
@@ -92,10 +98,10 @@ def print_many() -> None:
         print(f"| {name} | {' | '.join(f'{served(crowd, *rule):.2f}' for rule in rules)} |", flush=True)
 
 
-def request(factor: float, rng: random.Random) -> tuple[int, int]:
-    """Returns drafts that a request accepts, and its steps. factor: of accepted drafts."""
+def request(factor: float, rng: random.Random, kind: float | None = None) -> tuple[int, int]:
+    """Returns drafts that a request accepts, and its steps. factor: of accepted drafts.  kind: None for either."""
     steps = max(4, round(rng.lognormvariate(3.4, 0.7)))
-    drafts = steps * factor * rng.choice((0.4, 1.8)) * rng.lognormvariate(0, 0.15)
+    drafts = steps * factor * (rng.choice(KINDS) if kind is None else kind) * rng.lognormvariate(0, 0.15)
     return max(round(rng.gauss(drafts, drafts**0.5)), 0), steps
 
 
@@ -124,8 +130,46 @@ def print_live() -> None:
         print(f"| {live.ENOUGH}, {live.WINDOW}, {live.ERRORS:g} | {' | '.join(cells)} |", flush=True)
 
 
+def swapped_back_among(count: int, later: str, drop: float, seed: int) -> bool:
+    """Whether a head is swapped back that gives so much fewer tokens a step. Each client has texts of one kind."""
+    rng, found = random.Random(seed), live.LiveAcceptance()
+    kinds = [KINDS[i % 2] for i in range(2 * count)]
+
+    def shares() -> list[float]:
+        return [rng.lognormvariate(0, SPREAD) for _ in range(count)]
+
+    before = shares()
+    after = before if later == "same" else shares()
+    for client in rng.choices(range(count), before, k=live.WINDOW):
+        found.add(0.0, *request(1.0, rng, kinds[client]), f"{client}")
+    found.swapped(1.0, 1)
+    first = count // 2 if later == "new" else 0
+    if later == "one":
+        kinds[1], after = KINDS[0], [float(i == 1) for i in range(count)]
+    for number, client in enumerate(rng.choices(range(first, first + count), after, k=REQUESTS), 1):
+        kind = kinds[client]
+        found.add(2.0, *request(((1 + kind) * (1 - drop) - 1) / kind, rng, kind), f"{client}")
+        if number % (2 * EVERY) == 0 and found.fell:
+            return True
+    return False
+
+
+def print_clients() -> None:
+    drops = (0.0, 0.05, 0.1)
+    print("share of servers that swap back a head that gives fewer tokens, by load (clients, who asks later)")
+    print(f"| FEW, SHARED | {' | '.join(f'{count}, {later}: {drops}' for count, later in LOADS)} |")
+    for live.FEW, live.SHARED in OF_CLIENTS:
+        cells = [
+            ", ".join(
+                f"{statistics.fmean(swapped_back_among(*load, drop, seed) for seed in range(SERVERS)):.2f}"
+                for drop in drops
+            )
+            for load in LOADS
+        ]
+        print(f"| {live.FEW}, {live.SHARED:g} | {' | '.join(cells)} |", flush=True)
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1:] or ["judge", "many", "live"]
-    for name, run in (("judge", print_judged), ("many", print_many), ("live", print_live)):
-        if name in asked:
-            run()
+    runs = {"judge": print_judged, "many": print_many, "live": print_live, "clients": print_clients}
+    for name in sys.argv[1:] or runs:
+        runs[name]()

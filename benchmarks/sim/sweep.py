@@ -38,7 +38,6 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "AGREE": ((1.1, 1.25, 1.5), CHOICE),
     "DOUBT": ((2, 3, 4), CHOICE),
     "HIT": ((0.3, 0.5, 0.7), CHOICE),
-    "COPIED": ((0.1, 0.25, 0.5), ("lookup",)),
     "EXPLORE": ((0.005, 0.01, 0.02), CHOICE),
     "MARGIN": ((1.0, 1.02, 1.05), CHOICE),
     "MAX_QUERIES": ((256, 1024, 4096), ("steady / gpu / 64", "steady / drafts cost nothing / 64", "draft model / 128")),
@@ -52,7 +51,6 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[str]]] = {
     "UNNOTICED_WAIT": ((0.08, 0.16, 0.32), PREFILL),
     "CROWD": ((4, 8, 16), PREFILL),
     "PRIOR": ((0.03, 0.1, 0.3, 1.0), PREFILL),
-    "BESIDE": ((0.1, 2.0, 8.0, 32.0), ("beside prompts",)),
     "MIXED_NODES": ((64, 128, 256), ("beside prompts",)),
     "MIXED_QUERIES": ((64, 256, 512), ("beside prompts",)),
 }

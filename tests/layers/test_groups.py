@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from decoder_configs import decoder_config
 from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
 from torch import Tensor
 
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops import groups as of_groups
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
+from draftwing.layers.mixer import MixerConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops.types import QuantizedRows
 
@@ -168,7 +172,7 @@ def test_matrices_are_multiplied_out_beside_attention(
     ]
     every, x = [linear for layer in layers for linear in layer], inputs(201)
     before = [linear(x) for linear in every]
-    of_groups.multiply_out_beside_attention([[linear.op for linear in layer] for layer in layers])
+    of_groups.multiply_out_beside_attention([([first.op], [one.op for one in rest]) for first, *rest in layers])
     for busy, count in ((True, [0] * 6), (False, [3, 2, 1, 2, 1, 0])):
         side.busy = busy
         for i, linear in enumerate(every):
@@ -182,20 +186,24 @@ def test_matrices_are_multiplied_out_beside_attention(
     assert side.waiting == 3 and torch.equal(every[1](x), before[1])
 
 
-def test_a_decoder_says_what_comes_behind_its_attention() -> None:
+@pytest.mark.parametrize("mixer", [AttentionConfig(2, 2, 32), DeltaNetConfig(8, 8, 16, 16, 4)], ids=["own", "delta"])
+def test_a_decoder_says_what_comes_behind_its_attention(mixer: MixerConfig) -> None:
+    """Up to the next one, before which a delta net has two matrices."""
     ops = GroupTorchOps(CPU)
     config = decoder_config(
         hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
         ffn_size=64, vocab_size=16, max_positions=64, weight_format=GroupFormat("fp8", ops), vocab_format=DENSE,
     )  # fmt: skip
-    model = DecoderModel(config, BF16, "cpu")
+    layers = tuple(replace(layer, mixer=mixer) for layer in config.layers)
+    model = DecoderModel(replace(config, layers=layers), BF16, "cpu")
     for name, part in model.named_modules():
         if isinstance(part, Linear) and name.startswith("layers"):
             part.op.keep(ParamSlice("weight", 0, part.out_features), torch.randn(part.out_features, part.in_features))
     model.pack(ops)
     one, two = (layer.linears() for layer in model.layers if isinstance(layer, DecoderLayer))
     assert all(isinstance(linear.op, PackedLinear) for linear in (*one, *two))
-    expected = {one[0]: [*one[1:], two[0]], two[0]: two[1:]}
+    last = len(one) - 4  # before attention: behind it are `out` and those of the MLP
+    expected = {one[last]: [*one[last + 1 :], *two[: last + 1]], two[last]: two[last + 1 :]}
     for linear in (*one, *two):
         assert list(linear.op._later) == [other.op for other in expected.get(linear, [])]  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from draftwing.learn.live import ENOUGH, POINT_SECONDS, POINTS, LiveAcceptance, Swap
+from draftwing.learn.live import ENOUGH, FEW, POINT_SECONDS, POINTS, LiveAcceptance, Swap
 
 
 def requests(live: LiveAcceptance, draw: random.Random, count: int, accepted: float, client: str = "") -> None:
@@ -96,4 +96,20 @@ def test_clients_with_few_requests_count_together() -> None:
     assert not live.fell, "nobody has asked since"
     for client in range(2 * ENOUGH):
         requests(live, draw, 1, 0.1, str(client))
+    assert live.fell
+
+
+def test_others_of_those_who_seldom_ask_make_no_head_look_bad() -> None:
+    """Clients of two kinds, of whom those whose texts can hardly be drafted ask three times as much as the others."""
+    draw, live = random.Random(6), LiveAcceptance()
+    kinds = [0.8, 0.2] * 20
+    for client, accepted in enumerate(kinds):
+        requests(live, draw, FEW - 1, accepted, str(client))
+    live.swapped(1.0, 1)
+    for client, accepted in enumerate(kinds):
+        requests(live, draw, 1 if accepted > 0.5 else FEW - 1, accepted, str(client))
+    assert not live.fell
+    live.swapped(2.0, 2)
+    for client, accepted in enumerate(kinds):
+        requests(live, draw, 2, accepted / 4, str(client))
     assert live.fell

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, KVSpec, StateSpec
+from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, HeadNorms
 from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.types import BlockRows, Draft, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -24,7 +24,7 @@ from torch import Tensor
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.ops import make_ops
-from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
+from draftwing.ops.attention import AttentionKind, AttnBackend, Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
 
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
@@ -322,7 +322,7 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     others = torch.ones(pool.slots + 1, dtype=torch.bool).index_fill(0, owned, False)
     assert pool.kv[LAYER][others].eq(7.0).all()
     # Queries alone, of a layer that reads what another one wrote.
-    again = native(pool).bind(batch, LAYER).fused_read(0, qkv[:, :heads].clone(), cos, sin)
+    again = native(pool).bind(batch, LAYER).fused(0, qkv[:, :heads].clone(), cos, sin, None, AttentionKind(reads=True))
     assert torch.equal(again, found)
 
 

@@ -9,11 +9,11 @@ import torch
 from delta_steps import PARENTS, ROWS, DeltaSteps
 from torch import Tensor
 
+from draftwing.kv.pool import DeltaSpec
 from draftwing.ops.attention import Batch, DeltaInputs
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.cpu.tape import Recording, record
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
 pytestmark = pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec
 from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights, Ragged
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
 pytestmark = [

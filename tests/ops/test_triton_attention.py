@@ -16,7 +16,7 @@ from draftwing.kv.pool import FP8, KVPool, KVSpec
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.models.decoder import DecoderLayer
-from draftwing.ops.attention import Batch, ChunkSpan, FunctionAttend
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, FunctionAttend
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 rope = pytest.importorskip("draftwing.ops.triton.rope")
@@ -363,7 +363,7 @@ def test_the_backend(chunks: bool, device: torch.device) -> None:
             results.append(attend.fused(0, qkv.clone(), cos, sin, None))
             written = pool.kv[1].clone()
             # Queries alone, of a layer that reads what another one wrote.
-            again = attend.fused_read(0, qkv[:, :4].clone(), cos, sin)
+            again = attend.fused(0, qkv[:, :4].clone(), cos, sin, None, AttentionKind(reads=True))
             real = count if chunks else 8  # the dummy's slot is written several times, who comes last is not said
             assert torch.equal(again[:real], results[0][:real])
             torch.testing.assert_close(pool.kv[1], written, rtol=0, atol=0, equal_nan=True)

@@ -7,8 +7,8 @@ import torch
 from delta_steps import ACCEPTED, NODES, PARENTS, ROWS, SLOTS, DeltaSteps
 from torch import Tensor
 
+from draftwing.kv.pool import DeltaSpec
 from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, Ragged
-from draftwing.ops.row_states import DeltaSpec
 from draftwing.ops.torch.ops import TorchOps
 
 triton = pytest.importorskip("triton")

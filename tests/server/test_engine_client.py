@@ -17,7 +17,8 @@ from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.engine_client import AsyncEngine, Stream
+from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.output_stream import Stream
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
 

@@ -236,10 +236,10 @@ def test_reading_ahead_keeps_the_order_and_passes_errors_on():
 
 
 def test_the_learning_rate_rises_and_falls():
-    settings = FitConfig(lr=1.0, warmup=0.1, final_lr=0.2)
+    settings = FitConfig(lr=1.0, warmup=0.1)
     rates = [settings.learning_rate(i, 100, 64) for i in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 11 for i in range(10)]) and rates[10] == 1.0
-    assert rates[55] == pytest.approx(0.6) and rates[99] == pytest.approx(0.2, abs=0.01)
+    assert rates[55] == pytest.approx(0.525) and rates[99] == pytest.approx(0.05, abs=0.01)
     assert all(a > b for a, b in pairwise(rates[10:]))
     assert FitConfig(warmup=0).learning_rate(0, 10, 4096) == pytest.approx(0.4 / 4096)
 

@@ -25,7 +25,7 @@ def moved(name: str) -> dict[str, torch.Tensor]:
     model = head()
     before = {key: param.detach().clone() for key, param in model.named_parameters()}
     give_gradients(model)
-    HeadOptimizer(model, name, (0.9, 0.95), 0.0).step(0.01)
+    HeadOptimizer(model, name).step(0.01)
     assert all(param.grad is None for param in model.parameters())
     return {key: param.detach() - before[key] for key, param in model.named_parameters()}
 
@@ -93,13 +93,13 @@ def test_its_state_is_enough_to_go_on(name: str) -> None:
             optimizer.step(0.01)
 
     whole = head()
-    steps(whole, HeadOptimizer(whole, name, (0.9, 0.95), 0.0), 6)
+    steps(whole, HeadOptimizer(whole, name), 6)
     first = head()
-    optimizer = HeadOptimizer(first, name, (0.9, 0.95), 0.0)
+    optimizer = HeadOptimizer(first, name)
     steps(first, optimizer, 3)
     second = head(seed=5)
     second.load_state_dict(first.state_dict())
-    other = HeadOptimizer(second, name, (0.9, 0.95), 0.0)
+    other = HeadOptimizer(second, name)
     other.load_state_dict(optimizer.state_dict())
     steps(second, other, 3)
     for a, b in zip(whole.parameters(), second.parameters(), strict=True):

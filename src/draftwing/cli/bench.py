@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import queue
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,31 +56,17 @@ class Remote:
         ended: Ended = ignored,
     ) -> list[Sample]:  # fmt: skip
         wish = {} if drafts else {"speculative": "off"}
-        todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        for prompt in prompts:
-            todo.put(prompt)
-        samples: list[Sample] = []
-        failures: list[Exception] = []
 
-        def work() -> None:
-            try:
-                while not failures:
-                    sample = self._one(todo.get_nowait(), {"sampling_params": params, **wish})
-                    samples.append(sample)
-                    ended(sample)
-            except queue.Empty:
-                pass
-            except Exception as error:
-                failures.append(error)
+        def answered(prompt: list[int]) -> Sample:
+            sample = self._one(prompt, {"sampling_params": params, **wish})
+            ended(sample)
+            return sample
 
-        threads = [threading.Thread(target=work) for _ in range(min(concurrency, len(prompts)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-        return samples
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            return list(pool.map(answered, prompts))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _one(self, prompt: list[int], body: dict[str, Any]) -> Sample:
         sample = Sample(time.monotonic(), prompt_tokens=len(prompt))

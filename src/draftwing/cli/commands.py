@@ -28,6 +28,16 @@ PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 
 def add_commands(commands: Any) -> dict[str, Run]:
     """Adds a parser for each command to argparse's `commands`; returns what runs them, by name."""
+    _add_chat(commands)
+    models = add_model_commands(commands) | add_learning_commands(commands)
+    _add_bench(commands)
+    _add_token_map(commands)
+    _add_write_prompts(commands)
+    runs = {"chat": run_chat, "run": run_chat, "bench": run_bench, "token-map": run_token_map}
+    return {**models, **runs, "write-prompts": run_write_prompts}
+
+
+def _add_chat(commands: Any) -> None:
     chat = commands.add_parser(
         "chat",
         aliases=["run"],
@@ -46,8 +56,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
         "question", nargs="?", metavar="QUESTION", help="a text with white space is a question even without a MODEL"
     )
 
-    models = add_model_commands(commands) | add_learning_commands(commands)
 
+def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         usage="draftwing bench [MODEL] [--url URL | options] [--sweep]",
@@ -87,6 +97,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
         _add_number(sweep, f"--{name}", _sizes, default, "values to try")
     _add_engine_options(bench, uncommon=("save_shape", "check_card", "steps", "topk", "draft_tokens", "output"))
 
+
+def _add_token_map(commands: Any) -> None:
     token_map = commands.add_parser(
         "token-map",
         help="count tokens, for --speculative-token-map",
@@ -102,6 +114,8 @@ def add_commands(commands: Any) -> dict[str, Run]:
         "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
     )
 
+
+def _add_write_prompts(commands: Any) -> None:
     prompts = commands.add_parser(
         "write-prompts",
         usage="draftwing write-prompts [MODEL] --out FILE [options]",
@@ -113,8 +127,6 @@ def add_commands(commands: Any) -> dict[str, Run]:
     _add_number(prompts, "--count", _count, 1000, "prompts that are asked for")
     _add_number(prompts, "--seed", int, 0, "others for another one")
     _add_engine_options(prompts)
-    runs = {"chat": run_chat, "run": run_chat, "bench": run_bench, "token-map": run_token_map}
-    return {**models, **runs, "write-prompts": run_write_prompts}
 
 
 def _add_number(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:

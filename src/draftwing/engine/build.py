@@ -42,7 +42,7 @@ from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
-from draftwing.sched.config import SchedulerConfig
+from draftwing.sched.config import Mixes, SchedulerConfig
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.policy.tree_policy import TreePolicy
@@ -235,6 +235,20 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
     return replace(options, num_threads=threads)
 
 
+def mixes_of(options: Options, executor: Executor) -> Mixes | None:
+    """Which steps can have parts of prompts in their forward, if that is asked for; None: none. Logs why."""
+    if not options.enable_mixed_chunk:
+        return None
+    mixes = executor.target.mixes
+    if mixes(PLAIN, 1):
+        return mixes
+    why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
+    if not executor.target.keeps_kv_alone:
+        why = "layers of this model keep more than keys and values"
+    log.info("parts of prompts and requests that decode take turns: %s", why)
+    return None
+
+
 def assemble(
     options: Options,
     model: DecoderModel,
@@ -262,16 +276,16 @@ def assemble(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"
         )
-    chooses = isinstance(policy, TreePolicy)
+    chooses, mixes = isinstance(policy, TreePolicy), mixes_of(options, executor)
     # How long parts of prompts beside rows are follows from what steps cost, which those that have some do not show.
-    needed = chooses or (graph_size > 0 and options.enable_mixed_chunk)
+    needed = chooses or mixes is not None
     costs = StepCost(policy.menu, graph_size > 0) if needed else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
     started, waited = time.monotonic(), delays()
     if graph_size:
         believed = kept if kept is not None and kept.complete and file is not None and file.quiet else None
-        capture(executor, pool, policy.menu, None if known else costs, believed)
+        capture(executor, pool, policy.menu, None if known else costs, believed, options.enable_torch_compile)
         lap("graphs")
         if not options.drafter_spec.own:
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
@@ -283,13 +297,6 @@ def assemble(
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
-    mixes = executor.target.mixes if options.enable_mixed_chunk else None
-    if mixes is not None and not mixes(PLAIN, 1):
-        why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
-        if not executor.target.keeps_kv_alone:
-            why = "layers of this model keep more than keys and values"
-        log.info("parts of prompts and requests that decode take turns: %s", why)
-        mixes = None
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,

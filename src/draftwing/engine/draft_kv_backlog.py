@@ -27,10 +27,10 @@ from torch import Tensor
 from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftChunk, DraftDeferral, DraftExtend, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
+from draftwing.kv.zeros import zeros_as_written
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Unseen
-from draftwing.ops.zeros import zeros_as_written
 from draftwing.spec.drafter import Drafter, SeenTokens
 
 ROOM = MAX_BACKLOG + 1  # page-table entries past those of a step that a pass over unseen text may name

@@ -52,7 +52,7 @@ log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
 # Without a request, after which graphs of one more batch size and tree are captured, for some 0.1 s in which a request
-# has to wait. Not swept.
+# has to wait: longer than programs take between an answer and the next question, shorter than people do. Not swept.
 IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 

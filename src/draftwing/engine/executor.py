@@ -248,6 +248,7 @@ class Executor:
         except self.device.out_of_memory:
             log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
             later.clear()
+            self.graphs.drop_unfinished()
         if not later:
             log.debug("captured %d CUDA graphs in all", self.captured)
             self.device.trim()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.ops.attention import MOST_INT8_DIM, SCALE_BYTES
-from draftwing.ops.row_states import DeltaSpec as DeltaSpec
-from draftwing.ops.row_states import RowStates
-from draftwing.ops.zeros import zeros_as_written
+from draftwing.kv.zeros import zeros_as_written
+
+if TYPE_CHECKING:  # which has specs of here
+    from draftwing.kv.row_states import RowStates
+
+SCALE_BYTES = 4  # of a float32 behind each key, and each value, of a pool in int8
+MOST_INT8_DIM = 512  # elements of a key in int8: a sum of more products has no room in 32 bits
 
 
 class KVSpec(NamedTuple):
@@ -48,6 +51,41 @@ class StateSpec(NamedTuple):
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
         return self.dtype or (torch.bfloat16 if pool.itemsize == 1 else pool)
+
+
+class DeltaSpec(NamedTuple):
+    """Sizes of a gated delta net on one rank, whose state is kept by row, since one for each token would be too large.
+    In the slots of tokens it keeps nothing.
+
+    tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # taps of the convolution
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
+        return (0,)
+
+    def dtype_in(self, pool: torch.dtype) -> torch.dtype:
+        return pool
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of one state. dtype: the model's."""
+        inputs = (self.conv_width - 1) * self.channels * dtype.itemsize
+        return 4 * self.value_heads * self.key_dim * self.value_dim + inputs
+
+    def record_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of the record of one node. dtype: the model's."""
+        return self.channels * dtype.itemsize + 2 * 4 * self.value_heads
 
 
 SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot
@@ -119,7 +157,7 @@ class KVPool:
         self.kv[layer].view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
 
     def clear(self, slots: Tensor) -> None:
-        """slots [n] int64"""
+        """Zeroes slots [n] int64 of all layers."""
         for kv in self.kv:
             (kv.view(torch.uint8) if kv.dtype == FP8 else kv).index_fill_(0, slots, 0)
 

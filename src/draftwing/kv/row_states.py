@@ -17,13 +17,29 @@ dummy row's, which no request reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec, SlotSpec
-from draftwing.ops.row_states import LayerStates as LayerStates
-from draftwing.ops.zeros import zeros_as_written
+from draftwing.kv.zeros import zeros_as_written
+
+
+class LayerStates(NamedTuple):
+    """States and records of one layer.
+
+    state [slots + 2, value_heads, key_dim, value_dim] float32.  conv [slots + 2, conv_width - 1, channels] in the
+    model's dtype: the convolution's inputs of the newest tokens, the oldest first.  inputs
+    [rows + 1, 2, nodes, channels] in the model's dtype: records of nodes by row and page: what goes into the
+    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta.
+    """
+
+    spec: DeltaSpec
+    state: Tensor
+    conv: Tensor
+    inputs: Tensor
+    gates: Tensor
 
 
 class RowStates:

@@ -209,7 +209,7 @@ class Attention(Mixer):
     @property
     def kind(self) -> AttentionKind:
         """What the injected attention is told of this layer."""
-        return AttentionKind(self._window, self.sinks, self._scalar)
+        return AttentionKind(self._window, self.sinks, self._scalar, reads=self.reads_others)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]
@@ -221,7 +221,7 @@ class Attention(Mixer):
         qkv = (made[:, self._gates :] if self.gated else made).view(
             x.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
-        out = self._with_others(qkv, cos, sin, attend) if self.reads_others else self._attend(qkv, cos, sin, attend)
+        out = self._attend(qkv, cos, sin, attend)
         return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
@@ -271,10 +271,11 @@ class Attention(Mixer):
 
     def head_norms(self) -> HeadNorms | None:
         """The norms of heads of queries and keys, where they have any."""
-        if self.q_norm is None or self.k_norm is None or self.whole_norms:
+        if self.q_norm is None or self.whole_norms:
             return None
-        assert self.q_norm.eps == self.k_norm.eps
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.v_norm)
+        k_norm = self.q_norm if self.k_norm is None else self.k_norm  # there are no keys where there is no norm of them
+        assert self.q_norm.eps == k_norm.eps
+        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.v_norm)
 
     def _normed_values(self, v: Tensor) -> Tensor:
         """v [M, kv_heads, head_dim] -> the same"""
@@ -283,26 +284,18 @@ class Attention(Mixer):
         return self.ops.rms_norm(v, torch.ones_like(self.k_norm.weight), self.k_norm.eps)
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
-        out = None
+        """qkv [M, heads + 2 * kv_heads, head_dim], or the queries alone of a layer that reads what another one wrote;
+        may be overwritten -> [M, heads * head_dim]"""
         norms = self.head_norms()
         if norms is None or attend.norms_heads:
             out = attend.fused(self.pool_layer, qkv, cos, sin, norms, self.kind)
-        if out is not None:
-            return out
-        qk = qkv[:, : self.heads + self.kv_heads]
-        if self.q_norm is not None and self.k_norm is not None and not self.whole_norms:
-            qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
-        qk = rotate(qk, cos, sin)
-        v = self._normed_values(qkv[:, self.heads + self.kv_heads :])
-        return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], v, self.kind)
-
-    def _with_others(self, q: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """q [M, heads, head_dim], over the keys and values that another layer wrote -> [M, heads * head_dim]"""
-        norm = self.q_norm
-        if norm is None or attend.norms_heads:
-            norms = None if norm is None else HeadNorms(norm.weight, norm.weight, norm.eps)
-            out = attend.fused_read(self.pool_layer, q, cos, sin, norms, self.kind)
             if out is not None:
                 return out
-        return attend.read(self.pool_layer, rotate(q if norm is None else norm(q), cos, sin), self.kind)
+        q_norm, k_norm = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
+        if self.reads_others:
+            return attend.read(self.pool_layer, rotate(qkv if q_norm is None else q_norm(qkv), cos, sin), self.kind)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
+        if q_norm is not None and k_norm is not None:
+            qk = torch.cat((q_norm(qk[:, : self.heads]), k_norm(qk[:, self.heads :])), 1)
+        qk = rotate(qk, cos, sin)
+        return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], self._normed_values(v), self.kind)

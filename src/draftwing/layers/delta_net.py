@@ -161,6 +161,7 @@ class GatedDeltaNet(Mixer):
         spec, form = self.spec, layer.weight_format
         self.qkvz = Linear(in_size, spec.channels + config.made, False, dtype, device, form)
         self.ba: Linear | None = Linear(in_size, 2 * spec.value_heads, False, dtype, device, form)
+        self.before_attention = 2
         self.out = row_parallel(Linear(config.made, layer.hidden, False, dtype, device, form), layer.ranks)
 
         def wide(*shape: int) -> nn.Parameter:
@@ -172,7 +173,7 @@ class GatedDeltaNet(Mixer):
     def merge(self, ops: LayerOps) -> None:
         if ops.merges_matrices and self.ba is not None and self.qkvz.op.can_append(self.ba.op):
             self.qkvz.append(self.ba, ops)
-            self.ba = None
+            self.ba, self.before_attention = None, 1
 
     def use(self, ops: LayerOps) -> None:
         super().use(ops)
@@ -180,7 +181,7 @@ class GatedDeltaNet(Mixer):
             self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:
-        return [self.qkvz, *([] if self.ba is None else [self.ba]), self.out]
+        return [*([] if self.ba is None else [self.ba]), self.qkvz, self.out]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         values = self.spec.value_heads * self.spec.value_dim

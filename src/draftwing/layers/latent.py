@@ -214,6 +214,7 @@ class LatentAttention(Mixer):
     """
 
     needs_chunks = False
+    before_attention = 2
 
     def __init__(
         self,

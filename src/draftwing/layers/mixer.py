@@ -51,6 +51,7 @@ class Mixer(nn.Module):
 
     # Whether prompts must come as the host's `Batch.chunks`, which they do not in the graphs of `PrefillGraphs`.
     needs_chunks = True
+    before_attention = 1  # how many of `linears`
     ops: LayerOps = PLAIN  # of the device, once packed
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
@@ -70,7 +71,7 @@ class Mixer(nn.Module):
         """Makes matrices of the same input one where the device multiplies faster then; before they are packed."""
 
     def linears(self) -> list[Linear]:
-        """Returns its matrices: the one that attention follows, and then the others."""
+        """Returns its matrices in the order of their calls; attention follows the first `before_attention`."""
         raise NotImplementedError
 
 

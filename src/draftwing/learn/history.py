@@ -18,8 +18,9 @@ from draftwing.files import lock_file, write_json, write_text
 from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
 
 FACTS = "head.json"
-# For which whoever changes something is waited for: it may copy a large head. A process that learns in idle time stands
-# still while requests run, in such a copy too, until its server says so, which must not wait for ever. Not swept.
+# For which whoever changes something is waited for: it may copy a large head, a gigabyte at 100 MB a second. A process
+# that learns in idle time stands still while requests run, in such a copy too, until its server says so, which must not
+# wait for ever. Not swept: any value between these two does.
 LOCK_SECONDS = 20.0
 
 

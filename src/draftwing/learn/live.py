@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 POINT_SECONDS = 60.0  # of a point of the curve
 POINTS = 720  # that are kept: half a day
-# Swept in docs/dev/learning.md, "When is a head swapped back?".
+# Swept in docs/dev/learning.md, "When is a head swapped back?" and behind it.
 ENOUGH = 50  # requests on each side of a swap
 WINDOW = 400  # newest requests before a swap that are compared with
 ERRORS = 3.0  # standard errors by which it must have fallen: it is looked at again and again
-FEW = 8  # requests of a client, below which it counts together with others
+FEW = 4  # requests of a client, below which it counts together with others
 SHARED = 0.5  # of the steps before a swap: as many have to be of clients who ask since, too
 
 
@@ -112,8 +112,14 @@ def _paired(
 
 
 def _mean(requests: Sequence[Request]) -> tuple[float, float]:
-    """Tokens per step, a ratio of sums, and its standard error."""
+    """Tokens per step, a ratio of sums, and its standard error. Of several clients that is at least what follows from
+    how they differ: on the other side of a swap others of them may ask more."""
     total = sum(request.steps for request in requests)
     mean = sum(request.tokens for request in requests) / total
-    squares = sum((request.tokens - mean * request.steps) ** 2 for request in requests)
-    return mean, math.sqrt(squares * len(requests) / (len(requests) - 1)) / total
+    errors = [request.tokens - mean * request.steps for request in requests]
+    by_client: defaultdict[str, float] = defaultdict(float)
+    for request, error in zip(requests, errors, strict=True):
+        by_client[request.client] += error
+    units = [part for part in (errors, [*by_client.values()]) if len(part) > 1]
+    squares = max(sum(one**2 for one in part) * len(part) / (len(part) - 1) for part in units)
+    return mean, math.sqrt(squares) / total

@@ -20,7 +20,7 @@ from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
-from draftwing.layers.linear_ops.base import PackMode
+from draftwing.layers.linear_ops.base import LinearOp, PackMode
 from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
 from draftwing.layers.mixer import Mixer
 from draftwing.layers.mlp import GatedMLP
@@ -88,6 +88,11 @@ class DecoderLayer(nn.Module):
         """Those of mixer and MLP but for experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
         return [*self.mixer.linears(), *of_mlp]
+
+    def around_attention(self) -> tuple[list[LinearOp], list[LinearOp]]:
+        """Returns the operations of `linears`: those before the mixer's attention, and those behind it."""
+        ops, before = [linear.op for linear in self.linears()], self.mixer.before_attention
+        return ops[:before], ops[before:]
 
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
@@ -348,7 +353,7 @@ class DecoderModel(nn.Module):
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        multiply_out_beside_attention([[linear.op for linear in some] for layer in layers if (some := layer.linears())])
+        multiply_out_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
         out_norms = any(layer.out_norms for layer in self.config.layers)
         if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
-from draftwing.ops.row_states import DeltaSpec, RowStates
+from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.ops.torch.delta_net import delta_net, over_sequences
 
 
@@ -46,12 +46,14 @@ class AttentionKind(NamedTuple):
     they are, without the scale.
     scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
     values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
+    reads: whether the layer makes queries alone, over the keys and values that an earlier call had for this layer.
     """
 
     window: int = 0
     sinks: Tensor | None = None
     scalar: int = 0
     values: int = 0
+    reads: bool = False
 
     def scale(self, head_dim: int) -> float:
         """What scores are multiplied with."""
@@ -132,21 +134,9 @@ class Attend:
         """What rotating q and k and a call do, or None: then the caller does it.
 
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
-        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
+        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.  With `kind.reads`
+        qkv are queries alone, and it is what rotating them and `read` do.
         """
-        return None
-
-    def fused_read(
-        self,
-        layer: int,
-        q: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
-    ) -> Tensor | None:
-        """What rotating q and `read` do, or None: then the caller does it. q [M, heads, head_dim], as qkv of `fused`;
-        norms: of queries, before."""
         return None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -315,34 +305,10 @@ class Batch(NamedTuple):
         return self.table[self.rows, : self.bound or self.table.shape[1]]
 
 
-SCALE_BYTES = 4  # of a float32 behind each key, and each value, of a pool in int8
-MOST_INT8_DIM = 512  # elements of a key in int8: a sum of more products has no room in 32 bits
-
-
-class Pool(Protocol):
-    """Keys and values of all layers (`kv.pool.KVPool`)."""
-
-    slots: int  # that requests may have
-    # Of each layer [slots + 1, kv_heads, 2, head_dim], keys and values, or [slots + 1, ...]; slot 0 is a dummy. In int8
-    # [slots + 1, kv_heads, 2, head_dim + SCALE_BYTES].
-    kv: list[Tensor]
-    scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
-    dtype: torch.dtype
-    states: RowStates | None  # of layers that keep theirs by row
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [M] int64; k, v [M, kv_heads, head_dim]."""
-        ...
-
-    def clear(self, slots: Tensor) -> None:
-        """Zeroes slots [n] int64 of all layers."""
-        ...
-
-
 class BoundAttend(Attend):
     """What attention of one forward over a pool is on every device."""
 
-    def __init__(self, pool: Pool, batch: Batch, first_layer: int) -> None:
+    def __init__(self, pool: KVPool, batch: Batch, first_layer: int) -> None:
         """first_layer: pool layer of the model's first."""
         self._pool, self._batch, self._first_layer = pool, batch, first_layer
 
@@ -392,17 +358,6 @@ class MixedAttend(Attend):
     def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
         return all(part.write_latents(layer, made[at], norm, eps, cos[at], sin[at]) for part, at in self._parts)
 
-    def fused_read(
-        self,
-        layer: int,
-        q: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
-    ) -> Tensor | None:
-        return _both([part.fused_read(layer, q[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
-
 
 def _both(made: list[Tensor | None]) -> Tensor | None:
     """What two parts of a batch have made together, None where both leave it to the caller."""
@@ -430,21 +385,9 @@ class KernelAttend(BoundAttend):
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor:
         """In place of q; takes no gradient."""
-        self.fused_write(layer, qkv, cos, sin, norms)
-        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._pool.kv[self._first_layer + layer].shape[1], kind)
-
-    def fused_read(
-        self,
-        layer: int,
-        q: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: HeadNorms | None = None,
-        kind: AttentionKind = FULL,
-    ) -> Tensor:
-        """In place of q; takes no gradient."""
-        self._turn(layer, q, 0, cos, sin, norms)
-        return self._attend(layer, q, q.shape[1], kind)
+        kv_heads = 0 if kind.reads else self._pool.kv[self._first_layer + layer].shape[1]
+        self._turn(layer, qkv, kv_heads, cos, sin, norms)
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * kv_heads, kind)
 
     def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         """What `fused_write` does of so many heads of keys, and as many of values."""
@@ -462,7 +405,7 @@ class AttnBackend(Protocol):
     `Batch.tiles` may be given, as made by `TiledAttention`, which such a backend is.
     """
 
-    pool: Pool
+    pool: KVPool
     capturable: bool
     takes_tiles: bool
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import IntArray, StepResult, TreeShape
+from draftwing.kv.zeros import zeros_as_written
 from draftwing.ops.attention import Ragged
-from draftwing.ops.zeros import zeros_as_written
 
 # -- quantised weights ------------------------------------------------------------------------------------------------
 

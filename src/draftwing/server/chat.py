@@ -241,18 +241,22 @@ class Chats:
         return params, ignored
 
     def _message_style(self, chat: Chat, text: str) -> MessageStyle:
+        functions = chat.functions if chat.offers else ()
         style = MessageStyle(
-            separate=chat.separate_reasoning, stream_reasoning=chat.stream_reasoning, parallel=chat.parallel
+            names=tuple(function.name for function in functions),
+            customs=frozenset(function.name for function in functions if function.custom),
+            parallel=chat.parallel,
+            separate=chat.separate_reasoning,
+            stream_reasoning=chat.stream_reasoning,
         )
-        names = tuple(function.name for function in chat.functions) if chat.offers else ()
         if self.harmony:
             start: Start = "closed" if chat.continued else "free"
-            return dataclasses.replace(style, harmony=True, start=start, names=names)
+            return dataclasses.replace(style, harmony=True, start=start)
         if self.reasoning is not None:
             continued = chat.messages[-1]["content"] if chat.continued else None
             start = start_of(self.reasoning, text, continued)
             style = dataclasses.replace(style, reasoning=self.reasoning, start=start)
-        return dataclasses.replace(style, tools=self.tools, names=names) if chat.offers else style
+        return dataclasses.replace(style, tools=self.tools) if chat.offers else style
 
     def _constrained(
         self, chat: Chat, params: SamplingParams, style: MessageStyle, names: Mapping[str, str]

@@ -23,11 +23,11 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
-from draftwing.requests.refusals import suggestion
 from draftwing.server.admission_quota import RETRY_SECONDS, QueueFull
+from draftwing.server.body_refusals import body_refusal
 from draftwing.server.json_encoding import encode
 from draftwing.server.parts import MAX_PARTS, check_parts
-from draftwing.server.schema import GenerationBody, known_fields
+from draftwing.server.schema import GenerationBody
 
 if TYPE_CHECKING:
     from draftwing.server.service import Generation, Service
@@ -42,8 +42,6 @@ _OFF = ("off", "false", "no", "0")
 _MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 _MAX_ERRORS = 1000  # each takes time and memory
-_TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
-_EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 # The names that OpenAI's clients know, and Anthropic's.
 _TYPES = {
@@ -146,7 +144,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        found = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
+        found = body_refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
         return error_response(request, 400, str(found), found.param)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -241,40 +239,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
         given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
-        raise _refusal(errors, given, model) from None
-
-
-def _refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
-    """The first field's errors in our words: pydantic names members of unions, of which clients know nothing. given:
-    what was validated.  model: of a body."""
-    # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
-    first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
-    path = max((path for path, _ in first), key=len)
-    same = [error for at, error in first if at == path]
-    name, kind = ".".join(map(str, path))[:200], same[0]["type"]
-    messages = list(dict.fromkeys(error["msg"] for error in same))[:4]
-    known = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
-    expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
-    expected = ["a list" if one == "a valid array" else one for one in expected]
-    field = name or "the body"
-    if kind in known:
-        message = f"{field} {known[kind]}"
-        if kind == "extra_forbidden" and model is not None:
-            message += suggestion(str(path[-1]), known_fields(model, path[:-1]))
-    else:
-        message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
-    return RequestError(message, name or "body")
-
-
-def _path(error: Any, given: Any) -> tuple[int | str, ...]:
-    """The field of an error, without pydantic's names for members of unions."""
-    found = []
-    for part in error["loc"]:
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and part in range(len(given))):
-            given = given[part]
-            found.append(part)
-    return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
+        raise body_refusal(errors, given, model) from None
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

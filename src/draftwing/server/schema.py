@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -181,38 +180,6 @@ class Body(BaseModel):
 @functools.cache
 def _hints(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if any(one is HINT for one in field.metadata))
-
-
-def known_fields(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Names of the fields that an object at a place inside of a body may have, without those that are refused."""
-    kinds: list[Any] = [model]
-    for part in place:
-        kinds = [one for kind in kinds for one in _inside(kind, part)]
-    found = dict.fromkeys(
-        field.alias or ""
-        for kind in kinds
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
-        for field in kind.model_fields.values()
-        if field.metadata != list(NotBuilt.__metadata__)
-    )
-    return [*found]
-
-
-def _inside(kind: Any, part: int | str) -> list[Any]:
-    """Types of what a value of a type holds in a field or as an entry."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [
-            one for field in kind.model_fields.values() if field.alias == part for one in _members(field.annotation)
-        ]
-    return _members(get_args(kind)[0]) if get_origin(kind) is list else []
-
-
-def _members(kind: Any) -> list[Any]:
-    """The types of a union, or the type itself."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        return _members(get_args(kind)[0])
-    return [one for each in get_args(kind) for one in _members(each)] if origin in (Union, UnionType) else [kind]
 
 
 def ignored_fields(body: BaseModel) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def _described(what: Suspect) -> tuple[str, str]:
 
 
 def _fingerprint(what: Suspect) -> bytes:
-    """Returns the same for requests that ask for the same: by what they ask, not by their ids and seeds."""
+    """Returns a hash of what is asked: requests that differ in ids and seeds alone have the same."""
     digest = blake2b(digest_size=16)
     for one in [what] if isinstance(what, Grammar) else what:
         if isinstance(one, GenerationRequest):

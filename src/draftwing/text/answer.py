@@ -151,7 +151,7 @@ class Answer:
     def meta_info(
         self, texts: TokenTexts | None = None, of_prompt: bool = True, of_answer: bool = True
     ) -> dict[str, Any]:
-        """Returns that of `/generate`; what the engine counts (`spec_*` and others) is there once it is finished.
+        """Returns `meta_info` of a response to `/generate`; what the engine counts (`spec_*` and others) is there once it is finished.
 
         texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves out the lists of the
         prompt or of the answer: an empty one would say that there are none.

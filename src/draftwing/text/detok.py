@@ -236,7 +236,7 @@ class StopStringScanner:
         return self._detokenizer.stopped
 
     def finish(self) -> str | None:
-        """Does as `push`, when the answer ends for another reason: text that was waiting for a next token counts
-        too."""
+        """Returns the stop that the whole text contains, or None, when the answer ends for another reason: text that was
+        waiting for a next token counts too."""
         self._detokenizer.push((), final=True)
         return self._detokenizer.stopped

@@ -150,7 +150,8 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
 
 
 def special_token_ids(metadata: Metadata) -> dict[str, int]:
-    """Returns the same as ids. Raises CheckpointError for an id outside the vocabulary."""
+    """Returns the ids of `bos_token`, `eos_token`, `unk_token` and `pad_token`, those that the file names. Raises
+    CheckpointError for an id outside the vocabulary."""
     count = len(_required(metadata, "tokenizer.ggml.tokens"))
     defaults = _LLAMA_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
     found = {name: metadata.get(key, defaults.get(name)) for name, key in _SPECIAL_KEYS.items()}

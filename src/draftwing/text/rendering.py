@@ -102,8 +102,8 @@ def _ask(job: sandbox.Job) -> tuple[bytes, str]:
 
 
 def _answer(data: bytes) -> tuple[bytes, str]:
-    """Does what `Renderer.answer` does. A process that somebody else ended, as the system does for want of memory, says
-    nothing of the template, so a second one is asked."""
+    """Returns how a pickled job ended, and its text or the error. A process that somebody else ended, as the system does
+    for want of memory, says nothing of the template, so a second one is asked."""
     for last in (False, True):
         process = _idle.pop() if _idle and not last else _Process()
         try:

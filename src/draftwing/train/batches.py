@@ -20,6 +20,7 @@ from draftwing.train.store import FeatureSource, FeatureStore, Part, Sample
 from draftwing.train.teacher import Batch
 
 SHORTEST = 3  # tokens: one for the feature, one drafted from, one predicted
+READERS = 4  # threads that read ahead
 _POOL = 64  # batches whose sequences are sorted by length together: little padding, and still at random
 
 
@@ -114,9 +115,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     return Batch(**tensors, max_positions=batch.max_positions)
 
 
-def load(
-    source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2
-) -> Generator[Batch, None, None]:
+def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int) -> Generator[Batch, None, None]:
     """Gives the batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only:
     two would run one model at once."""
     whole, own = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
@@ -126,7 +125,7 @@ def load(
         with torch.no_grad():
             return collate(whole.read_many([own[i] for i in batch]), max_length)
 
-    readers = readers if isinstance(whole, FeatureStore) else 1
+    readers = READERS if isinstance(whole, FeatureStore) else 1
     todo = iter(numbers)
     with ThreadPoolExecutor(readers, "features", initializer=_same_device()) as pool:
         waiting: deque[Future[Batch]] = deque(pool.submit(make, batch) for batch in islice(todo, 2 * readers))

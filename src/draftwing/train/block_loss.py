@@ -5,8 +5,7 @@ Of a row's logits z, q = softmax(z), the target's distribution p and the text's 
 - the cross-entropy with the target's distribution, -sum p log q, whose gradient is that of KL(p, q);
 - the distance of both distributions, 1 - a with a = sum min(p, q): a is how often a token that is drawn from q is
   accepted (Leviathan et al. 2023, arXiv 2211.17192).
-Their gradients of z are q - [t], q sum p - p and, with m = [q < p], -q (m - sum q m). As in `train.cross_entropy` they
-are known as soon as the logits are, so that nothing of these is kept.
+Their gradients of z are q - [t], q sum p - p and, with m = [q < p], -q (m - sum q m).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftwing.train.chain_attention import wide
-from draftwing.train.cross_entropy import chunks
+from draftwing.train.cross_entropy import linear_loss
 from draftwing.train.kernels import kernels_take
 
 Kind = Literal["text", "kl", "tv", "lk_hybrid", "d_pace"]  # as `train.settings.BLOCK_LOSSES`
@@ -71,54 +70,12 @@ class Found(NamedTuple):
 
 def block_loss(parts: Sequence[tuple[Tensor, Tensor]], probs: Tensor, rows: Rows, loss: BlockLoss) -> Found:
     """parts: (x [N, S, width], weight [V, width]) of the products whose sum are the logits; probs [n, V]: the target's
-    distributions. Products are in the dtype of autocast where it is on, sums in float32 or wider."""
-    device = probs.device.type
-    product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parts[0][0].dtype
-    flat = [tensor.to(product) for part in parts for tensor in part]
-    if not torch.is_grad_enabled():  # which the function's own forward pass does not know
-        flat = [tensor.detach() for tensor in flat]
-    return Found(*_BlockLoss.apply(probs, rows, loss, *flat))
+    distributions. Logits are made of whole blocks, as `linear_loss` does."""
 
+    def of(logits: Tensor, part: slice, sloped: bool) -> tuple[Tensor, ...]:
+        return terms(logits, probs, Rows(*(tensor[part] for tensor in rows)), loss, sloped)
 
-class _BlockLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, probs: Tensor, rows: Rows, loss: BlockLoss, *parts: Tensor) -> tuple[Tensor, ...]:
-        xs, weights, needed = parts[::2], parts[1::2], ctx.needs_input_grad[3:]
-        (count, steps), vocab, exact = rows.place.shape, weights[0].shape[0], wide(parts[0])
-        best, value = torch.zeros_like(rows.place), torch.zeros(count, steps, dtype=exact, device=probs.device)
-        accepted = torch.zeros_like(value)
-        to_x = [torch.empty_like(x) if need else None for x, need in zip(xs, needed[::2], strict=True)]
-        to_weight = [
-            torch.zeros_like(weight, dtype=exact) if need else None
-            for weight, need in zip(weights, needed[1::2], strict=True)
-        ]
-        for part in chunks(count, steps * vocab, probs.device):  # whole blocks
-            here = [x[part].flatten(0, 1) for x in xs]
-            logits = here[0] @ weights[0].t()
-            for x, weight in zip(here[1:], weights[1:], strict=True):
-                logits = torch.addmm(logits, x, weight.t())
-            mine = Rows(*(tensor[part] for tensor in rows))
-            value[part], best[part], accepted[part], slope = terms(logits, probs, mine, loss, any(needed))
-            if slope is None:
-                continue
-            for i, (x, weight) in enumerate(zip(here, weights, strict=True)):
-                if (grad := to_x[i]) is not None:
-                    grad[part] = (slope @ weight).view(-1, steps, weight.shape[1])
-                if (total := to_weight[i]) is not None:
-                    total += slope.t() @ x
-        kept = [None if total is None else total.to(weight.dtype)
-                for total, weight in zip(to_weight, weights, strict=True)]  # fmt: skip
-        ctx.save_for_backward(*to_x, *kept)
-        ctx.mark_non_differentiable(value, best, accepted)
-        return value.sum(), value, best, accepted
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        by, kept = grads[0], ctx.saved_tensors
-        half = len(kept) // 2
-        out = [None if one is None else one * by.to(one.dtype) for pair in zip(kept[:half], kept[half:], strict=True)
-               for one in pair]  # fmt: skip
-        return (None, None, None, *out)
+    return Found(*linear_loss(parts, of))
 
 
 class RowFacts(NamedTuple):
@@ -133,9 +90,9 @@ class RowFacts(NamedTuple):
 
 def terms(
     logits: Tensor, probs: Tensor, rows: Rows, loss: BlockLoss, sloped: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits [N * S, V], probs [n, V] -> `loss`, `best` and `accepted` of `Found`, and the gradient of the loss
-    [N * S, V], which may be the logits, overwritten; None where it is not asked for."""
+    [N * S, V], which may be the logits, overwritten; the logits where it is not asked for."""
     shape, place, token = rows.place.shape, rows.place.flatten(), rows.token.flatten()
     facts_of, slopes_of = _implementation(logits)
     facts = facts_of(logits, probs, place, token)
@@ -145,7 +102,7 @@ def terms(
     by_text, by_kl, by_tv, weight = _shares(loss, text, accepted, rows)
     value = weight * (by_text * text + by_kl * cross + by_tv * (1 - accepted))
     if not sloped:
-        return value, best, accepted, None
+        return value, best, accepted, logits
     shares = tuple((weight * share).flatten() for share in (by_text, by_kl, by_tv))
     return value, best, accepted, slopes_of(logits, probs, place, token, facts, shares)
 
@@ -170,7 +127,7 @@ def _facts_in_torch(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor)
 def _slopes_in_torch(
     logits: Tensor, probs: Tensor, place: Tensor, token: Tensor, facts: RowFacts, shares: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """`train.kernels.block_terms.slopes` likewise."""
+    """`train.kernels.block_terms.slopes` of any device and floating dtype."""
     q, p = facts.kept.exp(), probs[place].to(facts.kept.dtype)
     a, b, c = (share.unsqueeze(-1) for share in shares)
     less = (q < p).to(q.dtype)

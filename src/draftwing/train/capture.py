@@ -138,7 +138,7 @@ class Causal(DenseAttend):
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
-        if not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
+        if kind.reads or not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
             return None
         from draftwing.train.kernels.rope_backward import turn
 

@@ -125,7 +125,7 @@ def aux_layer_ids(aux_layers: Sequence[int], layers: int) -> list[int] | None:
 
 
 def checked_aux_layers(aux_layers: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Returns them. Raises ConfigError for residual streams that a target of so many layers does not have."""
+    """Returns `aux_layers`. Raises ConfigError for residual streams that a target of so many layers does not have."""
     if min(aux_layers) < 0 or max(aux_layers) > layers:
         raise ConfigError(
             f"aux_layers: expected 0 to {layers} for a target of {layers} layers, found {list(aux_layers)}"

@@ -70,7 +70,7 @@ class Conversation:
         return tuple(message["content"] for message in self.messages if message["role"] == "user")
 
     def prompt(self) -> Prompt:
-        """Returns it without the answers."""
+        """Returns what the system and the user say."""
         first = self.messages[0]
         return Prompt(self.turns, first["content"] if first["role"] == "system" else None, self.where)
 

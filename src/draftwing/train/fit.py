@@ -50,7 +50,7 @@ _DAMAGED = (
     OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError
 )  # fmt: skip
 # What a run may change when it goes on; everything else would make it another run.
-_FREE = ("log_every", "eval_every", "save_every", "readers")
+_FREE = ("log_every", "eval_every", "save_every")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Fit:
         self.eval_lengths = usable(eval_source, config.max_length)
         self.total = _BY_CLOCK if config.minutes else config.steps or self._steps_of_epochs()
         self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
-        self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
+        self.optimizer = HeadOptimizer(head, config.optimizer)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.window = self._no_stats()  # what was counted since the last row
         self.window_tokens, self.window_seconds = 0, 0.0
@@ -225,7 +225,7 @@ class Fit:
             return (list(islice(numbers, each)) for _ in (count() if config.minutes else range(self.step, self.total)))
 
         mine = (batch for group in steps() for batch in group[self.rank :: self.world])
-        with contextlib.closing(load(self.source, mine, config.max_length, config.readers)) as loaded:
+        with contextlib.closing(load(self.source, mine, config.max_length)) as loaded:
             for group in steps():
                 tokens = sum(self.lengths[i] for batch in group for i in batch)
                 for turn in range(config.accumulate):
@@ -260,7 +260,7 @@ class Fit:
     def _evaluate(self) -> None:
         config, stats = self.config, self._no_stats()
         mine = in_order(self.eval_lengths, config.tokens)[self.rank :: self.world]
-        for batch in load(self.eval_source, mine, config.max_length, config.readers):
+        for batch in load(self.eval_source, mine, config.max_length):
             with self.autocast:
                 stats += self.objective(to_device(batch, self.device, self.feature_dtype))[1]
         self.progress.add({"step": self.step, "split": "eval", **self._metrics(stats)})
@@ -303,7 +303,6 @@ class Fit:
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to go on."""
         config = {f"config.{k}": v for k, v in dataclasses.asdict(self.config).items() if k not in _FREE}
-        config["config.betas"] = list(self.config.betas)
         shapes = {name: list(param.shape) for name, param in self.head.named_parameters()}
         return {
             **config,

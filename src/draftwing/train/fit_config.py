@@ -12,6 +12,7 @@ from draftwing.train.optimizer import OptimizerName
 from draftwing.train.ttt import Loss
 
 AnyLoss = Loss | BlockLoss
+FINAL_RATE = 0.05  # share of the highest learning rate that is left at the end
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,9 @@ class FitConfig:
     is trained then depends on the machine's speed.  tokens: of one forward, padding included.
     accumulate: forward passes per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
-    warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
+    warmup: share of the steps in which it rises.
     clip: largest norm of a gradient.
     precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
-    readers: threads that read ahead.
     """
 
     loss: AnyLoss = field(default_factory=Loss)
@@ -38,16 +38,12 @@ class FitConfig:
     optimizer: OptimizerName = "adamw"
     lr: float = 0.0
     warmup: float = 0.02
-    final_lr: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
     clip: float = 0.5
     seed: int = 0
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     log_every: int = 20
     eval_every: int = 500
     save_every: int = 500
-    readers: int = 4
 
     def learning_rate(self, step: int, total: int, hidden: int) -> float:
         """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
@@ -55,7 +51,7 @@ class FitConfig:
         if step < rise:
             return highest * (step + 1) / (rise + 1)
         done = (step - rise) / max(1.0, total - rise)
-        return highest * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+        return highest * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def recipe(algorithm: str, **changes: Any) -> FitConfig:

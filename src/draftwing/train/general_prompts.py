@@ -62,5 +62,5 @@ _PROMPTS = (
 
 
 def general_prompts() -> list[Prompt]:
-    """Returns them."""
+    """Returns the prompts, in their order."""
     return [Prompt((text,), where="general_prompts.py") for text in _PROMPTS]

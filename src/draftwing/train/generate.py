@@ -103,25 +103,15 @@ def usable(
     return found
 
 
-def finished(file: Path, skipped: Skipped) -> set[str]:
-    """Keys of the answers that `file` has, after what a kill left of its last line is cut off."""
+def cut_last_line(file: Path) -> None:
+    """Cuts off what a kill left of the last line of `file`, which need not be there. Raises ConfigError."""
     try:
         with file.open("r+b") as lines:
-            keys, end = set(), 0
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    lines.truncate(end)
-                    break
-                end += len(line)
-                try:
-                    keys.add(Response.parse(line.decode(errors="replace")).key)
-                except BadData as error:
-                    skipped.note(error, f"{file.name}:{number}")
-            return keys
+            lines.truncate(sum(len(line) for line in lines if line.endswith(b"\n")))
     except FileNotFoundError:
-        return set()
+        pass
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def generate(
@@ -129,7 +119,7 @@ def generate(
 ) -> int:
     """Answers prompts (of `usable`) and appends a line for each to `file` when its last answer is there.
 
-    Returns how many tokens were generated. Which prompts still need an answer is the caller's matter (`finished`).
+    Returns how many tokens were generated. Which prompts still need an answer is the caller's matter.
     """
     # Twice what fits into the engine, so that a row never waits for the next request.
     window = 2 * (engine.info.options.max_running_requests or 64)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from draftwing.engine.devices.cpu import has_native_bfloat16
 
 OptimizerName = Literal["adamw", "muon"]
+BETAS = (0.9, 0.95)  # of AdamW
 _TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
 
 
@@ -69,7 +70,7 @@ class HeadOptimizer:
     both.
     """
 
-    def __init__(self, head: nn.Module, name: OptimizerName, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(self, head: nn.Module, name: OptimizerName) -> None:
         named = [(key, param) for key, param in head.named_parameters() if param.requires_grad]
         matrices = [
             param for key, param in named
@@ -79,10 +80,10 @@ class HeadOptimizer:
         others = [param for _, param in named if id(param) not in taken]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(StackedMuon(matrices, weight_decay=weight_decay))
+            self._parts.append(StackedMuon(matrices, weight_decay=0))
         if others:
             fused = others[0].device.type == "cuda"
-            self._parts.append(torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay, fused=fused))
+            self._parts.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=0, fused=fused))
 
     def step(self, rate: float) -> None:
         """rate: the learning rate of this step. Gradients are gone afterwards."""

@@ -40,7 +40,7 @@ from draftwing.train.evaluate import Trial, evaluate, summary
 from draftwing.train.fit import Fit, FitReport, join_world, trains_in_half
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
-from draftwing.train.generate import Sampling, finished, generate, usable
+from draftwing.train.generate import Sampling, cut_last_line, generate, usable
 from draftwing.train.run import Run
 from draftwing.train.sequences import Response, read_responses, responses_files
 from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
@@ -116,8 +116,9 @@ class Stages:
         )  # fmt: skip
         name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
         file = self.answers / name
-        done = finished(file, Skipped()) if self.run.data == self.run.out else set()
-        done |= {response.key for response in read_responses(responses_files(self.answers), Skipped())}
+        if self.run.data == self.run.out:
+            cut_last_line(file)
+        done = {response.key for response in read_responses(responses_files(self.answers), Skipped())}
         todo = [prompt for prompt in data.prompts if prompt.key not in done]
         mine = [one for one in todo if int(original(one.key), 16) % self.processes == self.rank]
         ready = usable(mine, self.tokenizer, sampling, data.skipped)  # of several processes, of this one's

@@ -151,18 +151,26 @@ def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch)
     assert not graphs.later and all(graphs.key(shape, size) == (shape, size) for shape in menu for size in (1, 2, 4, 6))
 
 
-def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch):
+@pytest.mark.parametrize("stages", [0, 2])
+def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch, stages):
+    """With those stages of the same step that had found some."""
     rig = harness.Rig(case[0], graph_size=16)
     graphs, device = rig.executor.graphs, rig.executor.device
     graphs.clear()
     rig.executor.capture((PLAIN,), some=True)
     assert {*graphs.later} == {Key(PLAIN, 12)}
 
-    def full(fn, pool=""):
-        raise device.out_of_memory
+    before, recorded, record = len(graphs), [], device.record
+
+    def full(fn, pool="steps"):
+        if len(recorded) == stages:
+            raise device.out_of_memory
+        recorded.append(record(fn, pool))
+        return recorded[-1]
 
     monkeypatch.setattr(device, "record", full)
     rig.executor.capture_next()
+    assert len(recorded) == stages and len(graphs) == before
     assert not graphs.later and "for want of memory" in caplog.text
     assert graphs.key(PLAIN, 9) == Key(PLAIN, 16)
 

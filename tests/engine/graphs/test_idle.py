@@ -13,9 +13,11 @@ from reference.learnable import write_target
 
 from draftwing.config.devices import Defaults
 from draftwing.config.options import Options
+from draftwing.core import PLAIN
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.engine import Engine
 from draftwing.engine.graphs import cuda
+from draftwing.engine.startup import executor as startup
 from draftwing.errors import ConfigError
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.requests.request import GenerationRequest
@@ -50,8 +52,8 @@ def texts(engine: Engine, count: int) -> dict[str, list[int]]:
     return found
 
 
-def engine_of(model: str, device: Any) -> Engine:
-    more = {} if device == "cpu" else {"cuda_graph_max_bs": 20}
+def engine_of(model: str, device: Any, **options: Any) -> Engine:
+    more = options if device == "cpu" else {"cuda_graph_max_bs": 20, **options}
     return Engine(
         Options(
             model=model, device=device, speculative_algorithm="NGRAM", speculative_fixed_shape=True, num_threads=1,
@@ -94,5 +96,17 @@ def test_graphs_are_captured_when_there_is_time(tmp_path: Path, monkeypatch: pyt
         while not engine.idle():
             engine.step()
         assert texts(engine, 11) == expected and engine.parts.executor.replays
+    finally:
+        engine.close()
+
+
+def test_no_compiled_forward_is_captured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be compiled anew for another size, for which requests would wait."""
+    monkeypatch.setattr(NativeAttention, "capturable", True)
+    monkeypatch.setattr(startup, "compile_forwards", lambda *parts: None)
+    engine = engine_of(str(write_target(tmp_path / "model")), Graphs, enable_torch_compile=True)
+    try:
+        graphs = engine.parts.executor.graphs
+        assert not graphs.later and graphs.key(PLAIN, 9) == (PLAIN, 12)
     finally:
         engine.close()

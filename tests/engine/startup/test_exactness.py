@@ -13,7 +13,8 @@ from draftwing import LLM
 from draftwing.engine.devices import base as devices
 from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.errors import ConfigError
-from draftwing.ops.attention import Attend, AttnBackend, Batch, Pool
+from draftwing.kv.pool import KVPool
+from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
@@ -47,7 +48,7 @@ class GateByRows(Tried):
 class AttentionInTrees(Tried):
     """As one that sums over a tree in another order than over a prompt."""
 
-    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+    def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
         class Bound(Attend):
             def __init__(self, attend: Attend) -> None:
                 self._attend = attend

@@ -102,6 +102,16 @@ def test_every_shape_has_a_price(model: str, unhurried: None) -> None:
         assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in costs.points())
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_plain_steps_have_a_price_where_parts_of_prompts_are_beside_them(
+    model: str, unhurried: None, mixed: bool
+) -> None:
+    """Those beside rows say nothing of what the rows take, and how long they may be follows from that."""
+    with load(model, speculative_algorithm="none", enable_mixed_chunk=mixed) as llm:
+        found = llm.engine.parts.sched.choice.policy.seconds(1, 0, PLAIN)
+        assert (found is not None and found > 0) == mixed
+
+
 def test_it_ends_in_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
     with load(model, **NGRAM) as llm:

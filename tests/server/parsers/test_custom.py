@@ -10,7 +10,8 @@ from guided import takes, written
 
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.server.parsers.custom import InputReader, custom_function
+from draftwing.server.parsers.call import InputReader
+from draftwing.server.parsers.custom import custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice, grammar_for, harmony_grammar
 from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece, ToolParser
 

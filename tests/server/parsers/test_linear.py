@@ -12,7 +12,7 @@ import pytest
 from fake_engine import byte_tokenizer
 
 from draftwing.server.conversation import Conversation
-from draftwing.server.parsers.custom import InputReader
+from draftwing.server.parsers.call import InputReader
 from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages
 from draftwing.server.parsers.message import MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, ReasoningParser

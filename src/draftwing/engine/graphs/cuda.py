@@ -23,8 +23,8 @@ T = TypeVar("T")
 Replay = Callable[[], None]
 
 MAX_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
-# Steps that were padded further for want of a graph, after which it is captured while requests run. That takes about as
-# long as so many steps do. Not swept.
+# Steps that were padded further for want of a graph, after which it is captured while requests run. A capture takes
+# about as long as so many steps, so captures take no more of the time than steps that wanted them. Not swept.
 WANTED = 16
 
 
@@ -55,6 +55,7 @@ class GraphCache:
         # What is still to be captured, and steps that were padded further for want of it.
         self.later: dict[Key, int] = {}
         self._sizes_of: dict[TreeShape, list[int]] = {}  # that were captured, ascending
+        self._finished = 0  # how many graphs are of these
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -63,6 +64,7 @@ class GraphCache:
         """Lets go of all graphs."""
         self._graphs.clear()
         self._sizes_of.clear()
+        self._finished = 0
         self.later.clear()
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
@@ -116,6 +118,12 @@ class GraphCache:
         sizes = self._sizes_of.setdefault(key.shape, [])
         if key.size not in sizes:
             insort(sizes, key.size)
+        self._finished = len(self._graphs)
+
+    def drop_unfinished(self) -> None:
+        """Lets go of the graphs of a key whose other stages are not captured."""
+        while len(self._graphs) > self._finished:
+            self._graphs.popitem()
 
 
 def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

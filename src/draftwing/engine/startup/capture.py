@@ -16,13 +16,19 @@ log = logging.getLogger("draftwing")
 
 
 def capture(
-    executor: Executor, pool: KVPool, menu: Sequence[TreeShape], costs: StepCost | None, known: StepCost | None = None
+    executor: Executor,
+    pool: KVPool,
+    menu: Sequence[TreeShape],
+    costs: StepCost | None,
+    known: StepCost | None = None,
+    compiled: bool = False,
 ) -> None:
-    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; of several ranks all.
+    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; all of them of several
+    ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that.
     costs: to measure, None where they need not be.  known: as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    some = executor.model.ranks.size == 1
+    some = executor.model.ranks.size == 1 and not compiled
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()

@@ -232,13 +232,14 @@ class PackedLinear(LinearOp):
         return x if self._weight.order is None else x.index_select(1, self._weight.order)
 
 
-def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
+def multiply_out_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Sequence[LinearOp]]]) -> None:
     """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
-    dequantised, where the device does anything meanwhile. layers: of each decoder layer the operation that attention
-    follows, and those behind it."""
-    for (first, *rest), after in zip(layers, [*layers[1:], ()], strict=True):
-        if isinstance(first, PackedLinear):
-            first.prefetch_dequant([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
+    dequantised, where the device does anything meanwhile. layers: of each decoder layer the operations before its
+    attention, and those behind it, in the order of their calls."""
+    for (before, behind), (following, _) in zip(layers, [*layers[1:], ((), ())], strict=True):
+        if isinstance(before[-1], PackedLinear):
+            later = (*behind, *following)
+            before[-1].prefetch_dequant([op for op in later if isinstance(op, PackedLinear)])
 
 
 def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.kv.pool import SCALE_BYTES, KVPool
+from draftwing.kv.zeros import zeros_as_written
 from draftwing.ops.attention import (
-    SCALE_BYTES,
     Attend,
     AttentionKind,
     Batch,
@@ -21,13 +22,11 @@ from draftwing.ops.attention import (
     HeadNorms,
     HeadShape,
     KernelAttend,
-    Pool,
 )
 from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 from draftwing.ops.cpu.workers import Workers
-from draftwing.ops.zeros import zeros_as_written
 
 POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)  # as cpu.h numbers them
 _MOST_TAPS = 8  # of a short convolution
@@ -38,7 +37,7 @@ class NativeAttention:
 
     capturable = takes_tiles = False
 
-    def __init__(self, pool: Pool, raw: Any, workers: Workers) -> None:
+    def __init__(self, pool: KVPool, raw: Any, workers: Workers) -> None:
         """raw: the extension module."""
         assert pool.dtype in POOL_TYPES
         self.pool, self.raw, self.workers = pool, raw, workers

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.kv.pool import DeltaSpec
+from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import ChunkSpan, DeltaInputs, DeltaWeights
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.workers import Workers
-from draftwing.ops.row_states import DeltaSpec, RowStates
 
 _VECTOR = 16  # sizes of heads are multiples of it
 _MOST_TAPS = 8

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.kv.pool import KVPool
+from draftwing.ops.attention import AttnBackend
 from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.attention import POOL_TYPES, NativeAttention
 from draftwing.ops.cpu.delta_net import CpuStateOps
@@ -61,7 +62,7 @@ class CpuOps(
         assert isa is not None
         return f"{self.name}, C for {isa.name}"
 
-    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+    def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
         if pool.dtype not in POOL_TYPES:
             return super().attention(pool, exact)
         return NativeAttention(pool, self.raw, self.workers)

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, BoundAttend, ChunkSpan, Pool
+from draftwing.kv.pool import KVPool
+from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, BoundAttend, ChunkSpan
 
 _BLOCK = 112  # positions of one chain; with a window of 80 it fills the 192 keys that MKL sums in one go
 # Sizes of a product are padded to these: fewer rows, or a remainder of them, take another kernel with another order.
@@ -100,7 +101,7 @@ class TorchAttention:
     capturable = False  # it reads whole page tables where the host gives it no bound
     takes_tiles = False
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.buffers = Buffers(pool.kv[0].device)
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.row_states import DeltaSpec, LayerStates, RowStates
+from draftwing.kv.pool import DeltaSpec
+from draftwing.kv.row_states import LayerStates, RowStates
 
 if TYPE_CHECKING:  # it calls what is here
     from draftwing.ops.attention import Batch, DeltaInputs, DeltaWeights

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.kv.pool import KVPool
+from draftwing.kv.row_states import RowStates
+from draftwing.ops.attention import AttnBackend
 from draftwing.ops.reference.assign import AssignOps
 from draftwing.ops.reference.merge import MergeOps
 from draftwing.ops.reference.ngram import NGramOps
 from draftwing.ops.reference.suffix import SuffixOps
 from draftwing.ops.reference.tree import TreeOps
-from draftwing.ops.row_states import RowStates
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
@@ -80,7 +81,7 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         """Returns that of the GPU for which kernels are compiled, None where none are."""
         return None
 
-    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+    def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
         """Attention over the pool. exact: a query's result has the same bits however it is asked for, which on a CPU is
         so anyway."""
         return TorchAttention(pool)

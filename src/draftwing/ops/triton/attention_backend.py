@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftwing.kv.pool import KVPool
 from draftwing.ops.attention import (
     Attend,
     AttentionKind,
@@ -17,7 +18,6 @@ from draftwing.ops.attention import (
     HeadNorms,
     HeadShape,
     KernelAttend,
-    Pool,
 )
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
@@ -36,7 +36,7 @@ class PagedAttention:
 
     capturable = takes_tiles = True
 
-    def __init__(self, pool: Pool, exact: bool) -> None:
+    def __init__(self, pool: KVPool, exact: bool) -> None:
         self.pool = pool
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)

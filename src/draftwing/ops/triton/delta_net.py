@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.kv.row_states import LayerStates
 from draftwing.ops.attention import DeltaInputs, DeltaWeights
-from draftwing.ops.row_states import LayerStates
 from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks

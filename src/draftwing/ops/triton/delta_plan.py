@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.kv.row_states import RowStates
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.row_states import RowStates
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 QUERY, RECORD, WINDOW = (tl.constexpr(kind) for kind in range(3))  # where an input lies

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.kv.pool import KVPool
+from draftwing.ops.attention import AttnBackend
 from draftwing.ops.even import even
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.triton.assign import TritonAssignOps
@@ -51,7 +52,7 @@ class TritonOps(
     def narrows_pool(self) -> bool:  # type: ignore[override]
         return (self.compute_capability or _FP8) >= _FP8
 
-    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+    def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
         return PagedAttention(pool, exact)
 
     def even_rows(self, count: int) -> int:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.row_states import RowStates
+from draftwing.kv.row_states import RowStates
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 

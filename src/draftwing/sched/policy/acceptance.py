@@ -29,8 +29,9 @@ from draftwing.core import (
 )
 from draftwing.sched.policy.cost import RATE, RECENT
 
-HIT = 0.5  # share of a model's drafts of a level that are right, as long as nothing is known
-COPIED = 0.25  # drafts for each step of a lookup's confidence that are right, as long as nothing is known
+# What is right as long as nothing is known: of a model's drafts of a level this share, of a lookup's so many for each
+# step of its confidence.
+HIT = 0.5
 
 
 class Acceptance:
@@ -239,6 +240,6 @@ def _is_part(part: TreeShape, whole: TreeShape) -> bool:
 
 def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
     """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
-    copied = COPIED * max(confidence - base, 0)
+    copied = HIT * max(confidence - base, 0)
     grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.proposer != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))

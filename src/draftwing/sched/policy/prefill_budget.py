@@ -26,8 +26,9 @@ LONG = 16.0  # times what it takes to read all weights: prompts that take longer
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
-PRIOR = 0.1  # prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing
-BESIDE = 8.0  # the same of those beside trees, which have about the same length, and of what the shortest took alone
+# Prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing. Where prefills are
+# beside trees, and so of about one length, what the shortest took alone counts for as many as are remembered.
+PRIOR = 0.1
 
 
 class PrefillBudget:
@@ -70,7 +71,7 @@ class PrefillBudget:
         self._prefills = keep * self._prefills + 1
         self._beside = keep * self._beside + (nodes > 0)
         if self._beside > PRIOR * self._prefills:
-            self._fit(max(self._read, self._shortest), BESIDE)
+            self._fit(max(self._read, self._shortest), RECENT)
         else:
             self._fit(self._shortest, PRIOR)
             self._read = self._start

@@ -128,7 +128,8 @@ class SiteCheck:
 
 
 def _changes(request: Request) -> bool:
-    """Whether it may change something, and is of a kind that a page may send anywhere. Bodies of JSON are not."""
+    """Returns whether a request may change something, and is of a kind that a page may send anywhere. Bodies of JSON are
+    not."""
     if request.method in SAFE:
         return request.url.path in ADMIN_PATHS
     return "json" not in request.headers.get("content-type", "").lower()

@@ -90,9 +90,9 @@ class OllamaAnswer:
         end = len(calls) if complete else max(len(calls) - 1, self._given)
         found = []
         for index in range(self._given, end):
-            arguments = read_arguments(calls[index].arguments) or {}
-            function = {"index": index, "name": calls[index].name, "arguments": arguments}
-            found.append({"id": calls[index].id, "function": function})
+            call = calls[index]
+            arguments = {"input": call.arguments} if call.custom else read_arguments(call.arguments) or {}
+            found.append({"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}})
         self._given = end
         return found
 

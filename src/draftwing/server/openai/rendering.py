@@ -12,7 +12,7 @@ from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import ChatRequest, OpenAIBody
 from draftwing.server.openai.timings import timings_and_metrics
-from draftwing.server.openai.tools import CallDeltas, whole_call
+from draftwing.server.openai.tools import call_deltas, whole_call
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
@@ -225,8 +225,6 @@ class ChatCompletion(Completion):
     ) -> None:
         """reader: makes one for each answer."""
         super().__init__(generation, service, body)
-        self._customs = body.customs
-        self._calls = {answer.index: CallDeltas(body.customs) for answer in generation.answers}
         self._readers = {answer.index: reader() for answer in generation.answers}
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
@@ -265,9 +263,7 @@ class ChatCompletion(Completion):
             elif isinstance(part, str):
                 deltas.append({"content": part, "reasoning_content": None})
             else:
-                deltas += [{"tool_calls": [call]} for call in self._calls[answer.index].push(part)]
-        if answer.finish_reason is not None:
-            deltas += [{"tool_calls": [call]} for call in self._calls[answer.index].finish()]
+                deltas += [{"tool_calls": [call]} for call in call_deltas(part)]
         answer.reasoning_tokens = reader.reasoning_tokens
         return deltas
 
@@ -279,7 +275,7 @@ class ChatCompletion(Completion):
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message["reasoning_content"] = reader.reasoning or None
         if reader.calls:
-            message["tool_calls"] = [whole_call(call, call.name in self._customs) for call in reader.calls]
+            message["tool_calls"] = list(map(whole_call, reader.calls))
         return message
 
     def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import no_text, show
@@ -220,19 +220,12 @@ class ChatRequest(
 
     documents: list[dict[str, Any]] | None = None
 
-    _customs: frozenset[str] = PrivateAttr(default=frozenset())
-
-    @property
-    def customs(self) -> frozenset[str]:
-        """Returns names of its custom tools; once `chat` has been called."""
-        return self._customs
-
     @property
     def definitions(self) -> int:
         return sum(tool.definition for tool in self.tools or ())
 
     def chat(self) -> Chat:
-        functions, choice, self._customs = offered(self.tools or (), self.tool_choice)
+        functions, choice = offered(self.tools or (), self.tool_choice)
         if self.continue_final_message and self.add_generation_prompt:
             name = "add_generation_prompt"
             raise RequestError(f"{name} and continue_final_message cannot both be true", name)

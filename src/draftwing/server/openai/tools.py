@@ -10,7 +10,7 @@ from pydantic import Field
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.chat import MAX_TOOLS, checked_choice, checked_functions
-from draftwing.server.parsers.custom import InputReader, custom_function
+from draftwing.server.parsers.custom import custom_function
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.parsers.message import Call
 from draftwing.server.parsers.tools import CallPiece
@@ -110,74 +110,51 @@ def check_kind(part: Any, where: str) -> None:
             raise RequestError(f"{field} {wrong}", field)
 
 
-def offered(
-    tools: Sequence[ChatTool], choice: str | ChosenTool | None
-) -> tuple[list[Function], ToolChoice, frozenset[str]]:
-    """Returns the functions that the model sees, the choice among them, and the names of those that are custom tools.
-    Raises RequestError for tools that cannot be offered, and for a choice that cannot be made."""
+def offered(tools: Sequence[ChatTool], choice: str | ChosenTool | None) -> tuple[list[Function], ToolChoice]:
+    """Returns the functions that the model sees, and the choice among them. Raises RequestError for tools that cannot
+    be offered, and for a choice that cannot be made."""
     functions = checked_functions([tool.plain(f"tools.{i}") for i, tool in enumerate(tools)])
-    customs = frozenset(tool.custom.name for tool in tools if tool.custom is not None)
     if choice is None or isinstance(choice, str):
-        return functions, checked_choice(ToolChoice(choice or "auto"), functions), customs  # type: ignore[arg-type]
+        return functions, checked_choice(ToolChoice(choice or "auto"), functions)  # type: ignore[arg-type]
     check_kind(choice, "tool_choice")
     if choice.allowed_tools is None:
-        return functions, checked_choice(ToolChoice("named", _name(choice, customs)), functions), customs
-    allowed = choice.allowed_tools
-    names = set()
+        return functions, _named(choice, functions)
+    allowed, names = choice.allowed_tools, set()
     for i, tool in enumerate(allowed.tools):
         where = f"tool_choice.allowed_tools.tools.{i}"
         check_kind(tool, where)
-        named = ToolChoice("named", _name(tool, customs, where))
-        names.add(checked_choice(named, functions, where).name)
+        names.add(_named(tool, functions, where).name)
     # The model sees no others: without a grammar nothing else would keep it from calling them.
     functions = [function for function in functions if function.name in names]
     if not functions:
         raise RequestError("tool_choice.allowed_tools.tools must not be empty", "tool_choice.allowed_tools.tools")
-    return functions, ToolChoice(allowed.mode), customs
+    return functions, ToolChoice(allowed.mode)
 
 
-def _name(tool: NamedTool | ChosenTool, customs: frozenset[str], where: str = "tool_choice") -> str:
+def _named(tool: NamedTool | ChosenTool, functions: Sequence[Function], where: str = "tool_choice") -> ToolChoice:
     chosen = tool.function or tool.custom
     assert chosen is not None
-    if (chosen.name in customs) != (tool.type == "custom"):
+    custom = any(function.custom and function.name == chosen.name for function in functions)
+    if custom != (tool.type == "custom"):
         raise RequestError(f"{where}: there is no tool {show(chosen.name)} of type {tool.type!r}", where)
-    return chosen.name
+    return checked_choice(ToolChoice("named", chosen.name), functions, where)
 
 
-def whole_call(call: Call, custom: bool) -> dict[str, Any]:
-    """A call in a message. custom: of a custom tool."""
-    if not custom:
-        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    reader = InputReader()
-    given = reader.push(call.arguments) + reader.finish()
-    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": given}}
+def _called(name: str, arguments: str, custom: bool) -> dict[str, Any]:
+    """A call's fields by its kind."""
+    if custom:
+        return {"type": "custom", "custom": {"name": name, "input": arguments}}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-class CallDeltas:
-    """Calls of one answer as OpenAI streams them: id and name, then pieces of the arguments or of the input.
+def whole_call(call: Call) -> dict[str, Any]:
+    """A call in a message."""
+    return {"id": call.id, **_called(call.name, call.arguments, call.custom)}
 
-    What is held back of an input that is none comes with `finish`.
-    """
 
-    def __init__(self, customs: frozenset[str]) -> None:
-        self._customs = customs
-        self._inputs: dict[int, InputReader] = {}  # by call
-
-    def push(self, piece: CallPiece) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        index, given = piece.index, piece.arguments
-        if piece.name is not None:
-            if piece.name in self._customs:
-                self._inputs[index] = InputReader()
-            kind, field = ("custom", "input") if index in self._inputs else ("function", "arguments")
-            deltas.append({"index": index, "id": piece.id, "type": kind, kind: {"name": piece.name, field: ""}})
-        if index in self._inputs:
-            given = self._inputs[index].push(given)
-        return [*deltas, *self._more(index, given)]
-
-    def finish(self) -> list[dict[str, Any]]:
-        return [delta for index, reader in self._inputs.items() for delta in self._more(index, reader.finish())]
-
-    def _more(self, index: int, given: str) -> list[dict[str, Any]]:
-        more = {"custom": {"input": given}} if index in self._inputs else {"function": {"arguments": given}}
-        return [{"index": index, **more}] if given else []
+def call_deltas(piece: CallPiece) -> list[dict[str, Any]]:
+    """Calls as OpenAI streams them: id and name, then pieces of the arguments or of the input."""
+    index, given = piece.index, piece.arguments
+    begun = [] if piece.name is None else [{"index": index, "id": piece.id, **_called(piece.name, "", piece.custom)}]
+    more = {"custom": {"input": given}} if piece.custom else {"function": {"arguments": given}}
+    return [*begun, *([{"index": index, **more}] if given else [])]

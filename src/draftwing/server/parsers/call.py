@@ -1,4 +1,4 @@
-"""Reads one tool call while a model writes it: `{"name": "f", "arguments": {...}}`."""
+"""Reads one tool call while a model writes it: `{"name": "f", "arguments": {...}}`; of a custom tool its input."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ _OTHER_KEYS = ("id", "type")  # models write them, they say nothing
 _BLANK = " \t\n\r"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _MAX_DIGITS = 4300  # of a number that Python reads
+_INPUT = '{"input":"'
+_IN_KEY = range(2, 8)  # places in it before which no blank may stand
+_HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # of a character, the first
+_PARTIAL = rf"(?:(?:{_HALF})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HALF})\Z"  # an escape that the next piece may change
+_CERTAIN = re.compile(rf'(?:[^"\\]++|(?!{_PARTIAL})\\.)*+', re.DOTALL)
 
 
 def read_arguments(text: str) -> dict[str, Any] | None:
@@ -178,3 +183,46 @@ class CallReader:
             raise ValueError("the arguments are no object")
         self._has_arguments = True
         self._arguments.append(text)
+
+
+class InputReader:
+    """Reads the input of a custom tool from the arguments of a call while they grow; arguments that are none, as of a
+    model that was not held to them, are the input as they are."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # all of the beginning
+        self._begun = 0  # characters of `_INPUT` that were found
+        self._rest = ""  # what the next piece may change
+        self._state = "begin"  # then "text", and "end" or "raw"
+
+    def push(self, arguments: str) -> str:
+        """Returns the text that the next piece of the arguments adds."""
+        if self._state == "begin":
+            arguments = self._begin(arguments)
+        if self._state != "text":
+            return arguments if self._state == "raw" else ""
+        text = self._rest + arguments
+        whole = _CERTAIN.match(text)
+        assert whole is not None
+        self._rest = text[whole.end() :]
+        if self._rest.startswith('"'):
+            self._state = "end"
+        return well_formed(json.loads(f'"{whole.group()}"', strict=False))  # half a character is none
+
+    def _begin(self, arguments: str) -> str:
+        """Takes a piece of the beginning. Returns what of it, or of all until now, is for the state that follows."""
+        self._held.append(arguments)
+        for i, char in enumerate(arguments):
+            if char == _INPUT[self._begun]:
+                self._begun += 1
+                if self._begun == len(_INPUT):
+                    self._state = "text"
+                    return arguments[i + 1 :]
+            elif self._begun in _IN_KEY or not char.isspace():
+                self._state = "raw"
+                return "".join(self._held)
+        return ""
+
+    def finish(self) -> str:
+        """Returns the text that was held back: of arguments that are none."""
+        return "".join(self._held) if self._state == "begin" else ""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftwing.grammar.schemas import moved
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
@@ -18,7 +17,7 @@ from draftwing.server.parsers.tools import ToolStyle
 class Function:
     """A function that a request offers the model. parameters: the JSON schema of an object; None for any object.
     field: of the request, that holds them.  form: of the arguments where a schema does not say all, as a format of a
-    structural tag.
+    structural tag.  custom: a custom tool, whose arguments are its input alone.
     """
 
     name: str
@@ -27,6 +26,7 @@ class Function:
     strict: bool = False
     field: str = ""
     form: dict[str, Any] | None = None
+    custom: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -70,10 +70,7 @@ def grammar_for(
         return _structural(_text_or_calls(loose, style, parallel)) if strict else None
     if choice.mode == "named":
         functions, parallel = [f for f in functions if f.name == choice.name], False
-    form = _calls(functions, style, parallel)
-    if form["type"] == "json_schema":
-        return Grammar("json_schema", json.dumps(form["json_schema"]))
-    return _structural(form)
+    return _structural(_calls(functions, style, parallel))
 
 
 def harmony_grammar(
@@ -154,21 +151,13 @@ def _text(value: str | None) -> dict[str, Any]:
 def _calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
     """Calls and nothing else."""
     if style.begin is not None and style.end is not None:
-        return {
-            "type": "tags_with_separator",
-            "tags": _tags(functions, style),
-            "separator": "\n",
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        return _several(_tags(functions, style), "\n", parallel)
     if style.separator is not None:
-        return _sequence(_text(style.begin), _array_form(functions, style, parallel))
+        return _sequence(_text(style.begin), _array(functions, style, parallel))
     # Only an array can hold several calls; families without one are known to make a single call.
     if parallel and "[" in style.bare:
-        return _array_form(functions, style, parallel)
-    if any(function.form for function in functions):
-        return {"type": "or", "elements": _objects(functions, style)}
-    return _json(_object(functions, style))
+        return _array(functions, style, parallel)
+    return {"type": "or", "elements": _objects(functions, style)}
 
 
 def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
@@ -179,7 +168,7 @@ def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bo
     tags = _tags(functions, style)
     if style.separator is not None:
         assert style.begin is not None
-        tags = [_tag(style.begin, _array_form(functions, style, parallel), "")]
+        tags = [_tag(style.begin, _array(functions, style, parallel), "")]
     once = not parallel or style.separator is not None  # an array holds all calls
     return {"type": "triggered_tags", "triggers": [style.begin], "tags": tags, "stop_after_first": once}
 
@@ -200,41 +189,15 @@ def _objects(functions: Sequence[Function], style: ToolStyle) -> list[dict[str, 
     ]
 
 
-def _array_form(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
-    if not any(function.form for function in functions):
-        return _json(_array(functions, style, parallel))
-    calls = {
+def _array(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
+    return _sequence(_text("["), _several(_objects(functions, style), ", ", parallel), _text("]"))
+
+
+def _several(calls: Sequence[dict[str, Any]], separator: str, parallel: bool) -> dict[str, Any]:
+    return {
         "type": "tags_with_separator",
-        "tags": _objects(functions, style),
-        "separator": ", ",
+        "tags": calls,
+        "separator": separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    return _sequence(_text("["), calls, _text("]"))
-
-
-def _array(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
-    item = _object(functions, style)
-    definitions = item.pop("$defs", None)
-    array = {"type": "array", "items": item, "minItems": 1} | ({} if parallel else {"maxItems": 1})
-    return array | ({"$defs": definitions} if definitions else {})
-
-
-def _object(functions: Sequence[Function], style: ToolStyle) -> dict[str, Any]:
-    """Schema of one call of any of the functions."""
-    calls, definitions = [], {}
-    for number, function in enumerate(functions):
-        schema = function.schema
-        own = moved(schema, f"#/$defs/f{number}")
-        if own != schema:  # references inside of it are of its own root, which has to have a place of its own
-            definitions[f"f{number}"], own = own, {"$ref": f"#/$defs/f{number}"}
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function.name}, style.arguments: own},
-                "required": ["name", style.arguments],
-                "additionalProperties": False,
-            }
-        )
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return schema | ({"$defs": definitions} if definitions else {})

@@ -86,7 +86,7 @@ class HarmonyReader(MessageReader):
             if self._rest and not self._begun and "<|" not in self._rest:  # no harmony at all
                 self._give(self._rest)
         self._count_tokens(ids)
-        return self._given(self._parts)
+        return self._given(self._parts, final)
 
     # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from draftwing.server.parsers.call import InputReader
 from draftwing.server.parsers.reasoning import ReasoningParser, ReasoningStyle, Start, count_reasoning
 from draftwing.server.parsers.tools import CallPiece, ToolParser, ToolStyle
 
@@ -26,18 +27,20 @@ Part = Thought | str | CallPiece
 
 @dataclass
 class Call:
-    """A tool call; `arguments` is JSON, cut where the answer is."""
+    """A tool call; `arguments` is JSON, cut where the answer is, or the input of a custom tool."""
 
     id: str
     name: str
     arguments: str
+    custom: bool = False
 
 
 @dataclass(frozen=True)
 class MessageStyle:
     """Says how the answers to one request are read; without styles everything is text.
 
-    start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
+    start: where answers begin.  names: of the functions that may be called.  customs: of custom tools
+    among them.  parallel: whether calls after the first
     are given out.  constrained: a grammar holds the answer, which knows calls by their marker.  separate: False leaves
     reasoning in the text, with its markers.  stream_reasoning: False gives it out at once, when it is complete.
     harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed" where an answer goes on with a text.
@@ -47,6 +50,7 @@ class MessageStyle:
     start: Start = "closed"
     tools: ToolStyle | None = None
     names: tuple[str, ...] = ()
+    customs: frozenset[str] = frozenset()
     parallel: bool = True
     constrained: bool = False
     separate: bool = True
@@ -70,6 +74,7 @@ class MessageReader:
             None if style.tools is None else ToolParser(style.tools, style.names, style.parallel, style.constrained)
         )
         self._held = ""  # reasoning that is not streamed
+        self._input: InputReader | None = None  # of the newest call, where that is of a custom tool
         self._counted = False
 
     @property
@@ -95,7 +100,7 @@ class MessageReader:
             parts += self._tools.push(content, final)
         elif content:
             parts.append(content)
-        return self._given(parts)
+        return self._given(parts, final)
 
     def _count(self, ids: Sequence[int]) -> None:
         if self._thoughts is not None and not self._counted:
@@ -103,10 +108,10 @@ class MessageReader:
             self.reasoning_tokens = count_reasoning(self._thoughts, self._style.reasoning, ids, self._tokenizer)
             self._counted = self._thoughts.closed
 
-    def _given(self, parts: Sequence[Part]) -> list[Part]:
+    def _given(self, parts: Iterable[Part], final: bool) -> list[Part]:
         """Joins texts, and reasoning, that follow each other, and keeps what is given out."""
         found: list[Part] = []
-        for kind, group in groupby(parts, type):
+        for kind, group in groupby(self._with_inputs(parts, final) if self._style.customs else parts, type):
             texts: list[str] = []
             for part in group:
                 if not isinstance(part, CallPiece):
@@ -117,9 +122,28 @@ class MessageReader:
                     self.calls[-1].arguments += part.arguments
                 else:
                     assert part.id is not None
-                    self.calls.append(Call(part.id, part.name, part.arguments))
+                    self.calls.append(Call(part.id, part.name, part.arguments, part.custom))
             if texts:
                 text = "".join(texts)
                 found.append(text if kind is str else Thought(text))
                 self._kept[kind is str].append(text)
         return found
+
+    def _with_inputs(self, parts: Iterable[Part], final: bool) -> Iterator[Part]:
+        """The parts, with inputs in place of the arguments of custom tools."""
+        for part in parts:
+            if not isinstance(part, CallPiece) or part.name is not None:
+                yield from self._end_input()
+            if isinstance(part, CallPiece):
+                if part.name in self._style.customs:
+                    self._input = InputReader()
+                if self._input is not None:
+                    part = replace(part, arguments=self._input.push(part.arguments), custom=True)
+            yield part
+        if final:
+            yield from self._end_input()
+
+    def _end_input(self) -> Iterator[CallPiece]:
+        rest, self._input = "" if self._input is None else self._input.finish(), None
+        if rest:
+            yield CallPiece(len(self.calls) - 1, rest, custom=True)

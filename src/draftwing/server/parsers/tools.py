@@ -69,12 +69,13 @@ _OTHERS = ("<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<ï½œtoolâ
 @dataclass(frozen=True)
 class CallPiece:
     """A new piece of call `index`: its id and name come with the first piece, the text of its arguments with all of
-    them."""
+    them; of a custom tool, that of its input."""
 
     index: int
     arguments: str
     id: str | None = None
     name: str | None = None
+    custom: bool = False
 
 
 Piece = str | CallPiece

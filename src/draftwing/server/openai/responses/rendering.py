@@ -12,7 +12,6 @@ from draftwing.server.content_blocks import ContentBlocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.tools import Toolbox, shown_tools
-from draftwing.server.parsers.custom import InputReader
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.service import Generation
@@ -25,7 +24,6 @@ class _Items(ContentBlocks):
     def __init__(self, reader: MessageReader, toolbox: Toolbox) -> None:
         super().__init__(reader)
         self._toolbox = toolbox
-        self._input = InputReader()  # of the last block, where that is a call of a custom tool
 
     def push(self, text: str, answer: Answer) -> list[Event]:
         events = super().push(text, answer)
@@ -37,9 +35,8 @@ class _Items(ContentBlocks):
         if isinstance(part, CallPiece):
             assert part.name is not None
             offer = self._toolbox[part.name]
-            self._input = InputReader()
-            item = _item("ctc", "custom_tool_call") if offer.custom else _item("fc", "function_call")
-            named = {"call_id": part.id, "name": offer.name, "input" if offer.custom else "arguments": ""}
+            item = _item("ctc", "custom_tool_call") if part.custom else _item("fc", "function_call")
+            named = {"call_id": part.id, "name": offer.name, "input" if part.custom else "arguments": ""}
             return item | named | ({} if offer.namespace is None else {"namespace": offer.namespace})
         if isinstance(part, Thought):
             return {**_item("rs", "reasoning"), "summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
@@ -57,7 +54,6 @@ class _Items(ContentBlocks):
         text = text_of(part)
         if isinstance(part, CallPiece):
             field, kind = _grows(self.blocks[-1])
-            text = self._input.push(text) if field == "input" else text
             self.blocks[-1][field] += text
             return [self._event(f"response.{kind}.delta", delta=text)] if text else []
         content = self.blocks[-1]["content"][0]
@@ -71,12 +67,8 @@ class _Items(ContentBlocks):
         done = "response.output_item.done", {"output_index": self.last, "item": item}
         if "content" not in item:
             field, kind = _grows(item)
-            held: list[Event] = []
-            if field == "input" and (rest := self._input.finish()):
-                item["input"] += rest
-                held = [self._event(f"response.{kind}.delta", delta=rest)]
             given = {"name": item["name"]} if field == "arguments" else {}
-            return [*held, self._event(f"response.{kind}.done", **given, **{field: item[field]}), done]
+            return [self._event(f"response.{kind}.done", **given, **{field: item[field]}), done]
         part = item["content"][0]
         more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         return [

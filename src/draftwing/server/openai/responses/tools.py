@@ -84,7 +84,6 @@ class Offer:
     function: Function
     name: str
     namespace: str | None = None
-    custom: bool = False
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -148,7 +147,7 @@ class Toolbox:
         else:
             name = flat_name(tool.name or "", tool.namespace)
             offer = self._offers.get(name)
-            known = offer is not None and tool.type == ("custom" if offer.custom else "function")
+            known = offer is not None and tool.type == ("custom" if offer.function.custom else "function")
             found = [name] if known else []
         if not found:
             message = f"{where} must name a tool that there is, as {{'type': 'function', 'name': ...}}"
@@ -208,7 +207,7 @@ def _offer(tool: OneTool, where: str, namespace: str | None = None, about: str |
     else:
         kinds = "'function', 'custom'" + (", 'namespace'" if namespace is None else "")
         raise RequestError(f"{where}.type must be one of {kinds}; found {show(tool.type)}", f"{where}.type")
-    return Offer(function, tool.name or "", namespace, tool.type == "custom")
+    return Offer(function, tool.name or "", namespace)
 
 
 def _check_fields(tool: OneTool, names: tuple[str, ...], where: str) -> None:

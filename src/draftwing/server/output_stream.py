@@ -1,0 +1,87 @@
+"""Outputs on their way from the engine to whoever asked: one who is slow to read gets fewer and longer pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from draftwing.core import Output
+from draftwing.engine.process.link import EngineDead
+from draftwing.requests.request import GenerationRequest
+from draftwing.server.logprob_quota import LogprobQuotaFull, count_logprobs
+
+if TYPE_CHECKING:
+    from draftwing.server.engine_client import AsyncEngine
+
+MAX_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
+
+
+class Stream:
+    """Outputs of requests that were submitted together, in the order in which they come.
+
+    Iterate until all of them are finished, and `close()` in any case: what is unfinished then is aborted.
+    requests: all of them.  open: the unfinished ones by uid.
+    """
+
+    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
+        self.requests = requests
+        self.open = {request.uid: request for request in requests}
+        self._owner = owner
+        self._news: dict[str, Output] = {}
+        self._error: EngineDead | LogprobQuotaFull | None = None
+        self._client, self._held = requests[0].client, 0  # log probabilities
+        self._woken = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Adds to what has not been taken yet, so that a slow client gets fewer and longer pieces, not a backlog."""
+        if self._error is not None or output.uid not in self.open:
+            return
+        count = count_logprobs(output, self.open[output.uid])
+        self._held += count
+        try:
+            self._owner.logprob_quota.add(self._client, count, self._held)
+        except LogprobQuotaFull as error:
+            self.fail(error)
+            return
+        earlier = self._news.get(output.uid)
+        if earlier is not None:  # its lists go on: to copy them each time would take longer and longer
+            earlier.token_ids.extend(output.token_ids)
+            earlier.logprobs.extend(output.logprobs)
+            output = dataclasses.replace(
+                output,
+                token_ids=earlier.token_ids,
+                logprobs=earlier.logprobs,
+                prompt_logprobs=earlier.prompt_logprobs or output.prompt_logprobs,  # they come once
+                trace=[*earlier.trace, *output.trace][-MAX_TRACED:],
+            )
+        self._news[output.uid] = output
+        self._woken.set()
+
+    def fail(self, error: EngineDead | LogprobQuotaFull) -> None:
+        self._error = error
+        self._woken.set()
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        while self.open:
+            await self._woken.wait()
+            self._woken.clear()
+            news, self._news = self._news, {}
+            for output in news.values():
+                if output.finish_reason is not None:
+                    self.open.pop(output.uid, None)
+                    self._owner.forget(output.uid)
+                yield output
+            if self._error is not None and self.open:
+                raise self._error
+
+    def close(self) -> None:
+        self._owner.logprob_quota.give_back(self._client, self._held)
+        self._held = 0
+        for uid in self.open:
+            self._owner.forget(uid)
+        if self.open:
+            self._owner.quota.abandoned(self.open)
+            self._owner.abort_all(self.open)
+        self.open.clear()
