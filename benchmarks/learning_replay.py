@@ -32,6 +32,7 @@ from draftwing.train.fit import Fit
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Drafted, compare, draft_along
+from draftwing.train.merge import input_moments, merge
 from draftwing.train.store import FeatureStore, Part, Tokens
 from draftwing.train.ttt import Loss
 from draftwing.train.vocabulary import renewed
@@ -42,6 +43,7 @@ PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0, "top_p": 1.0}
 PENALTY = {**PLAIN, "repetition_penalty": 1.1}
 TEMPERATURES = (0.0, 0.8)
 DEPTH = 4  # of chains
+TEXTS = 100  # of each kind, along which inputs are looked at
 ENDING = (0, 2)  # SmolLM2's tokens that end an answer
 
 
@@ -122,12 +124,12 @@ def table(before: dict[str, Drafted], after: dict[str, Drafted]) -> dict[str, di
 def fit(asked: argparse.Namespace) -> None:
     store = FeatureStore(asked.out / "features")
     target = heads.load_target_ends(resolve_model(asked.model, None), torch.bfloat16, asked.device)
-    parent, head, mixed = (heads.load_head(asked.head, target, "EAGLE3") for _ in range(3))
+    base, parent, head, merged = (heads.load_head(asked.head, target, "EAGLE3") for _ in range(4))
     every = [one for name in (asked.kind, "own") for one in sequences(asked.out, name)]
     by_set = [[one for one in every if one.key.startswith(f"{name}/learnt")] for name in (asked.kind, "own")]
     learnt = [*by_set[0][: asked.requests], *by_set[1][: asked.own]]
     ids = renewed(head.target_ids.tolist(), learnt, target.config.vocab_size, ENDING)
-    for one in (parent, head, mixed):
+    for one in (head, merged):
         heads.renew_vocabulary(one, ids)
     head.lm_head.requires_grad_(not asked.frozen)
     loss = Loss(steps=DEPTH, temperature=asked.target_temperature, text=asked.text_share)
@@ -140,21 +142,22 @@ def fit(asked: argparse.Namespace) -> None:
               asked.out / "runs" / asked.name)  # fmt: skip
     report, start = run.run(), time.time()
     judged = {key for key in store.order if "/later/" in key and key.split("/")[0].startswith((*GENERAL, asked.kind))}
-    base = heads.load_head(asked.head, target, "EAGLE3")
     before = draft_along(base, chosen(store, judged), DEPTH, config.max_length)
-    for way in asked.ways:  # how far of the way from the parent to the head
-        with torch.no_grad():
-            for one, old, new in zip(mixed.parameters(), parent.parameters(), head.parameters(), strict=True):
-                one.copy_(old + way * (new - old))
-        found = table(before, draft_along(mixed, chosen(store, judged), DEPTH, config.max_length))
+    inputs = [chosen(store, {one.key for one in part[:TEXTS]}) for part in (by_set[0][: asked.requests], by_set[1])]
+    moments = [input_moments(head, part, DEPTH, config.max_length) for part in inputs]
+    for weight in asked.weights:
+        merged.load_state_dict(head.state_dict())
+        if weight:
+            merge(merged, parent, *moments, weight)
+        found = table(before, draft_along(merged, chosen(store, judged), DEPTH, config.max_length))
         settings = {name: getattr(asked, name) for name in ("kind", "requests", "own", "epochs", "lr", "frozen",
                                                             "target_temperature", "text_share")}  # fmt: skip
         counts = {"learnt": len(learnt), "steps": report.steps, "tokens": report.tokens, "seconds": report.seconds}
         with (asked.out / "results.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"name": asked.name, "way": way, **settings, **counts, "sets": found}) + "\n")
+            lines.write(json.dumps({"name": asked.name, "weight": weight, **settings, **counts, "sets": found}) + "\n")
         shown = ", ".join(f"{name} {one['before']:.2f} to {one['after']:.2f} x{one['gain']:.3f} ± {one['error']:.3f}"
                           for name, one in found.items())  # fmt: skip
-        print(f"{asked.name} {way}: {report.steps} steps, {report.tokens} tokens, {report.seconds:.0f} s + "
+        print(f"{asked.name} {weight}: {report.steps} steps, {report.tokens} tokens, {report.seconds:.0f} s + "
               f"{time.time() - start:.0f} s; {shown}", flush=True)  # fmt: skip
 
 
@@ -174,11 +177,11 @@ def main() -> None:
     parser.add_argument("--name", default="head")
     parser.add_argument("--kind", default="french")
     parser.add_argument("--epochs", type=float, default=4.0)
-    parser.add_argument("--lr", type=float, default=0.3 / 576)
+    parser.add_argument("--lr", type=float, default=0.9 / 576)
     parser.add_argument("--frozen", action="store_true", help="leave the head's lm_head as it is")
     parser.add_argument("--target-temperature", type=float, default=1.0)
     parser.add_argument("--text-share", type=float, default=0.0)
-    parser.add_argument("--ways", nargs="+", type=float, default=[1.0])
+    parser.add_argument("--weights", nargs="+", type=float, default=[4.0], help="of merging; 0: as it was trained")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.head = asked.head or Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path

@@ -1,7 +1,7 @@
 """What decisions about learnt heads are worth where the truth is known: which candidates are served, and which heads
 are swapped back. Prints the tables of docs/dev/learning.md.
 
-    python benchmarks/sim/head_decisions.py [judge] [live] [clients]
+    python benchmarks/sim/head_decisions.py [judge] [many] [live] [clients]
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from draftwing.learn import live
-from draftwing.train.judge import LEAST_KEPT
+from draftwing.train.judge import CHANCE, FEW, LEAST_KEPT, SMALL
 
 Floats = npt.NDArray[np.float64]
 CANDIDATES = 4000
@@ -29,6 +30,19 @@ RULES: dict[str, Callable[[Floats, Floats], npt.NDArray[np.bool_]]] = {
 }
 CLIENTS = ((8, 0.9, 1), (8, 0.95, 1), (8, 1.0, 1), (8, 1.04, 1), (20, 0.95, 1), (20, 1.0, 1), (100, 0.95, 1),
            (100, 1.0, 1), (8, 1.08, 5), (20, 1.0, 5))  # fmt: skip
+# Of several clients: their texts and true gains, and how many there are of each.
+CROWDS: dict[str, Sequence[tuple[int, float, int]]] = {
+    "5 of 8, none": [(8, 1.0, 5)],
+    "10 of 8, none": [(8, 1.0, 10)],
+    "20 of 8, none": [(8, 1.0, 20)],
+    "20 of 8, +5%": [(8, 1.05, 20)],
+    "20 of 8, -5%": [(8, 0.95, 20)],
+    "1 of 20, -5%; 1 of 1,000, +10%": [(20, 0.95, 1), (1000, 1.1, 1)],
+    "1 of 20, -5%; 9 of 20, +10%": [(20, 0.95, 1), (20, 1.1, 9)],
+    "1 of 20, -5%; 20 of 20, +10%": [(20, 0.95, 1), (20, 1.1, 20)],
+    "1 of 8, -5%; 5 of 20, +10%": [(8, 0.95, 1), (20, 1.1, 5)],
+    "1 of 8, -5%; 10 of 20, +10%": [(8, 0.95, 1), (20, 1.1, 10)],
+}
 REQUESTS, SERVERS, EVERY = 1500, 40, 25  # after a swap, simulated, between two looks
 CONSTANTS = ((50, 400, 3.0), (20, 400, 3.0), (100, 400, 3.0), (50, 100, 3.0), (50, 1600, 3.0), (50, 400, 2.0),
              (50, 400, 4.0))  # fmt: skip
@@ -40,11 +54,15 @@ SPREAD = 1.0  # of clients' shares of requests: standard deviation of logarithms
 OF_CLIENTS = ((2, 0.5), (4, 0.5), (8, 0.5), (16, 0.5), (4, 0.0), (4, 0.25), (4, 0.75))  # FEW, SHARED
 
 
-def gains(texts: int, gain: float, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Returns the gain on so many texts of a client, and its standard error as `compare` has it, of each candidate."""
+def times(texts: int, gain: float, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Returns what so many texts of a client take before and after, [CANDIDATES, texts] each."""
     before = np.exp(rng.normal(0, LENGTHS, (CANDIDATES, texts)))
-    after = before / gain * np.exp(rng.normal(0, TEXTS, (CANDIDATES, texts)))
-    found = before.sum(1) / after.sum(1)
+    return before, before / gain * np.exp(rng.normal(0, TEXTS, (CANDIDATES, texts)))
+
+
+def gains(before: Floats, after: Floats) -> tuple[Floats, Floats]:
+    """Returns the gain on these texts, and its standard error as `compare` has it, of each candidate."""
+    texts, found = before.shape[1], before.sum(1) / after.sum(1)
     squares = ((before - found[:, None] * after) ** 2).sum(1) * texts / (texts - 1)
     return found, np.sqrt(squares) / after.sum(1)
 
@@ -53,9 +71,31 @@ def print_judged() -> None:
     print(f"share of candidates that are served\n| texts | true gain | clients | {' | '.join(RULES)} |")
     rng = np.random.default_rng(0)
     for texts, gain, count in CLIENTS:
-        clients = [gains(texts, gain, rng) for _ in range(count)]
+        clients = [gains(*times(texts, gain, rng)) for _ in range(count)]
         shares = [1 - np.any([rule(*one) for one in clients], axis=0).mean() for rule in RULES.values()]
         print(f"| {texts} | {gain} | {count} | {' | '.join(f'{share:.2f}' for share in shares)} |")
+
+
+def served(crowd: Sequence[tuple[int, float, int]], small: float, chance: float) -> float:
+    """Returns which share of candidates is served where clients with less than `small` of the texts are judged
+    together, and noise refuses a head with about this chance; 1: a client's mean alone decides."""
+    rng = np.random.default_rng(0)
+    clients = [times(texts, gain, rng) for texts, gain, count in crowd for _ in range(count)]
+    counts = [before.shape[1] for before, _ in clients]
+    least = small * min(sum(counts), 2 * (sum(counts) - max(counts)))
+    alone = [one for one, count in zip(clients, counts, strict=True) if count >= max(FEW, least)]
+    rest = [one for one, count in zip(clients, counts, strict=True) if count < max(FEW, least)]
+    groups = alone + ([tuple(np.concatenate(each, 1) for each in zip(*rest, strict=True))] if rest else [])
+    errors = 0.0 if chance == 1 else -NormalDist().inv_cdf(chance / len(groups))
+    refused = [(gain < LEAST_KEPT) & (gain + errors * error <= 1) for gain, error in (gains(*one) for one in groups)]
+    return float(1 - np.any(refused, axis=0).mean())
+
+
+def print_many() -> None:
+    rules = ((0.0, 1.0), (0.0, CHANCE), (SMALL, 1.0), (SMALL, CHANCE))
+    print("share of candidates that are served\n| clients | " + " | ".join(map(str, rules)) + " |")
+    for name, crowd in CROWDS.items():
+        print(f"| {name} | {' | '.join(f'{served(crowd, *rule):.2f}' for rule in rules)} |", flush=True)
 
 
 def request(factor: float, rng: random.Random, kind: float | None = None) -> tuple[int, int]:
@@ -130,7 +170,6 @@ def print_clients() -> None:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1:] or ["judge", "live", "clients"]
-    for name, run in (("judge", print_judged), ("live", print_live), ("clients", print_clients)):
-        if name in asked:
-            run()
+    runs = {"judge": print_judged, "many": print_many, "live": print_live, "clients": print_clients}
+    for name in sys.argv[1:] or runs:
+        runs[name]()

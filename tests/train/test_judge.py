@@ -128,3 +128,28 @@ def test_a_candidate_that_harms_somebody_is_not_taken(who: str) -> None:
     reasons = {"another client": "worse for b", "small clients": f"worse for {OTHERS}"}
     assert found.reason == reasons.get(who, "worse on general text")
     assert json.loads(json.dumps(found.report()))["reason"] == found.reason
+
+
+def crowd(draw: np.random.Generator, gains: list[float], texts: list[int]) -> bool:
+    """Whether a head is taken that gives each client so much; their texts differ by 0.07."""
+    clients = {f"{client}-{i}": str(client) for client, count in enumerate(texts) for i in range(count)}
+    before = {key: Drafted(400, draw.integers(100, 300, 1)) for key in clients}
+    after = {}
+    for key, client in clients.items():
+        gain = gains[int(client)] * math.exp(0.07 * draw.normal())
+        after[key] = Drafted(400, np.round(before[key].steps / gain).astype(np.int64))
+    return judge(before, after, clients, [1.0]).taken
+
+
+def test_one_of_many_clients_keeps_no_head_from_the_others() -> None:
+    draw = np.random.default_rng(8)
+    assert all(crowd(draw, [1.1] * 20 + [0.9], [FEW] * 21) for _ in range(20))
+    # Unless the others are one that floods; and many that lose are not small together.
+    assert not any(crowd(draw, [1.1, 0.9], [400, FEW]) for _ in range(20))
+    assert not any(crowd(draw, [1.2] + [0.95] * 20, [8 * FEW] + [FEW] * 20) for _ in range(20))
+
+
+def test_noise_of_several_clients_does_not_add_up() -> None:
+    draw = np.random.default_rng(9)
+    taken = [crowd(draw, [1.1] + [1.0] * 6, [60] + [2 * FEW] * 6) for _ in range(200)]
+    assert sum(taken) > 0.75 * 200

@@ -49,8 +49,9 @@ def make_samples(head: Any, seed: int = 0) -> list[Sample]:
     config, samples = head.target.config, []
     for length in LENGTHS:
         ids = torch.randint(config.vocab_size, (length,), generator=generator, dtype=torch.int32)
-        # a prompt, an answer, a second turn: chains must stop being counted where a turn ends
-        mask = torch.arange(length) >= 2
+        # a prompt, an answer, a second turn: chains must stop being counted where a turn ends; and a long prompt, of
+        # which most rows draft nothing that is learnt
+        mask = torch.arange(length) >= (2 if length < 13 else 7)
         mask[5:6] = False
         aux_hidden = torch.randn(
             length, len(head.aux_layers) * config.hidden_size, generator=generator, dtype=torch.float64
@@ -140,7 +141,7 @@ def test_all_chains_at_once_are_each_chain_as_served(case, tmp_path, monkeypatch
     found, stats = Objective(head, TargetHead(head.target), loss)(collate(samples, 64))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(stats, counts, rtol=1e-10, atol=1e-12)
-    assert counts[0, 0] == 18 and counts[0, 3] < counts[0, 0]  # places; not all of them are hits
+    assert counts[0, 0] == 14 and counts[0, 3] < counts[0, 0]  # places; not all of them are hits
     grads = torch.autograd.grad(found, list(params.values()))
     for name, grad, expected_grad in zip(params, grads, expected_grads, strict=True):
         assert expected_grad.abs().max() > 1e-6, f"{name} is not exercised"
@@ -157,9 +158,9 @@ def test_hits_are_counted_along_chains(tmp_path):
     def right(k: int, sequence: int, j: int) -> bool:
         return (7 * k + 5 * sequence + 3 * j * j) % 11 > 3
 
-    def guess(hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Any) -> tuple[Tensor, Tensor]:
+    def guess(hidden: Tensor, counts: Tensor, teacher: Any) -> tuple[Tensor, Tensor]:
         hits = [right(len(called), *divmod(position, width)) for position in batch.position.tolist()]
-        called.append(rows)
+        called.append(hidden)
         return hidden.new_zeros(()), torch.where(torch.tensor(hits), teacher.best, -2)
 
     objective = Objective(head, TargetHead(head.target), Loss(steps=steps))

@@ -8,6 +8,7 @@ attention, for which there are fast kernels; the second is k scores a row. Both 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
@@ -27,17 +28,21 @@ class ChainAttention(Attend):
     so far.
 
     Queries come flat, M = B * T rows of B sequences of equal length T; a shorter sequence is padded at its end, where
-    no row of it looks.
+    no row of it looks. After step 0 there may be fewer.
     """
 
-    def __init__(self, sequences: int, length: int, kv_heads: int) -> None:
-        self._shape, self._kv_heads = (sequences, length), kv_heads
+    def __init__(self, sequences: int, length: int, kv_heads: int, rows: Tensor | None = None) -> None:
+        """rows: of the B * T that steps 1, 2, .. have, int64; None: all."""
+        self._shape, self._kv_heads, self._rows = (sequences, length), kv_heads, rows
         self._seen: dict[int, list[KeyValue]] = {}  # layer -> keys and values of steps 0, 1, ..
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of the layer's next step -> [M, heads * head_dim]"""
         assert kind.is_full, "draft heads see everything"
         seen = self._seen.setdefault(layer, [])
+        rows = self._rows if seen else None
+        if rows is not None:  # the others' zeros are seen by nobody else
+            q, k, v = (x.new_zeros(math.prod(self._shape), *x.shape[1:]).index_copy(0, rows, x) for x in (q, k, v))
         # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
         q, k, v = (
             x.to(v.dtype).unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v)
@@ -46,7 +51,8 @@ class ChainAttention(Attend):
         if group > 1 and _own_kernels(v) is None:  # the GPU's kernels read a shared key from where it is
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         seen.append((k, v))
-        return attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
+        out = attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
+        return out if rows is None else out.index_select(0, rows)
 
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL

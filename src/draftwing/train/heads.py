@@ -188,17 +188,6 @@ def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
     head.draft_only(new)
 
 
-@torch.no_grad()
-def move_towards(head: AnyHead, other: AnyHead, share: float) -> None:
-    """Moves a head that was trained on from `other` so much of the way back to it, of which 1 is all. Both draft the
-    tokens that `head` drafts now."""
-    if head.target_ids is not None and head.lm_head is not None:
-        renew_vocabulary(other, head.target_ids.tolist())
-    for mine, theirs in zip(head.parameters(), other.parameters(), strict=True):
-        if mine.requires_grad:
-            mine.lerp_(theirs, share)
-
-
 def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> AnyHead:
     """Returns the mean of heads that were trained on from the same one, which often accepts a little more than each of
     them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.

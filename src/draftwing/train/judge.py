@@ -7,8 +7,10 @@ either figure. Chains alone are looked at, whatever tree is served: who drafts b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +21,20 @@ from torch import Tensor
 from draftwing.train.batches import in_order, load, to_device, usable
 from draftwing.train.cross_entropy import chunks
 from draftwing.train.store import Part
+from draftwing.train.teacher import Batch
 from draftwing.train.ttt import ChainHead, unroll
 
 ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
 LEAST_GAIN = 1.01  # less is not worth that draft KV is of another head for a while
-# Of tokens per second of general text, and of each client. Noise counts against the candidate as often as for it: with
-# few texts, a bound that it must be beyond would let through who loses a tenth (docs/dev/learning.md).
+# Of tokens per second of general text, and of each client. The mean has to keep it, nearly: with few texts, a bound
+# that two errors must be beyond would let through who loses a tenth (docs/dev/learning.md).
 LEAST_KEPT = 0.97
+CHANCE = 0.2  # with which any of the clients may refuse a head that changes nothing for all of them, by noise alone
 FEW = 8  # exchanges of a client, below which nothing is said of it by itself
-OTHERS = "clients with few exchanges"  # stands for all of these together
+# Of the later answers' tokens: a client that has less is not judged by itself either, or one of many would keep a head
+# from all others. The largest client counts no more than all others together, so that a flood makes nobody small.
+SMALL = 0.1
+OTHERS = "small clients"  # stands for all of these together
 BATCH_TOKENS = 4096  # of a forward, padding included
 
 
@@ -54,10 +61,10 @@ class Comparison:
     def better(self) -> bool:
         return self.gain >= LEAST_GAIN and self.gain - ERRORS * self.error > 1
 
-    @property
-    def worse(self) -> bool:
-        """Whether less is left than must be kept."""
-        return self.gain < LEAST_KEPT
+    def worse(self, chance: float = 0.5) -> bool:
+        """Whether less is left than must be kept. chance: with which noise alone may make any loss look like this
+        one."""
+        return self.gain < LEAST_KEPT and self.gain - NormalDist().inv_cdf(chance) * self.error <= 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,16 @@ class Judgement:
         """Why it is not; empty where it is."""
         if not self.traffic.better:
             return "not better by more than noise"
-        worse = [client for client, found in self.clients.items() if found.worse]
-        if worse:
-            return f"worse for {', '.join(worse)}"
-        if self.general is not None and self.general.worse:
+        if self.harmed:
+            return f"worse for {', '.join(self.harmed)}"
+        if self.general is not None and self.general.worse():
             return "worse on general text"
         return ""
+
+    @property
+    def harmed(self) -> list[str]:
+        """Clients that would lose more than they may."""
+        return [client for client, found in self.clients.items() if found.worse(CHANCE / len(self.clients))]
 
     def report(self) -> dict[str, Any]:
         """Returns it for a file of JSON."""
@@ -94,24 +105,37 @@ class Judgement:
 @torch.no_grad()
 def draft_along(head: ChainHead, part: Part, depth: int, max_length: int) -> dict[str, Drafted]:
     """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving."""
-    lengths, param = usable(part, max_length), next(head.parameters())
-    head.set_max_positions(max_length + depth)
-    found, order = dict[str, Drafted](), in_order(lengths, BATCH_TOKENS)
-    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
-        batch = to_device(loaded, param.device, param.dtype)
+    found = dict[str, Drafted]()
+    for numbers, batch, states in states_along(head, part, depth, max_length):
         rows, longest = batch.ids.shape
-        answers = torch.zeros(rows * longest, dtype=torch.bool, device=param.device)
+        answers = torch.zeros(rows * longest, dtype=torch.bool, device=batch.ids.device)
         answers[batch.position] = True  # before each token of an answer
         places = batch.position
-        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=param.device)
+        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=batch.ids.device)
         ahead = torch.nn.functional.pad(batch.ids, (0, depth + 2), value=-1)
-        for k, hidden in enumerate(unroll(head, batch.ids, head.features(batch.aux_hidden.flatten(0, 1)), depth)):
-            hits[places, k] = _guesses(head, hidden[places]) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
+        for k, hidden in enumerate(states):
+            hits[places, k] = _guesses(head, hidden) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
         # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
         right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
         for row, number in enumerate(numbers):
             found[_key(part, number)] = _walk(right[row], learnt[row])
     return found
+
+
+@torch.no_grad()
+def states_along(
+    head: ChainHead, part: Part, depth: int, max_length: int
+) -> Iterator[tuple[list[int], Batch, Iterator[Tensor]]]:
+    """Gives batches of the texts: their numbers in `part`, the batch, and the states [n, width] of chains' drafts 1, 2,
+    .., `depth` at its n loss positions."""
+    lengths, param = usable(part, max_length), next(head.parameters())
+    head.set_max_positions(max_length + depth)
+    order = in_order(lengths, BATCH_TOKENS)
+    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
+        batch = to_device(loaded, param.device, param.dtype)
+        features, places = head.features(batch.aux_hidden.flatten(0, 1)), batch.position
+        states = unroll(head, batch.ids, features, depth, places)
+        yield numbers, batch, (hidden if k else hidden[places] for k, hidden in enumerate(states))
 
 
 def _key(part: Part, number: int) -> str:
@@ -173,12 +197,24 @@ def judge(
     drafted = [key for key, one in before.items() if one.tokens]
     traffic = [key for key in drafted if key in clients]
     general = [key for key in drafted if key not in clients]
-    by_client: dict[str, list[str]] = {}
-    for key in traffic:
-        by_client.setdefault(clients[key], []).append(key)
-    by_client[OTHERS] = [key for keys in by_client.values() if len(keys) < FEW for key in keys]
     return Judgement(
         compared(traffic),
-        {client: compared(keys) for client, keys in sorted(by_client.items()) if len(keys) >= FEW},
+        {client: compared(keys) for client, keys in _judged_alone(traffic, before, clients).items()},
         compared(general) if general else None,
     )
+
+
+def _judged_alone(
+    traffic: Sequence[str], drafted: Mapping[str, Drafted], clients: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Returns the keys of each client that is judged by itself, and of all others together, if these are enough."""
+    keys: dict[str, list[str]] = {}
+    tokens: Counter[str] = Counter()
+    for key in traffic:
+        keys.setdefault(clients[key], []).append(key)
+        tokens[clients[key]] += drafted[key].tokens
+    total, most = tokens.total(), max(tokens.values(), default=0)
+    least = SMALL * min(total, 2 * (total - most))
+    alone = {client: own for client, own in sorted(keys.items()) if len(own) >= FEW and tokens[client] >= least}
+    others = [key for key in traffic if clients[key] not in alone]
+    return alone | ({OTHERS: others} if len(others) >= FEW else {})

@@ -25,6 +25,9 @@ CLIENT_SHARE = 0.5  # of the tokens that are learnt: most of one client, where t
 LEAST_NEW, LOOP = 0.3, 4  # share of an answer's runs of so many tokens that are different ones
 MIN_LOOP = 32  # tokens of an answer of which that is asked
 ASKED = 32  # tokens of an answer whose likelihood is looked at
+# Answers whose likelihoods are computed at once: each product reads the target's whole lm_head, 113 MB of SmolLM2 in
+# float32, and makes logits of some 64 tokens an answer at most.
+TOGETHER = 8
 # Nats: mean log probability of an answer's tokens. 359 answers of SmolLM2 at temperatures of 0 to 1 had -0.9 in the
 # middle and -3.7 at least (docs/dev/learning.md); tokens at random have -10 and less.
 LEAST_LIKELY = -4.0
@@ -123,12 +126,17 @@ def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tup
     """Gives the key of each sample and the mean log probability of tokens in its loss, in nats: of about `ASKED`,
     evenly chosen, for each takes a product with the whole vocabulary."""
     whole, numbers = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
-    for number in numbers:
-        (sample,) = whole.read_many([number])
-        at = sample.loss_mask[1:].nonzero().flatten()
-        if not len(at):
-            continue
-        at = at[:: max(len(at) // ASKED, 1)]
-        logits = target(sample.final[at]).float()
-        chosen = logits.gather(1, sample.ids[at + 1].long().to(logits.device).unsqueeze(1)).squeeze(1)
-        yield sample.key, float((chosen - logits.logsumexp(1)).mean())
+    for start in range(0, len(numbers), TOGETHER):
+        keys, states, tokens = [], [], []
+        for sample in whole.read_many(list(numbers[start : start + TOGETHER])):
+            at = sample.loss_mask[1:].nonzero().flatten()
+            at = at[:: max(len(at) // ASKED, 1)]
+            if len(at):
+                keys.append(sample.key)
+                states.append(sample.final[at])
+                tokens.append(sample.ids[at + 1].long())
+        if keys:
+            logits = target(torch.cat(states)).float()  # [rows, V]
+            chosen = logits.gather(1, torch.cat(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
+            found = (chosen - logits.logsumexp(1)).split([len(own) for own in tokens])
+            yield from zip(keys, [float(own.mean()) for own in found], strict=True)

@@ -23,13 +23,13 @@ from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import TrafficStore
-from draftwing.models.heads.block import BlockHead
 from draftwing.train import heads
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
-from draftwing.train.judge import Comparison, Drafted, Judgement, draft_along, judge
+from draftwing.train.judge import Comparison, Judgement, draft_along, judge
+from draftwing.train.merge import Moments, input_moments, merge
 from draftwing.train.run import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
@@ -42,12 +42,13 @@ LEAST = 32  # exchanges to learn from: fewer say little of what comes, and nothi
 PROMPTS = 64  # that the model is asked to write at a time
 WRITINGS = 32  # times at most, for all runs of a folder
 ANSWER = 0.8  # share of --max-tokens that an answer to those has: 128 of 160, the mean of 132 of SmolLM2
-# Highest learning rate times the hidden size. 0.23 and 0.35 were tried, with Muon, and spoilt no general text
-# (docs/dev/learning.md); not swept.
-RATE = 0.3
-# Shares of the way from the parent to what was trained, tried in turn until general text keeps so much of its tokens
-# per second. Half of the way has more than half of the gain (docs/dev/learning.md).
-WAYS, KEEPS = (0.7, 0.5), 0.98
+# Highest learning rate times the hidden size. With 0.3 traffic gained two thirds as much; what the higher rate spoils
+# of general text `train.merge` brings back (docs/dev/learning.md).
+RATE = 0.9
+# Weights of traffic in merging what was trained with the parent, tried in turn until general text keeps so much of its
+# tokens per second, and no client loses more than it may.
+WEIGHTS, KEEPS = (4.0, 1.0, 0.25), 0.98
+TEXTS = 100  # about as many of traffic and of general text show what inputs are like
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 
 
@@ -218,38 +219,47 @@ class TrafficStages(Stages):
         return []
 
     def judge(self) -> tuple[Judgement, Path]:
-        """Compares the head with the one that it started from. Where it loses too much of general text, one that went a
-        part of the way back takes its place, unless that gains nothing any more; returns the folder of the one it is.
-        """
+        """Compares the head with the one that it started from, merged with that: in the first of `WEIGHTS` with which
+        neither general text nor a client loses too much, or the last one that still is better. Returns the folder of
+        the merged one, too."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
-        _, part = parts(source, {one.key for one in self.tokens}, self._judged())
+        train, part = parts(source, {one.key for one in self.tokens}, self._judged())
+        depth, max_length = len(self._seconds), self.settings.max_length
 
-        def load(folder: Path) -> heads.AnyHead:
+        def load(folder: Path) -> Any:
             return heads.load_head(folder, target, self.settings.algorithm)
 
-        def compared(head: heads.AnyHead) -> Judgement:
-            return judge(before, drafted(head), self.traffic.clients, self._seconds)
-
-        def drafted(head: heads.AnyHead) -> dict[str, Drafted]:
-            assert not isinstance(head, BlockHead)
-            return draft_along(head, part, len(self._seconds), self.settings.max_length)
-
         trained, parent = self.run.out / "head", self.init_heads[0]
-        before, folder = drafted(load(parent)), trained
-        found = compared(load(trained))
-        for way in WAYS:
-            if found.general is None or found.general.gain >= KEEPS or not found.traffic.better:
-                break
-            logger.info("general text: %s; trying %g of the way", _in_words(found.general), way)
+        before, found = draft_along(load(parent), part, depth, max_length), None
+        moments = self._moments(load(trained), train)
+        for weight in WEIGHTS:
             head = load(trained)
-            heads.move_towards(head, load(parent), 1 - way)
-            moved = compared(head)
-            if not moved.traffic.better:
+            merge(head, load(parent), *moments, weight)
+            merged = judge(before, draft_along(head, part, depth, max_length), self.traffic.clients, self._seconds)
+            if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
-            found, folder = moved, self._write(head, self.run.out / "moved")
+            found, folder = merged, self._write(head, self.run.out / "merged")
+            forgets = found.general is not None and found.general.gain < KEEPS
+            if not (forgets or found.harmed) or not found.traffic.better:
+                break
+            who = [*found.harmed, *(["general text"] if forgets else [])]
+            logger.info("with a weight of %g it takes too much from %s", weight, ", ".join(who))
+        assert found is not None
         return found, folder
+
+    def _moments(self, head: Any, train: Part) -> tuple[Moments, Moments]:
+        """Of traffic that was learnt and of general text; where there is none, of traffic in its place: then all that
+        was trained goes the same share of the way."""
+        keys, depth = train.source.order, len(self._seconds)
+        groups: list[list[int]] = [[], []]
+        for number in train.numbers:
+            groups[keys[number] not in self.traffic.clients].append(number)
+        chosen = [numbers[:: -(-len(numbers) // TEXTS)] for numbers in groups if numbers]
+        found = [input_moments(head, Part(train.source, numbers), depth, self.settings.max_length)
+                 for numbers in chosen]  # fmt: skip
+        return found[0], found[-1]
 
     @cached_property
     def _seconds(self) -> list[float]:

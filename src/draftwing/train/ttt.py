@@ -92,11 +92,13 @@ class Objective(nn.Module):
             features = features + _noise(features, batch, loss.noise, generator)
         total = features.new_zeros((), dtype=torch.float32)
         stats = []
-        chains = _Chains(batch)
-        for k, hidden in enumerate(unroll(head, batch.ids, features, loss.steps)):
+        chains, opened = _Chains(batch), None if batch.ids.is_cuda else chain_rows(batch, loss.steps)
+        for k, hidden in enumerate(unroll(head, batch.ids, features, loss.steps, opened)):
             rows, counts = chains.rows(k)
-            tokens, guess = self._token_loss(hidden, rows, counts, teacher)
-            near = self._feature_loss(hidden, rows, counts, batch.final) if loss.features else tokens.new_zeros(())
+            at = rows if opened is None or not k else torch.searchsorted(opened, rows)
+            hidden = hidden.index_select(0, at.clamp(max=len(hidden) - 1))
+            tokens, guess = self._token_loss(hidden, counts, teacher)
+            near = self._feature_loss(hidden, counts, batch.final) if loss.features else tokens.new_zeros(())
             total = total + loss.decay**k * (loss.tokens * tokens + loss.features * near)
             hit = (guess == teacher.best) & counts
             chain, chain_hit = chains.add(rows, counts, hit)
@@ -120,34 +122,49 @@ class Objective(nn.Module):
 
     # -- terms ------------------------------------------------------------------------------------------------------
 
-    def _token_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Returns the sum of cross-entropies and the head's best tokens [n]; hidden [B * T, width], rows, counts [n].
+    def _token_loss(self, hidden: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """Returns the sum of cross-entropies and the head's best tokens [n]; hidden [n, width], counts [n].
 
         Positions whose most likely token the head cannot say do not count: it would learn to prefer the second best.
         """
-        state, weight = self.head.readout(hidden.index_select(0, rows))
+        state, weight = self.head.readout(hidden)
         loss, best = linear_cross_entropy(state, weight, teacher.probs, counts & teacher.known)
         return loss, best if self.head.target_ids is None else self.head.target_ids[best]
 
-    def _feature_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, final: Tensor) -> Tensor:
-        hidden = hidden.index_select(0, rows)
+    def _feature_loss(self, hidden: Tensor, counts: Tensor, final: Tensor) -> Tensor:
         distance = F.smooth_l1_loss(hidden.to(wide(hidden)), final.to(wide(hidden)), reduction="none").mean(-1)
         return (distance * counts).sum()
 
 
-def unroll(head: ChainHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-    """Gives the hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width].
+def unroll(head: ChainHead, ids: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
+    """Gives the hidden states of step 0, [B * T, width], and of steps 1, 2, ..: of `rows` [r] int64 alone, [r, width];
+    None: of all. ids [B, T], features [B * T, width].
 
     Rows without a token of their own, at the end, are made of token 0: they are not looked at.
     """
     sequences, length = ids.shape
     padded = F.pad(ids, (0, steps))  # [B, T + steps]
     positions = torch.arange(length, device=ids.device).repeat(sequences)
-    attention = ChainAttention(sequences, length, head.config.attention.kv_heads)
+    attention = ChainAttention(sequences, length, head.config.attention.kv_heads, rows)
     for k in range(steps):
         tokens = padded[:, k + 1 : k + 1 + length].flatten()
+        if k == 1 and rows is not None:
+            features, positions = features[rows], positions[rows]
+        if k and rows is not None:
+            tokens = tokens[rows]
         features = head.run(tokens, positions + k, features, k, attention)
         yield features
+
+
+def chain_rows(batch: Batch, steps: int) -> Tensor:
+    """Returns the rows [r] int64, ascending, whose chains of `steps` drafts are to be learnt beyond the first draft:
+    those shortly before a loss position. Of a long prompt with a short answer they are few. A GPU would wait for their
+    number."""
+    wanted = torch.zeros(batch.ids.numel(), dtype=torch.bool, device=batch.ids.device)
+    wanted[0] = True  # where there are none
+    for back in range(2, steps + 1):
+        wanted[(batch.position - back)[batch.depth >= back]] = True
+    return wanted.nonzero().flatten()
 
 
 class _Chains:

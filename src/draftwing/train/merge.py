@@ -1,0 +1,86 @@
+"""Merges a head that was trained on traffic with its parent, to draft traffic as the one and general text as the other.
+
+Of a matrix W that was trained and its parent's V, the one whose outputs differ least in the mean square from W's on
+traffic, times `weight`, and from V's on general text, is V + (W - V) weight T (weight T + G)^-1, where T and G are the
+mean products x x^T of the inputs of both (RegMean, Jin et al. 2023, arXiv 2212.09849). So what was trained is undone
+where general text needs it, and stays where traffic alone does: a part of the way back in all directions would cost
+traffic as much as it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.train.heads import AnyHead, renew_vocabulary
+from draftwing.train.judge import states_along
+from draftwing.train.store import Part
+from draftwing.train.ttt import ChainHead
+
+# Of the mean product, added to each direction, so that those which no text uses can be solved for. Not swept.
+RIDGE = 1e-3
+Moments = Mapping[str, Tensor]  # by the name of a matrix: mean x x^T of its inputs, [in, in] float32
+
+
+class _Watched(LinearOp):
+    """An operation that adds up the products of its inputs."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__(layer)
+        self.op, self.rows = layer.op, 0
+        self.total = torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        self.see(x)
+        return self.op(x, bias, residual, overwrite)
+
+    def see(self, x: Tensor) -> None:
+        self.rows += len(x)
+        self.total.addmm_(x.t().to(self.total.dtype), x.to(self.total.dtype))
+
+    def dense_weight(self) -> Tensor:
+        return self.op.dense_weight()
+
+
+@torch.no_grad()
+def input_moments(head: ChainHead, part: Part, steps: int, max_length: int) -> Moments:
+    """Returns the moments of all matrices that are trained, along texts that are drafted in chains of `steps`. Rows of
+    padding count, too: texts of a batch are of like lengths."""
+    layers = {f"{name}.weight": layer for name, layer in head.named_modules()
+              if isinstance(layer, Linear) and layer.weight.requires_grad}  # fmt: skip
+    watched = {name: _Watched(layer) for name, layer in layers.items()}
+    norm, lm_head = head.output_layer()
+    try:
+        for name, layer in layers.items():
+            layer.op = watched[name]
+        for _, _, states in states_along(head, part, steps, max_length):
+            for hidden in states:
+                if isinstance(lm_head.op, _Watched):  # else it is the target's
+                    lm_head.op.see(hidden if norm is None else norm(hidden))
+    finally:
+        for name, layer in layers.items():
+            layer.op = watched[name].op
+    return {name: one.total / max(one.rows, 1) for name, one in watched.items()}
+
+
+@torch.no_grad()
+def merge(head: AnyHead, parent: AnyHead, traffic: Moments, general: Moments, weight: float) -> None:
+    """Merges a head with the one that it was trained on from, which drafts the same tokens afterwards. weight: of
+    traffic, where general text has 1. What is no matrix goes that share of the way."""
+    if head.target_ids is not None and head.lm_head is not None:
+        renew_vocabulary(parent, head.target_ids.tolist())
+    for (name, mine), theirs in zip(head.named_parameters(), parent.parameters(), strict=True):
+        if name in traffic:
+            wanted = weight * traffic[name].double()  # [in, in]
+            both = wanted + general[name].double()
+            both.diagonal().add_(RIDGE * both.diagonal().mean())
+            change = (mine - theirs).double()  # [out, in]
+            mine.copy_(theirs + torch.linalg.solve(both, wanted @ change.t()).t())
+        elif mine.requires_grad:
+            mine.lerp_(theirs, 1 / (1 + weight))

@@ -1,0 +1,82 @@
+"""Merged matrices against least squares, and moments of inputs against inputs made one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference.exact_heads import exact_eagle3
+
+from draftwing.engine.devices import pick_device
+from draftwing.models.loader import load_model
+from draftwing.train.capture import FeatureModel
+from draftwing.train.heads import load_head
+from draftwing.train.merge import RIDGE, input_moments, merge
+from draftwing.train.store import OnlineSource, Part, Tokens
+from draftwing.train.ttt import unroll
+
+
+@pytest.fixture(name="load")
+def head_loader(tmp_path: Path) -> Any:
+    """Returns what loads the same head each time."""
+    exact = exact_eagle3()
+    assert exact.head is not None
+    target = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
+    folder = exact.head.write(tmp_path / "head")
+    return lambda: load_head(folder, target, "EAGLE3")
+
+
+@pytest.mark.parametrize("weight", [0.5, 4.0])
+def test_a_merged_matrix_does_as_both_do_in_the_mean_square(load: Any, weight: float) -> None:
+    head, parent = load(), load()
+    draw, inputs = torch.Generator().manual_seed(0), {}
+    with torch.no_grad():
+        for param in head.parameters():
+            param += 0.1 * torch.randn(param.shape, generator=draw)
+    for name, param in head.named_parameters():
+        if param.requires_grad and param.dim() == 2:  # of general text fewer than there are directions
+            width = param.shape[1]
+            inputs[name] = [torch.randn(count, width, generator=draw) for count in (2 * width, width // 2)]
+    assert len(inputs) >= 5
+    trained = {name: param.detach().clone() for name, param in head.named_parameters()}
+    moments = [{name: x[i].t() @ x[i] / len(x[i]) for name, x in inputs.items()} for i in (0, 1)]
+    merge(head, parent, moments[0], moments[1], weight)
+    before = dict(parent.named_parameters())
+    for name, param in head.named_parameters():
+        mine, theirs = (x[name].detach().double().numpy() for x in (trained, before))
+        if name not in inputs:
+            share = weight / (1 + weight) if param.requires_grad else 0.0
+            expected = theirs + share * (mine - theirs) if param.requires_grad else mine
+        else:
+            seen, other = (x.double().numpy() for x in inputs[name])
+            ridge = RIDGE * np.diag(weight * moments[0][name].numpy() + moments[1][name].numpy()).mean()
+            rows = [(weight / len(seen)) ** 0.5 * seen, len(other) ** -0.5 * other, ridge**0.5 * np.eye(len(theirs.T))]
+            wanted = [rows[0] @ mine.T, rows[1] @ theirs.T, rows[2] @ theirs.T]
+            expected = np.linalg.lstsq(np.concatenate(rows), np.concatenate(wanted), rcond=None)[0].T
+        np.testing.assert_allclose(param.detach().numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_moments_are_those_of_what_goes_into_each_matrix(load: Any) -> None:
+    head, steps = load(), 3
+    draw = np.random.default_rng(1)
+    ids = draw.integers(head.target.config.vocab_size, size=20).astype(np.int32)
+    text = Tokens(ids, np.arange(20) >= 8, "text")
+    features = FeatureModel(head.target, head.aux_layers, pick_device("cpu"))
+    source = OnlineSource(features.meta("tiny", "EAGLE3"), [text], features.batch)
+    found = input_moments(head, Part(source, [0]), steps, 64)
+    (sample,) = source.read_many([0])
+    aux = sample.aux_hidden.float()
+    torch.testing.assert_close(found["fc.weight"], aux.t() @ aux / len(aux), rtol=1e-4, atol=1e-5)
+    states = []
+    norm, _ = head.output_layer()
+    with torch.no_grad():
+        for hidden in unroll(head, torch.from_numpy(ids).long()[None], head.features(aux), steps):
+            states.append(norm(hidden[7:19]))  # before each token of the answer
+    joined = torch.cat(states)
+    torch.testing.assert_close(found["lm_head.weight"], joined.t() @ joined / len(joined), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(moment, moment.t()) or torch.allclose(moment, moment.t()) for moment in found.values())
+    again = input_moments(head, Part(source, [0]), steps, 64)
+    assert all(torch.equal(found[name], moment) for name, moment in again.items())
