@@ -32,6 +32,7 @@ MAY_ASK = {
     "train.fit": "the process group's backend, and whether bfloat16 is native",
     "train.stages": "a forecast: processes on a CPU share its cores",
     "train.optimizer": "torch has its fused step for CUDA",
+    "train.ttt": "a GPU would wait for the number of rows that are to be learnt",
 }
 
 

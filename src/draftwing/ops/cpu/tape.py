@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 Calls = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
-_NUMBERS = frozenset({int, bool, float})
+_GIVEN = frozenset({int, bool, float, list})  # a list of calls, to `replay`
 _noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default}
@@ -47,7 +47,7 @@ class Notable:
 def _notable(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         # To ask for numbers, and for a list, is faster than for tensors, and one by one: this is before each kernel.
-        numbers = tuple([x if type(x) in _NUMBERS else 0 if x is None else x.data_ptr() for x in arguments])
+        numbers = tuple([x if type(x) in _GIVEN else 0 if x is None else x.data_ptr() for x in arguments])
         calls = _noted.get()
         if calls is not None:
             calls.append((function, numbers))
