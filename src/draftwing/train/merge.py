@@ -31,7 +31,7 @@ class _Watched(LinearOp):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__(layer)
-        self.op, self.rows = layer.op, 0
+        self.op, self.count = layer.op, 0
         self.total = torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device)
 
     def __call__(
@@ -41,7 +41,7 @@ class _Watched(LinearOp):
         return self.op(x, bias, residual, overwrite)
 
     def see(self, x: Tensor) -> None:
-        self.rows += len(x)
+        self.count += len(x)
         self.total.addmm_(x.t().to(self.total.dtype), x.to(self.total.dtype))
 
     def dense_weight(self) -> Tensor:
@@ -66,7 +66,7 @@ def input_moments(head: ChainHead, part: Part, steps: int, max_length: int) -> M
     finally:
         for name, layer in layers.items():
             layer.op = watched[name].op
-    return {name: one.total / max(one.rows, 1) for name, one in watched.items()}
+    return {name: one.total / max(one.count, 1) for name, one in watched.items()}
 
 
 @torch.no_grad()
