@@ -59,6 +59,16 @@ def test_a_merged_matrix_does_as_both_do_in_the_mean_square(load: Any, weight: f
         np.testing.assert_allclose(param.detach().numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_a_matrix_that_no_text_reaches_is_the_parents(load: Any) -> None:
+    head, parent = load(), load()
+    name = "fc.weight"
+    with torch.no_grad():
+        head.get_parameter(name).add_(1.0)
+    none = {name: torch.zeros(2 * head.get_parameter(name).shape[1:])}
+    merge(head, parent, none, none, 1.0)
+    assert torch.equal(head.get_parameter(name), parent.get_parameter(name))
+
+
 def test_moments_are_those_of_what_goes_into_each_matrix(load: Any) -> None:
     head, steps = load(), 3
     draw = np.random.default_rng(1)

@@ -107,7 +107,9 @@ def cut_last_line(file: Path) -> None:
     """Cuts off what a kill left of the last line of `file`, which need not be there. Raises ConfigError."""
     try:
         with file.open("r+b") as lines:
-            lines.truncate(sum(len(line) for line in lines if line.endswith(b"\n")))
+            partial = next((len(line) for line in lines if not line.endswith(b"\n")), 0)
+            if partial:  # else the file stays as old as it is
+                lines.truncate(lines.seek(0, os.SEEK_END) - partial)
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -79,7 +79,8 @@ def merge(head: AnyHead, parent: AnyHead, traffic: Moments, general: Moments, we
         if name in traffic:
             wanted = weight * traffic[name].double()  # [in, in]
             both = wanted + general[name].double()
-            both.diagonal().add_(RIDGE * both.diagonal().mean())
+            # Where no input was seen, 1 in place of 0, which could not be solved for: it is the parent's again.
+            both.diagonal().add_(RIDGE * float(both.diagonal().mean()) or 1.0)
             change = (mine - theirs).double()  # [out, in]
             mine.copy_(theirs + torch.linalg.solve(both, wanted @ change.t()).t())
         elif mine.requires_grad:
