@@ -232,8 +232,9 @@ def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: 
 
     async def work() -> None:
         task = asyncio.create_task(learning.run())
-        while training.calls.count("look") < 2:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while training.calls.count("look") < 2:
+                await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

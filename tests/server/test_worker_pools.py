@@ -171,8 +171,9 @@ async def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
     for _ in range(20):
         one = as_client("alice", pools.run(MAX_SHORT_SIZE + 1, work))
         await asyncio.sleep(0.001)
-        while not began:  # the thread starts
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while not began:  # the thread starts
+                await asyncio.sleep(0.001)
         one.cancel()
         await asyncio.gather(one, return_exceptions=True)
     assert pools._long._threads._work_queue.qsize() == 0

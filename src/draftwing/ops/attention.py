@@ -61,7 +61,7 @@ class AttentionKind(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether it is as `FULL`."""
+        """Whether queries attend as with `FULL`, whoever wrote the keys."""
         return not self.window and self.sinks is None and not self.scalar and not self.values
 
 

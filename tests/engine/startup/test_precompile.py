@@ -241,7 +241,7 @@ for launch in launches:
 """
 
 
-@pytest.mark.exhaustive  # the others show that launches of an engine are found
+@pytest.mark.further(quantization="none")
 @pytest.mark.parametrize(("quantization", "weight", "kind"), [("fp8", "*i32", FP8), ("none", "*bf16", DENSE)])
 def test_kernels_of_experts_are_those_of_their_format(
     quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path, printed_by: Printed
