@@ -224,7 +224,7 @@ class TrafficStages(Stages):
         the merged one, too."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
-        train, part = parts(source, {one.key for one in self.tokens}, self._judged())
+        train, part = self._split(source, self.tokens, heads.TargetHead(target))
         depth, max_length = len(self._seconds), self.settings.max_length
 
         def load(folder: Path) -> Any:
