@@ -66,8 +66,8 @@ def test_a_row_that_is_spoilt_ends_and_others_go_on(
     prompts = h.prompts_for(4)
     params = [h.seeded(40, seed=i, temperature=temperature) for i in range(4)]
     same = h.device, dtype, temperature
-    alone = texts[same] = texts.get(same) or h.plain_answers(model, prompts, params)
-    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}  # the bits of `alone`
+    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}
+    alone = texts[same] = texts.get(same) or h.plain_answers(model, prompts, params, **own)
     rig = h.Rig(model, shapes=(shape,), lag=lag, drafter="ngram" if shape is CHAIN else None, **own)
     reqs = [rig.submit(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
 
