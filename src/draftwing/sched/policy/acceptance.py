@@ -29,8 +29,8 @@ from draftwing.core import (
 )
 from draftwing.sched.policy.cost import RATE, RECENT
 
-# What is right as long as nothing is known: of a model's drafts of a level this share, of a lookup's so many for each
-# step of its confidence.
+# What is right as long as nothing is known: of a model's drafts of a level this share, of a lookup's the square of it,
+# in drafts, for each step of its confidence.
 HIT = 0.5
 
 
@@ -240,6 +240,6 @@ def _is_part(part: TreeShape, whole: TreeShape) -> bool:
 
 def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
     """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
-    copied = HIT * max(confidence - base, 0)
+    copied = HIT**2 * max(confidence - base, 0)
     grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.proposer != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))
