@@ -259,7 +259,7 @@ def test_a_block_of_one_token_less_than_its_rows() -> None:
     """What a step may write: the rows of a block, however few nodes it verifies; nothing where nobody drafts."""
     config = SimpleNamespace(rows=6)
     kinds: Any = {"config_of_block": config, "state_width": 0, "state_dtype": torch.float32}
-    head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), **kinds)
+    head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), draft_ids=lambda: None, **kinds)
     drafter = BlockDrafter(head, 3, 2, TorchOps(CPU))
     assert drafter.span(PLAIN) == 1 and drafter.span(TreeShape(1, 1, 2)) == 6 and drafter.span(TreeShape(2, 4, 9)) == 9
     assert drafter.lookahead == drafter.tail == 0
