@@ -142,7 +142,7 @@ INLINE pf exp2_part(pf x, const int coarse) {
         p = fused(p, f, 6.931471806e-1f - (pf){0});
     }
     p = fused(p, f, 1.0f - (pf){0});
-    return (pf)(((pi)p + ((pi)r << 23)) & normal); /* of magic's bits none stays */
+    return (pf)((pi)((pu)p + ((pu)r << 23)) & normal); /* of magic's bits none stays; unsigned, for it wraps */
 }
 /* The greater of each lane; y where x is no number, or both are zeros. */
 INLINE pf greater(pf x, pf y) {
