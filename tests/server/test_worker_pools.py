@@ -31,8 +31,9 @@ async def test_cancelled_work_is_told_or_never_begins() -> None:
 
     pools = WorkerPools()
     waiting = [asyncio.ensure_future(pools.run(MAX_SHORT_SIZE + 1, work)) for _ in range(8)]
-    while not began:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not began:
+            await asyncio.sleep(0.001)
     first = len(began)
     for one in reversed(waiting):
         one.cancel()
