@@ -214,8 +214,7 @@ class Options:
     )  # fmt: skip
     enable_mixed_chunk: bool = option(
         False, MEMORY,
-        "run parts of prompts in the same forward as the requests that decode (default on CUDA with graphs and without "
-        "drafts)",
+        "run parts of prompts in the same forward as the requests that decode (default on CUDA with graphs)",
     )  # fmt: skip
     disable_mixed_chunk: bool = option(
         False, MEMORY, "let parts of prompts and the requests that decode take turns; a start captures fewer graphs"

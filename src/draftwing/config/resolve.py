@@ -80,8 +80,8 @@ def for_engine(options: Options, defaults: Defaults, architecture: str, carried:
     sizes["max_running_requests"] = rows
     sizes["chunked_prefill_size"] = options.chunked_prefill_size or defaults.chunked_prefill_size
     overlap = (options.enable_overlap or defaults.overlap) and not options.disable_overlap_schedule
-    mixed = defaults.mixed and not options.drafts and not options.disable_cuda_graph  # as far as it is measured
-    mixed = (options.enable_mixed_chunk or mixed) and not options.disable_mixed_chunk
+    mixed = options.enable_mixed_chunk or (defaults.mixed and not options.disable_cuda_graph)
+    mixed = mixed and not options.disable_mixed_chunk
     options = dataclasses.replace(options, enable_overlap=overlap, enable_mixed_chunk=mixed, **sizes)
     return _with_tree(options, options.drafter_spec, architecture, carried)
 

@@ -10,6 +10,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ class CudaDevice(Device):
         super().__init__(rank, ops)
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
-        self._pools: dict[str, Any] = {}  # that they share, by name
+        # The memory that they share, by name. torch ends a pool with the last graph that uses it.
+        self._pools: dict[str, tuple[Any, WeakSet[torch.cuda.CUDAGraph]]] = {}
 
     def use(self) -> None:
         torch.cuda.set_device(self.device.index or 0)
@@ -153,8 +155,9 @@ class CudaDevice(Device):
     def record(self, fn: Callable[[], T], pool: str = "steps") -> tuple[Callable[[], None], T]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        if pool not in self._pools:
-            self._pools[pool] = torch.cuda.graph_pool_handle()
+        memory, graphs = self._pools.get(pool) or (None, ())
+        if not graphs:
+            memory, graphs = self._pools[pool] = torch.cuda.graph_pool_handle(), WeakSet()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -164,7 +167,8 @@ class CudaDevice(Device):
                 gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
                 try:
                     # Other threads of the process may use CUDA meanwhile.
-                    graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
+                    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+                    graphs.add(graph)
                     try:
                         out = fn()
                     finally:
