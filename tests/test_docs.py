@@ -87,7 +87,7 @@ def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixt
         f"{tree} --speculative-fixed-shape --context-length 300"
     )
     try:
-        wait_for_server(f"http://localhost:{port}", timeout=60, process=process)
+        wait_for_server(f"http://localhost:{port}", timeout=240, process=process)
         client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
         question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
         response = client.chat.completions.create(model="m", messages=question, temperature=0, max_tokens=64)
