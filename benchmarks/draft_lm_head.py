@@ -2,9 +2,9 @@
 
     python benchmarks/draft_lm_head.py [--algorithm EAGLE3] [--tree 5,4,16] [--temperature 0] [--formats none,int8]
 
-The default model with its own heads, on a CPU: of each format the drafts' lm_head is quantised, multiplied out again and
-computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's. Prompts
-are those of MT-bench; the text is the same with each format. `--out` adds lines, from which `--sum` makes the table.
+The default model with its own heads, on a CPU: for each format the drafts' lm_head is quantised, multiplied out again
+and computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's.
+Prompts are those of MT-bench. `--out` adds lines to a file, from which `--sum` makes the table.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def run(args: argparse.Namespace, form: str) -> list[tuple[int, int]]:
         del options["speculative_token_map"]
     texts = mt_bench()[args.start : args.start + args.prompts]
     params = {"max_new_tokens": args.tokens, "temperature": args.temperature, "seed": 1, "ignore_eos": True}
-    with patch.object(FeatureHead, "pack", pack), LLM(
-        "smollm2", speculative_algorithm=args.algorithm, speculative_fixed_shape=True, log_level="error", **options
-    ) as llm:
+    with (
+        patch.object(FeatureHead, "pack", pack),
+        LLM(
+            "smollm2", speculative_algorithm=args.algorithm, speculative_fixed_shape=True, log_level="error", **options
+        ) as llm,
+    ):
         found = llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
     return [(one.meta_info["spec_num_correct_drafts"], one.meta_info["spec_verify_ct"]) for one in found]
 
