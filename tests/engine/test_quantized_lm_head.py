@@ -1,0 +1,145 @@
+"""Drafts by a copy of the lm_head in fewer bits: no text changes, and there is one where there is room."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from group_ops import GroupTorchOps
+from reference.checkpoints import Checkpoint
+from reference.exact_heads import MAKERS, disturbed
+from tiny_checkpoint import VOCAB, write_tokenizer
+from torch import Tensor
+
+from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
+from draftwing.ops.types import QuantizedRows
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "max_total_tokens": 2000, "max_running_requests": 4, "dtype": "bfloat16",
+    "enable_deterministic_inference": True, "speculative_num_steps": 3, "speculative_fixed_shape": True,
+}  # fmt: skip
+SIZES = {"vocab_size": 272, "hidden_size": 64}  # multiples of 16 and 64
+LM_HEAD = "speculative_lm_head_quantization"
+
+
+class Ops(GroupTorchOps):
+    quantized: ClassVar[list[tuple[int, str]]]  # rows and scheme of each matrix
+
+    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
+        self.quantized.append((len(weight), scheme))
+        return super().quantize_groups(weight, scheme)
+
+
+@pytest.fixture(autouse=True)
+def ops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    monkeypatch.setattr("draftwing.engine.devices.base.make_ops", Ops)
+    monkeypatch.setattr(Ops, "quantized", [], raising=False)
+    return Ops.quantized
+
+
+class Case:
+    """A target and a head that is mostly right, in folders."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        make, scale = MAKERS[kind]
+        exact = make(**SIZES, **({"rows": 192} if kind == "EAGLE3" else {}))
+        self.target = disturbed(exact.target, scale / 2).write(folder / "target")
+        write_tokenizer(self.target)
+        self.options: dict[str, Any] = {"model": str(self.target), "speculative_algorithm": kind, **ENGINE}
+        self.head: Checkpoint | None = exact.head
+        if exact.head is not None and kind != "NEXTN":
+            self.options["speculative_draft_model_path"] = str(exact.head.write(folder / "head"))
+
+    def engine(self, **options: Any) -> Engine:
+        return Engine(Options.from_kwargs(**{**self.options, **options}))
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(6)]
+    for i in range(len(found)):
+        params = SamplingParams(
+            max_new_tokens=24, temperature=0.8 * (i % 2), sampling_seed=i, ignore_eos=True,
+            allowed_token_ids=tuple(range(VOCAB)),
+        )  # fmt: skip
+        engine.submit(GenerationRequest(str(i), [3 + i, 40 + 7 * i], params))
+    left = len(found)
+    while left:
+        for output in engine.step():
+            found[int(output.uid)] += output.token_ids
+            left -= output.finish_reason is not None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.further(kind=["EAGLE", "DSPARK"])
+@pytest.mark.further(kind="EAGLE3", scheme="int8")
+@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+@pytest.mark.parametrize("kind", ["NEXTN", "EAGLE", "EAGLE3", "DSPARK"])
+def test_drafts_change_no_text(kind: str, scheme: str, tmp_path: Path, ops: list[tuple[int, str]]) -> None:
+    case = Case(kind, tmp_path)
+    with closing(case.engine(speculative_algorithm="none", speculative_draft_model_path=None)) as plain:
+        expected = answers(plain)
+    assert not ops and len({tuple(text) for text in expected}) > 3
+    for topk, nodes in ((1, 4), (3, 8)):
+        tree = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+        with closing(case.engine(**{LM_HEAD: scheme}, **tree)) as engine:
+            assert answers(engine) == expected
+            assert engine.reporter.total_tokens > 1.3 * engine.reporter.total_rows, "little was accepted"
+    assert {found for _, found in ops} == {scheme}
+
+
+@pytest.mark.parametrize(
+    ("large", "free", "made"), [(True, 1 << 20, True), (True, 1 << 16, False), (False, 1 << 40, False)]
+)
+def test_by_default_where_it_is_large_and_there_is_room(
+    large: bool, free: int, made: bool, tmp_path: Path, ops: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """272 x 64 values are 34,816 bytes in bfloat16."""
+    monkeypatch.setattr(quantized_lm_head, "_LARGE", 272 * 64 + (not large))
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda self: free)
+    with closing(Case("EAGLE", tmp_path).engine()):
+        assert ops == [(272, "int8")] * made
+
+
+def test_swapped_heads(tmp_path: Path, ops: list[tuple[int, str]]) -> None:
+    """What is the target's is quantised once, an lm_head of its own with each head; and then drafts are the head's."""
+
+    def accepted(engine: Engine) -> float:
+        rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
+        answers(engine)
+        return (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
+
+    for kind, rows in (("EAGLE", []), ("EAGLE3", [(192, "int8")])):
+        case = Case(kind, tmp_path / kind)
+        assert case.head is not None
+        worse = {name: value.clone() for name, value in case.head.tensors.items()}
+        name = "lm_head.weight" if kind == "EAGLE3" else "fc.weight"
+        worse[name] = worse[name][torch.randperm(len(worse[name]), generator=torch.Generator().manual_seed(1))]
+        other = Checkpoint(worse, case.head.config).write(tmp_path / kind / "worse")
+        options = {LM_HEAD: "int8", "disable_radix_cache": True}
+        with closing(case.engine(**options, speculative_draft_model_path=str(other))) as engine:
+            expected = accepted(engine)
+        with closing(case.engine(**options)) as engine:
+            good = accepted(engine)
+            ops.clear()
+            engine.swap_draft(other)
+            assert ops == rows
+            assert accepted(engine) == expected < good
+            engine.swap_draft(None)
+            assert accepted(engine) == good
+
+
+def test_options_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("EAGLE", tmp_path)
+    with pytest.raises(
+        ConfigError, match="--speculative-lm-head-quantization int8: .* in bfloat16, found one in float16"
+    ):
+        case.engine(**{LM_HEAD: "int8"}, dtype="float16")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"w4a16: expected a GPU .*: use auto"):
+        case.engine(**{LM_HEAD: "w4a16"})
