@@ -23,10 +23,8 @@ ROWS, COLUMNS = 272, 192  # 192: one and a half groups of 128
 
 
 def weight_of(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
-    made = (
-        torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 3, rows)[:, None]
-    )
-    return made.bfloat16()
+    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    return (made * torch.linspace(0.1, 3, rows)[:, None]).bfloat16()
 
 
 def lm_head_of(weight: Tensor, ranks: Ranks | None = None) -> Linear:
