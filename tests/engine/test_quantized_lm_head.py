@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from group_ops import GroupTorchOps
 from reference.checkpoints import Checkpoint
 from reference.exact_heads import MAKERS, disturbed
