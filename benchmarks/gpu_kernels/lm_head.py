@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.heads.base import linear_of
 from draftwing.ops import make_ops
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, shapes_for
+from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, compile_ahead, shapes_for
 
 MATRICES = {
     "27B": (248320, 5120), "9B": (248320, 4096), "35B-A3B": (248320, 2048), "8B": (128256, 4096),
@@ -32,9 +34,9 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LABELS = ("int8", "fp8", "int4")
 
 
-def as_gate_up(bits: int, device: torch.device) -> Shapes:
+def as_gate_up(bits: int, capability: tuple[int, int]) -> Shapes:
     """Shapes of gated products, for those that are not."""
-    known = shapes_for(bits, torch.cuda.get_device_capability(device))
+    known = shapes_for(bits, capability)
     return {("plain", tile): shape for (kind, tile), shape in known.items() if kind == "silu" and tile <= 32}
 
 
@@ -56,7 +58,7 @@ def show(name: str, floor: float, took: list[float], base: list[float]) -> None:
 
 @torch.inference_mode()
 def measure(name: str, device: torch.device) -> None:
-    product = Product(name, *MATRICES[name], "plain")
+    product, capability = Product(name, *MATRICES[name], "plain"), torch.cuda.get_device_capability(device)
     print(f"\n{'us (of bfloat16), rows:':28s} {'floor':>7s} {'share':>5s}", *(f"{rows:15d}" for rows in ROWS))
     dense = [served(*MATRICES[name], device) for _ in range(2)]
     base = times(product, lambda x, w: w(x), dense)
@@ -66,7 +68,7 @@ def measure(name: str, device: torch.device) -> None:
         weight = packed(product, WIDTHS[label])
         weights, floor = [weight, weight._replace(codes=weight.codes.clone())], weight.nbytes / read_rate()
         known = GroupGemm(device, torch.bfloat16, WIDTHS[label])
-        other = GroupGemm(device, torch.bfloat16, WIDTHS[label], as_gate_up(weight.bits, device))
+        other = GroupGemm(device, torch.bfloat16, WIDTHS[label], as_gate_up(weight.bits, capability))
         for rows in ROWS:
             x: Tensor = inputs(product, rows)[0]
             if not torch.equal(known.linear(x, weight, None), other.linear(x, weight, None)):
@@ -77,8 +79,19 @@ def measure(name: str, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def compile_all(capability: tuple[int, int]) -> None:
+    """Compiles the kernels at once, in processes that use no GPU."""
+    widths = [WIDTHS[label] for label in LABELS]
+    with ProcessPoolExecutor(2 * len(widths), get_context("spawn")) as workers:
+        jobs = [(width, shapes) for width in widths for shapes in (None, as_gate_up(width.bits, capability))]
+        started = [workers.submit(compile_ahead, torch.bfloat16, width, capability, shapes) for width, shapes in jobs]
+        for job in started:
+            job.result()
+
+
 def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
+    compile_all(torch.cuda.get_device_capability(device))
     print(f"{torch.cuda.get_device_name(device)}, reads {read_rate() / 1e6:.2f} TB/s")
     for name in sys.argv[1].split(",") if len(sys.argv) > 1 else MATRICES:
         measure(name, device)

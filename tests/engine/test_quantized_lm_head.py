@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from gemma4_models import assistant_for, reference
 from group_ops import GroupTorchOps
 from reference.checkpoints import Checkpoint
 from reference.exact_heads import MAKERS, disturbed
@@ -39,9 +42,10 @@ class Ops(GroupTorchOps):
 
 
 @pytest.fixture(autouse=True)
-def ops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    monkeypatch.setattr("draftwing.engine.devices.base.make_ops", Ops)
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     monkeypatch.setattr(Ops, "quantized", [], raising=False)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("draftwing.engine.devices.base.make_ops", Ops)
     return Ops.quantized
 
 
@@ -101,6 +105,41 @@ def test_drafts_change_no_text(kind: str, scheme: str, tmp_path: Path, ops: list
             assert answers(engine) == expected
             assert engine.reporter.total_tokens > 1.3 * engine.reporter.total_rows, "little was accepted"
     assert {found for _, found in ops} == {scheme}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+@pytest.mark.parametrize("kind", ["NEXTN", "EAGLE3", "DSPARK"])
+def test_on_a_gpu(kind: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case, cuda = Case(kind, tmp_path), {"device": "cuda", "num_threads": None}
+    with closing(case.engine(speculative_algorithm="none", speculative_draft_model_path=None, **cuda)) as plain:
+        expected = answers(plain)
+    lengths = []
+    for asked in ("none", scheme):
+        tree = {LM_HEAD: asked, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
+        with caplog.at_level(logging.INFO), closing(case.engine(**tree, **cuda)) as engine:
+            assert answers(engine) == expected
+            lengths.append(engine.reporter.total_tokens / engine.reporter.total_rows)
+    assert f"a copy of the lm_head in {scheme}" in caplog.text
+    assert 1.3 < lengths[1] and 0.8 < lengths[1] / lengths[0] < 1.1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("clusters", "made"), [(0, [(272, "int8")]), (17, [])])
+def test_an_assistant(clusters: int, made: list[tuple[int, str]], tmp_path: Path, ops: list[tuple[int, str]]) -> None:
+    """Of a head with clusters few rows are read as it is."""
+    theirs = reference("dense", vocab_size=272, max_position_embeddings=512, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path / "target")
+    assistant_for(theirs, clusters).save_pretrained(tmp_path / "assistant")
+    write_tokenizer(tmp_path / "target")
+    options = {"model": str(tmp_path / "target"), **ENGINE, "speculative_algorithm": "FROZEN_KV_MTP"}
+    options |= {"speculative_draft_model_path": str(tmp_path / "assistant"), LM_HEAD: "int8"}
+    plain = {"speculative_algorithm": "none", "speculative_draft_model_path": None}
+    with closing(Engine(Options.from_kwargs(**{**options, **plain}))) as engine:
+        expected = answers(engine, 2)
+    with closing(Engine(Options.from_kwargs(**options))) as engine:
+        assert answers(engine, 2) == expected and ops == made
 
 
 @pytest.mark.parametrize(
