@@ -16,7 +16,7 @@ from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
-from draftwing.models.heads.quantized_lm_head import FEW_ROWS, is_large, quantized_copy
+from draftwing.models.heads.quantized_lm_head import MOST_ROWS, is_large, quantized_copy
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
@@ -108,7 +108,7 @@ def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
         log.info(
             "drafts of up to %d rows multiply with a copy of the lm_head in %s, %.2f GB; "
             "--speculative-lm-head-quantization none leaves it out",
-            FEW_ROWS, scheme, copy.op.sizes.total() / 1e9,
+            MOST_ROWS, scheme, copy.op.sizes.total() / 1e9,
         )  # fmt: skip
     elif not by_default:
         log.warning("--speculative-lm-head-quantization %s has no effect on an lm_head of this kind", scheme)

@@ -15,7 +15,7 @@ from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.heads.base import linear_of
-from draftwing.models.heads.quantized_lm_head import FEW_ROWS, for_rows, quantized_copy
+from draftwing.models.heads.quantized_lm_head import MOST_ROWS, for_rows, quantized_copy
 from draftwing.parallel.ranks import Ranks
 
 OPS = GroupTorchOps(torch.device("cpu"))
@@ -51,8 +51,8 @@ def test_few_rows_have_the_rounded_weight_and_more_the_weight(step: int, monkeyp
     lm_head = lm_head_of(weight)
     copy = quantized_copy(lm_head, "int8", OPS)
     assert copy is not None
-    x = torch.randn(FEW_ROWS + 1, COLUMNS, generator=torch.Generator().manual_seed(2)).bfloat16()
-    for rows in (1, FEW_ROWS):
+    x = torch.randn(MOST_ROWS + 1, COLUMNS, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for rows in (1, MOST_ROWS):
         found = for_rows(rows, lm_head, copy)(x[:rows]).double().numpy()
         expected = x[:rows].double().numpy() @ by_row(weight.double().numpy()).T
         np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01 * expected.std())

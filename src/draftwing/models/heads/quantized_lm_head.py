@@ -15,7 +15,7 @@ from draftwing.ops.torch.layer_ops import LayerOps
 
 # Most rows that are multiplied with the copy. From about 64 rows on the kernels for fewer bits take as long as cuBLAS
 # does in bfloat16 (docs/dev/quantised_kernels.md).
-FEW_ROWS = 32
+MOST_ROWS = 32
 _LARGE = 1 << 26  # values of an lm_head of which there is a copy by default: in 16 bits they are read in 30 to 50 us
 _STEP = 1 << 14  # rows that are quantised and packed at a time: what lies between takes some times their bytes
 
@@ -27,7 +27,7 @@ def is_large(rows: int, columns: int) -> bool:
 
 def for_rows(rows: int, lm_head: Linear, quantized: Linear | None) -> Linear:
     """Returns which of the two so many rows are multiplied with."""
-    return lm_head if quantized is None or rows > FEW_ROWS else quantized
+    return lm_head if quantized is None or rows > MOST_ROWS else quantized
 
 
 @torch.no_grad()
