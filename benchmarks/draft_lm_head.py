@@ -3,8 +3,9 @@
     python benchmarks/draft_lm_head.py [--algorithm EAGLE3] [--tree 5,4,16] [--temperature 0] [--formats none,int8]
 
 The default model with its own heads, on a CPU: for each format the drafts' lm_head is quantised, multiplied out again
-and computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's.
-Prompts are those of MT-bench. `--out` adds lines to a file, from which `--sum` makes the table.
+and computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's. Of
+`w4a16:16` the best 16 logits are computed again with the matrix as it is. Prompts are those of MT-bench. `--out` adds
+lines to a file, from which `--sum` makes the table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from draftwing import LLM
 from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.trees import TREE
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.folder import folder_tensors
 from draftwing.models.heads.base import FeatureHead, linear_of
@@ -30,6 +32,18 @@ from draftwing.ops.groups import quantized
 from draftwing.ops.torch.layer_ops import LayerOps
 
 SAMPLES = 1000  # of prompts, for the error of a ratio
+
+
+class Rescored:
+    """An lm_head in fewer bits, of whose best outputs so many are computed again with the matrix as it is."""
+
+    def __init__(self, few: Linear, whole: Linear, best: int) -> None:
+        self.few, self.whole, self.best, self.out_features = few, whole, best, few.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.few(x)
+        ids = logits.topk(self.best, 1).indices
+        return logits.scatter_(1, ids, self.whole(x).gather(1, ids))
 
 
 def rounded(weight: Tensor, form: str) -> Tensor:
@@ -45,10 +59,18 @@ def run(args: argparse.Namespace, form: str) -> list[tuple[int, int]]:
     own = next((tensor for name, tensor in folder_tensors(folder) if name == "lm_head.weight"), None)
     packs = FeatureHead.pack
 
+    scheme, _, best = form.partition(":")
+
     def pack(head: FeatureHead, ops: LayerOps) -> None:
         weight = head.target.lm_head.dense_weight() if own is None else own
-        head.lm_head = linear_of(rounded(weight, form), None, DENSE)
+        head.lm_head = linear_of(rounded(weight, scheme), None, DENSE)
         packs(head, ops)
+        if best:
+            (norm, few), whole = head.output_layer(), linear_of(weight.float(), None, DENSE)
+            whole.pack(ops)
+            rescored = Rescored(few, whole, int(best))
+            head.top_k = None
+            head.output_layer = lambda: (norm, rescored)
 
     options: dict[str, Any] = dict(zip(TREE, args.tree, strict=True)) | {"speculative_token_map": "all"}
     if args.algorithm == "EAGLE3":

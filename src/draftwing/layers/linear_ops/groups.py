@@ -148,7 +148,7 @@ class PackedLinear(LinearOp):
 
     def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
         super().__init__(layer)
-        self._weight, self._ops, self._deterministic = weight, ops, mode.deterministic
+        self._weight, self._ops = weight, ops
         self._gemm = ops.group_gemm(weight)
         self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
         self._side = ops.side_work()
@@ -160,7 +160,7 @@ class PackedLinear(LinearOp):
     @functools.cached_property
     def _tall(self) -> TallGemm | None:
         """Compiles kernels, which a weight that few rows are multiplied with does not need."""
-        return None if self._deterministic else self._ops.tall_gemm(self._weight)
+        return None if self._exact is not None else self._ops.tall_gemm(self._weight)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
