@@ -30,6 +30,10 @@ ENGINE: dict[str, Any] = {
     "enable_deterministic_inference": True, "speculative_num_steps": 3, "speculative_fixed_shape": True,
 }  # fmt: skip
 SIZES = {"vocab_size": 272, "hidden_size": 64}  # multiples of 16 and 64
+ON_GPU = {
+    "vocab_size": 272, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32,
+}  # fmt: skip  # every matrix has a multiple of 64 columns
 LM_HEAD = "speculative_lm_head_quantization"
 
 
@@ -52,9 +56,9 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
 class Case:
     """A target and a head that is mostly right, in folders."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> None:
         make, scale = MAKERS[kind]
-        exact = make(**SIZES, **({"rows": 192} if kind == "EAGLE3" else {}))
+        exact = make(**sizes, **({"rows": 192} if kind == "EAGLE3" else {}))
         self.target = disturbed(exact.target, scale / 2).write(folder / "target")
         write_tokenizer(self.target)
         self.options: dict[str, Any] = {"model": str(self.target), "speculative_algorithm": kind, **ENGINE}
@@ -112,7 +116,7 @@ def test_drafts_change_no_text(kind: str, scheme: str, tmp_path: Path, ops: list
 @pytest.mark.parametrize("scheme", ["int8", "w4a16"])
 @pytest.mark.parametrize("kind", ["NEXTN", "EAGLE3", "DSPARK"])
 def test_on_a_gpu(kind: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    case, cuda = Case(kind, tmp_path), {"device": "cuda", "num_threads": None}
+    case, cuda = Case(kind, tmp_path, ON_GPU), {"device": "cuda", "num_threads": None}
     with closing(case.engine(speculative_algorithm="none", speculative_draft_model_path=None, **cuda)) as plain:
         expected = answers(plain)
     lengths = []
@@ -122,7 +126,7 @@ def test_on_a_gpu(kind: str, scheme: str, tmp_path: Path, caplog: pytest.LogCapt
             assert answers(engine) == expected
             lengths.append(engine.reporter.total_tokens / engine.reporter.total_rows)
     assert f"a copy of the lm_head in {scheme}" in caplog.text
-    assert lengths[1] > 1.3 and 0.8 < lengths[1] / lengths[0] < 1.1
+    assert lengths[1] > 1.2 and 0.8 < lengths[1] / lengths[0] < 1.1
 
 
 @pytest.mark.exhaustive
