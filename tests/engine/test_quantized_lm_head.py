@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gemma4_models import assistant_for, reference
 from group_ops import GroupTorchOps
 from reference.checkpoints import Checkpoint
 from reference.exact_heads import MAKERS, disturbed
@@ -30,10 +29,10 @@ ENGINE: dict[str, Any] = {
     "enable_deterministic_inference": True, "speculative_num_steps": 3, "speculative_fixed_shape": True,
 }  # fmt: skip
 SIZES = {"vocab_size": 272, "hidden_size": 64}  # multiples of 16 and 64
-ON_GPU = {
+ON_GPU = {  # every matrix has a multiple of 64 columns
     "vocab_size": 272, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32,
-}  # fmt: skip  # every matrix has a multiple of 64 columns
+}  # fmt: skip
 LM_HEAD = "speculative_lm_head_quantization"
 
 
@@ -133,6 +132,8 @@ def test_on_a_gpu(kind: str, scheme: str, tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize(("clusters", "made"), [(0, [(272, "int8")]), (17, [])])
 def test_an_assistant(clusters: int, made: list[tuple[int, str]], tmp_path: Path, ops: list[tuple[int, str]]) -> None:
     """Of a head with clusters few rows are read as it is."""
+    from gemma4_models import assistant_for, reference  # imports transformers
+
     theirs = reference("dense", vocab_size=272, max_position_embeddings=512, tie_word_embeddings=False)
     theirs.save_pretrained(tmp_path / "target")
     assistant_for(theirs, clusters).save_pretrained(tmp_path / "assistant")
