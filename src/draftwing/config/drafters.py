@@ -26,6 +26,7 @@ TOKEN_MAPS = ("token_map.json", "token_map.txt", "token_map.pt")
 CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 16)
 MATCHES, SUFFIXES = TreeShape(11, 10, 12), TreeShape(15, 4, 16)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
+LM_HEAD = "speculative_lm_head_quantization"
 MEMORY_FILE = "speculative_memory"
 _OPTION = "speculative_algorithm"
 PAIR = "EAGLE3+NGRAM"  # an example of one
@@ -134,7 +135,7 @@ DRAFTERS = (
         "EAGLE",
         "draftwing.spec.build:draft_head",
         draft_model="optional",  # the prediction layers of a target draft, too
-        options=(TOKEN_MAP,),
+        options=(TOKEN_MAP, LM_HEAD),
         llama_tree=LLAMA_TREE,
         heads=("eagle", "mtp"),
         training=Training("EAGLE", "EAGLE-2 head", {"steps": 1, "tokens": 0.1, "features": 1.0, "noise": 0.2}),
@@ -143,7 +144,7 @@ DRAFTERS = (
         "EAGLE3",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        options=("speculative_aux_layer_ids",),
+        options=("speculative_aux_layer_ids", LM_HEAD),
         llama_tree=LLAMA_TREE,
         heads=("eagle3",),
         training=Training("EAGLE3", "EAGLE-3 head", {}, aux_hidden_states=True),
@@ -152,6 +153,7 @@ DRAFTERS = (
         "DFLASH",
         "draftwing.spec.build:draft_head",
         draft_model="required",
+        options=(LM_HEAD,),
         tree=BLOCK,
         heads=("dflash", "dspark"),
         training=Training("DFLASH", "DFlash head", {"kind": "kl"}, aux_hidden_states=True, block=7),
@@ -160,6 +162,7 @@ DRAFTERS = (
         "DSPARK",
         "draftwing.spec.build:draft_head",
         draft_model="required",
+        options=(LM_HEAD,),
         tree=BRANCHED_BLOCK,
         heads=("dspark", "dflash"),
         training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
@@ -169,12 +172,18 @@ DRAFTERS = (
         "draftwing.spec.build:draft_head",
         aliases=("MTP",),
         draft_model="optional",
-        options=(TOKEN_MAP,),
+        options=(TOKEN_MAP, LM_HEAD),
         llama_tree=LLAMA_TREE,
         heads=("mtp", "eagle"),
         training=Training("MTP", "Multi-token prediction layer", {}),
     ),
-    DrafterSpec("FROZEN_KV_MTP", "draftwing.spec.build:assistant", aliases=("ASSISTANT",), draft_model="required"),
+    DrafterSpec(
+        "FROZEN_KV_MTP",
+        "draftwing.spec.build:assistant",
+        aliases=("ASSISTANT",),
+        draft_model="required",
+        options=(LM_HEAD,),
+    ),
 )
 NAMES = tuple(spec.name for spec in DRAFTERS)
 NO_DRAFTER = DRAFTERS[0]

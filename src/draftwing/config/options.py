@@ -276,6 +276,12 @@ class Options:
         "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
         choices=AUX_LAYER_IDS,
     )  # fmt: skip
+    speculative_lm_head_quantization: str = option(
+        "auto", SPECULATION,
+        "GPU: type of a copy of the lm_head, the target's or a head's own, that drafts of few rows multiply with: int8 "
+        "(a scale for each row), w4a16 (4 bits in groups of 128); none: no copy; auto: int8 of a large one where "
+        "there is room", choices=("auto", "none", "int8", "w4a16"),
+    )  # fmt: skip
     speculative_num_steps: int | None = option(
         None, SPECULATION,
         f"depth of the draft tree; NGRAM: draft tokens - 1 (default: the head's, else {CHAIN.depth}, on Llama "

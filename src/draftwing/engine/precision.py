@@ -30,6 +30,7 @@ class Precision(NamedTuple):
     kv_dtype: torch.dtype  # of the KV pool
     weights: WeightFormat = DENSE  # of language models, the target and one that drafts
     head_weights: WeightFormat = DENSE  # of draft heads, whose errors cost acceptance, never text
+    draft_lm_head: str | None = None  # the scheme of a copy of the lm_head for drafts of few rows
 
 
 def pick_precision(
@@ -51,10 +52,12 @@ def pick_precision(
         few_bits = isinstance(weights, GroupFormat) and (quantised or weights.scheme is not None)
         if few_bits and dtype in _TAKEN[_OF_HEADS]:
             heads = GroupFormat(_OF_HEADS, device.ops)  # a step of the target is shorter, and drafts must be as well
-        return Precision(dtype, _kv_dtype(options, device, dtype, dtype), weights, heads)
+        kv_dtype = _kv_dtype(options, device, dtype, dtype)
+        return Precision(dtype, kv_dtype, weights, heads, _draft_lm_head(options, device, dtype))
     # Activations are rounded to 8 bits in blocks before each product; what lies between products stays in float32.
     kv_dtype = _kv_dtype(options, device, torch.float32, torch.bfloat16)
-    return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops))
+    scheme = _draft_lm_head(options, device, torch.float32)
+    return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops), scheme)
 
 
 def pick_dtype(name: str, device: Device, checkpoint: torch.dtype | None) -> torch.dtype:
@@ -96,6 +99,24 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
             f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}"
         )
     return GroupFormat(scheme, device.ops)
+
+
+def _draft_lm_head(options: Options, device: Device, dtype: torch.dtype) -> str | None:
+    """The scheme of the lm_head of drafts; None: as the model or the head has it."""
+    asked = options.speculative_lm_head_quantization
+    if asked == "none":
+        return None
+    scheme = _OF_HEADS if asked == "auto" else asked
+    if device.ops.keeps_groups and dtype in _TAKEN[scheme]:
+        return scheme
+    if asked == "auto":
+        return None
+    raise ConfigError(
+        f"--speculative-lm-head-quantization {asked}: expected a GPU with our own kernels and a model in "
+        f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}, found one in "
+        f"{str(dtype).removeprefix('torch.')} on {device.kind}: use auto, with which a CPU has what is in bfloat16 in "
+        "8 bits already"
+    )
 
 
 def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from draftwing.errors import ConfigError
+from draftwing.layers.linear import Linear
 from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.quantized_lm_head import MOST_ROWS, is_large, quantized_copy
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
@@ -25,6 +28,8 @@ from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")
+
+COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, so that it takes at most a tenth of them
 
 
 def ngram(context: DraftContext) -> NGramDrafter:
@@ -70,10 +75,44 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
 def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """A head drafts: the one that is given, or the target's own prediction layers."""
     head = _packed_head(context, None)
+    head.quantized_lm_head = _quantized_lm_head(context, head.output_layer()[1])
     drafter = _drafter(context, head)
     if isinstance(drafter, ModelDrafter):
-        drafter.swap = HeadSwap(head, lambda folder: _packed_head(context, folder))
+        drafter.swap = HeadSwap(head, lambda folder: _like(head, _packed_head(context, folder), context))
     return drafter
+
+
+def _like(first: FeatureHead, other: FeatureHead, context: DraftContext) -> FeatureHead:
+    """The other packed head, with its lm_head in fewer bits, too, where the first has it so. What both share is there
+    once."""
+    if first.quantized_lm_head is not None and context.draft_lm_head is not None:
+        own = other.output_layer()[1]
+        shared = own is first.output_layer()[1]
+        other.quantized_lm_head = (
+            first.quantized_lm_head if shared else quantized_copy(own, context.draft_lm_head, context.ops)
+        )
+    return other
+
+
+def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
+    """A copy of a packed lm_head for drafts of few rows, where that is asked for, or by default it is large and there
+    is room. Says so."""
+    scheme, shape = context.draft_lm_head, (lm_head.out_features, lm_head.in_features)
+    if scheme is None:
+        return None
+    by_default = context.options.speculative_lm_head_quantization == "auto"
+    if by_default and (not is_large(*shape) or COPY_ROOM * 2 * math.prod(shape) > context.free_memory()):
+        return None
+    copy = quantized_copy(lm_head, scheme, context.ops)
+    if copy is not None:
+        log.info(
+            "drafts of up to %d rows multiply with a copy of the lm_head in %s, %.2f GB; "
+            "--speculative-lm-head-quantization none leaves it out",
+            MOST_ROWS, scheme, copy.op.sizes.total() / 1e9,
+        )  # fmt: skip
+    elif not by_default:
+        log.warning("--speculative-lm-head-quantization %s has no effect on an lm_head of this kind", scheme)
+    return copy
 
 
 def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
@@ -101,6 +140,8 @@ def assistant(context: DraftContext) -> AssistantDrafter:
         context.draft_path, context.target, context.dtype, context.device, context.options.dummy, context.head_weights
     )
     head.pack(context.ops)
+    if head.clusters is None:
+        head.quantized_lm_head = _quantized_lm_head(context, head.lm_head)
     check_topk(context.shape.topk, head.vocab, str(context.draft_path))
     return AssistantDrafter(head, context.rows, context.shape.topk, context.dtype, context.ops)
 

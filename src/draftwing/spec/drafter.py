@@ -40,7 +40,8 @@ class DraftContext:
     draft_path: of the model that drafts, the target's own where none is given.
     token_ids [n] int64: tokens of the target that may be drafted, None for all.
     load_model: loads a language model from a folder or file, on the device.  head_weights: the format of a head's
-    matrices.
+    matrices.  draft_lm_head: the scheme of a copy of the lm_head, None: there is none.  free_memory: bytes of the
+    device, before there is a pool.
     """
 
     options: Options
@@ -54,6 +55,8 @@ class DraftContext:
     token_ids: Tensor | None
     load_model: Callable[[Path], DecoderModel]
     head_weights: WeightFormat = DENSE
+    draft_lm_head: str | None = None
+    free_memory: Callable[[], int] = lambda: 0
 
 
 class DraftStep(NamedTuple):

@@ -18,7 +18,9 @@ import torch
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import precompile
+from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
+from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8
 
 pytestmark = pytest.mark.slow
@@ -310,3 +312,27 @@ def test_what_fails_is_only_logged(
     assert why in caplog.text
     monkeypatch.setattr(precompile.sys, "executable", str(tmp_path / "missing"))
     assert precompile.precompile(job) is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "asked", "drafter", "expected"),
+    [
+        (64, "auto", "EAGLE", set()),
+        (4096, "auto", "EAGLE", {"int8"}),
+        (4096, "none", "EAGLE", set()),
+        (4096, "auto", "NGRAM", set()),
+        (64, "w4a16", "EAGLE", {"w4a16"}),
+    ],
+)
+def test_kernels_for_a_copy_of_the_lm_head(
+    job: precompile.Job, hidden: int, asked: str, drafter: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a weight that is not quantised there is nothing else for `gemm_groups.cu`, and nothing for `gemm_tall.cu`."""
+    found: list[Width] = []
+    monkeypatch.setattr(gemm, "compile_ahead", lambda *rest: None)
+    monkeypatch.setattr(gemm_groups, "compile_ahead", lambda dtype, width, capability: found.append(width))
+    monkeypatch.setattr(gemm_tall, "compile_ahead", lambda *rest: pytest.fail("nothing of many rows is multiplied"))
+    (job.path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": hidden, "vocab_size": 32768}))
+    options = dataclasses.replace(job.options, speculative_algorithm=drafter, speculative_lm_head_quantization=asked)
+    precompile._compile_products(job._replace(options=options))
+    assert found == [precompile.MADE[name] for name in expected]

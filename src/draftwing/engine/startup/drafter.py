@@ -44,10 +44,14 @@ def make_drafter(
     def load(path: Path) -> DecoderModel:
         return load_with_progress(path, precision, device, options, target=False)
 
+    def free_memory() -> int:
+        device.trim()
+        return device.free_memory()
+
     drafter: Drafter = options.drafter_spec.make(
         DraftContext(
             options, target, shape, rows + 1, precision.dtype, device.device, device.ops, path, token_ids, load,
-            precision.head_weights,
+            precision.head_weights, precision.draft_lm_head, free_memory,
         )
     )  # fmt: skip
     if options.drafter_spec.own and not drafter.kv_layers:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing import __version__
+from draftwing.config.drafters import LM_HEAD
 from draftwing.config.options import SERVER, Options
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
@@ -46,7 +47,9 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.linear_ops.groups import alike, joined
 from draftwing.machine import processors
+from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.quantized_lm_head import is_large
 from draftwing.models.loader import load_config
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.ops.cuda.gemm_groups import Width
@@ -64,7 +67,8 @@ PATIENCE = 60.0  # seconds that an engine which has loaded waits
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 _ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 _SHARED_EXPERT = "model.layers.0.mlp.shared_expert.gate_proj"
-MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}  # by `--quantization`
+# By what options call them.
+MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1), "int8": Width(8, False, WHOLE)}
 
 
 class Job(NamedTuple):
@@ -244,8 +248,11 @@ def _compile_products(job: Job) -> None:
     from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
-    for width in _widths(job.options.quantization, load_config(job.path).quantization):
+    config = load_config(job.path)
+    widths = _widths(job.options.quantization, config.quantization)
+    for width in widths | _width_of_lm_head(job, config):
         gemm_groups.compile_ahead(job.dtype, width, job.capability)
+    for width in widths:
         gemm_tall.compile_ahead(job.dtype, width, job.capability)
 
 
@@ -262,7 +269,16 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
     found = {MADE[asked]} if asked in MADE else set()
     found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
-    return found | ({Width(8, False, WHOLE)} if found else set())  # of draft heads
+    return found | ({MADE["int8"]} if found else set())  # of draft heads
+
+
+def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
+    """Returns the width of a copy of the lm_head for drafts, where there may be one."""
+    asked, spec = job.options.speculative_lm_head_quantization, job.options.drafter_spec
+    by_default = job.dtype == torch.bfloat16 and is_large(config.vocab_size, config.hidden_size)
+    if asked == "none" or LM_HEAD not in spec.options or (asked == "auto" and not by_default):
+        return set()
+    return {MADE["int8" if asked == "auto" else asked]}
 
 
 class _Driver:

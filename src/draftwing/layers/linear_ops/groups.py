@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
+from draftwing.ops.contracts import TallGemm
 from draftwing.ops.groups import PackedGroups, join, joinable, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
@@ -146,15 +148,19 @@ class PackedLinear(LinearOp):
 
     def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
         super().__init__(layer)
-        self._weight = weight
+        self._weight, self._ops = weight, ops
         self._gemm = ops.group_gemm(weight)
         self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
-        self._tall = None if mode.deterministic else ops.tall_gemm(weight)
         self._side = ops.side_work()
         self._later: Sequence[PackedLinear] = ()
         self._ahead: tuple[Tensor, Any] | None = None  # the matrix, and what to join before it is there
         if mode.deterministic and self._exact is None:
             raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
+
+    @functools.cached_property
+    def _tall(self) -> TallGemm | None:
+        """Compiles kernels, which a weight that few rows are multiplied with does not need."""
+        return None if self._exact is not None else self._ops.tall_gemm(self._weight)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False

@@ -24,6 +24,7 @@ from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel, pack_layers
 from draftwing.models.heads.base import DraftHead
+from draftwing.models.heads.quantized_lm_head import for_rows
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
@@ -108,6 +109,7 @@ class AssistantHead(DraftHead, nn.Module):
         self.lm_head = Linear(hidden, share, False, dtype, device, self._head_format)
         if clusters is None:
             vocab_parallel(self.lm_head, self.ranks, self.vocab)
+        self.quantized_lm_head: Linear | None = None  # a copy for few rows, where all tokens have logits
         self.clusters = None if clusters is None else Clusters(clusters, hidden, self.vocab, dtype, weight_format)
         rotates = [layer.mixer.rotates for layer in config.layers]
         kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None))
@@ -142,7 +144,9 @@ class AssistantHead(DraftHead, nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         x = self.ops.concat_columns(hidden[:, self._theirs :])
-        return self.lm_head(x) if self.clusters is None else self.clusters.logits(x, self.lm_head, self.ops)
+        if self.clusters is None:
+            return for_rows(len(x), self.lm_head, self.quantized_lm_head)(x)
+        return self.clusters.logits(x, self.lm_head, self.ops)
 
     def pack(self, ops: LayerOps) -> None:
         """Lets every layer prepare for inference."""

@@ -16,6 +16,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
+from draftwing.models.heads.quantized_lm_head import for_rows
 from draftwing.models.weight_map import named, stored_tensors
 from draftwing.ops.attention import Attend
 from draftwing.ops.contracts import HeadTopK
@@ -110,6 +111,7 @@ class FeatureHead(DraftHead, nn.Module):
         self.lm_head: Linear | None = None  # of its own, see `add_lm_head`
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
+        self.quantized_lm_head: Linear | None = None  # a copy of what `output_layer` has, for few rows
         self.ops = PLAIN
 
     def features(self, aux_hidden: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ class FeatureHead(DraftHead, nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] of `run` -> [M, vocab]"""
         norm, lm_head = self.output_layer()
-        return lm_head(hidden if norm is None else norm(hidden))
+        return for_rows(len(hidden), lm_head, self.quantized_lm_head)(hidden if norm is None else norm(hidden))
 
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
