@@ -96,6 +96,29 @@ def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> No
     assert record.figures["reason"] == "not better by more than noise"
 
 
+def test_a_run_of_an_older_version_begins_anew_where_nobody_looks(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.add("older", learnable.texts(served.target, 60, 6))
+
+    def train(out: Path) -> int:
+        history = served.train("older", "--epochs", "2", "--out", str(out))
+        state = out / "fit" / "state.pt"
+        found = torch.load(state, weights_only=True)
+        found["identity"]["config.lr"] = 0.02
+        torch.save(found, state)
+        return len(history.list())
+
+    own = served.folder / "older" / "training"  # of a server
+    assert [train(own), train(own)] == [1, 2]
+    first, second = HeadHistory(served.folder / "older" / "heads").list()
+    assert first.sha256 == second.sha256
+    assert train(served.folder / "a user's") == 3
+    with pytest.raises(AssertionError):
+        train(served.folder / "a user's")
+    assert "config.lr: 0.02, now 0.01" in capsys.readouterr().err
+
+
 def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.add("little", learnable.texts(served.target, 20, 3))
     words = ["train", "--model", str(served.target), "--from", str(served.folder / "little"), "--out",

@@ -22,10 +22,11 @@ from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
-from draftwing.learn.traffic import TrafficStore
+from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
+from draftwing.train.fit import STATE_FILE, StateError
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
@@ -144,6 +145,18 @@ class TrafficStages(Stages):
         with closing(Engine(self.engine_options)) as engine:
             write_prompts(engine, max(PROMPTS, self._missing), file, number)
         self._trim()
+
+    def fit(self) -> None:
+        """Trains as any run does. In `DIR/training`, where nobody would see that it is refused, a run that an older
+        version has begun begins anew."""
+        try:
+            super().fit()
+        except StateError as error:
+            if self.run.out.resolve() != self.folder / RUN:
+                raise
+            logger.warning("%s. That is done: training begins anew", error)
+            (self.run.out / "fit" / STATE_FILE).unlink()
+            super().fit()
 
     @cached_property
     def tokens(self) -> list[Tokens]:
