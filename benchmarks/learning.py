@@ -1,11 +1,11 @@
-"""What heads gain by traffic of several kinds: acceptance length and tokens per second on later requests of each kind, and
-on general chat, before and after.
+"""What heads gain by traffic of several kinds: acceptance length and tokens per second on later requests of each kind,
+and on general chat, before and after.
 
     python benchmarks/learning.py --prompts DIR --kinds shell support --out RUN [--requests 600] [--concurrency 8] \
         [--train "--epochs 4"] [--options "--num-threads 1"] [--general-text DIR]
 
-DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or `messages`,
-pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the penalties
+DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or
+`messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the penalties
 that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs, for all kinds at once; and the
 same engine measures with each head in turn, swapped as a server swaps it. What is there already is not made again:
 traffic, and heads. --heads names others to measure in their place. --train: further words for `draftwing train`;

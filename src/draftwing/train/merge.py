@@ -95,7 +95,7 @@ def merge(head: AnyHead, parent: AnyHead, traffic: Moments, general: Moments, we
 def _merge_matrix(mine: Tensor, theirs: Tensor, traffic: Tensor, general: Tensor, weight: float) -> None:
     """mine, theirs [out, in]; mine is overwritten. A block of inputs at a time, so that little is in float64."""
     spread = float(weight * _mean_square(traffic) + _mean_square(general))
-    ridge = RIDGE * spread or 1.0  # where no input was seen, what could not be solved for else: it is the parent's again
+    ridge = RIDGE * spread or 1.0  # where no input was seen: it is the parent's again
     columns = zip(mine.split(traffic.shape[1], 1), theirs.split(traffic.shape[1], 1), strict=True)
     for (own, before), seen, other in zip(columns, traffic, general, strict=True):
         wanted = weight * seen.double()
