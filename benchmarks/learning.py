@@ -5,12 +5,12 @@ and on general chat, before and after.
         [--train "--epochs 4"] [--options "--num-threads 1"] [--general-text DIR]
 
 DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or
-`messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the penalties
-that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs, for all kinds at once; and the
-same engine measures with each head in turn, swapped as a server swaps it. What is there already is not made again:
-traffic, and heads. --heads names others to measure in their place. --train: further words for `draftwing train`;
---options: for it and for the engine. --general-text: a folder whose general text is used, as DIR/general of an earlier
-run. RUN/results.json has all figures.
+`messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the
+penalties that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs, for all kinds at once;
+and the same engine measures with each head in turn, swapped as a server swaps it. What is there already is not made
+again: traffic, and heads. --heads names others to measure in their place. --train: further words for `draftwing
+train`; --options: for it and for the engine. --general-text: a folder whose general text is used, as DIR/general of an
+earlier run. RUN/results.json has all figures.
 """
 
 from __future__ import annotations
