@@ -24,6 +24,7 @@ from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
+from draftwing.train.coupling import Temperatures
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.fit import STATE_FILE, StateError
@@ -237,19 +238,23 @@ class TrafficStages(Stages):
         the merged one, too."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
-        train, part = self._split(source, self.tokens, heads.TargetHead(target))
+        target_head = heads.TargetHead(target)
+        train, part = self._split(source, self.tokens, target_head)
+        drawn = {one.key: one.temperature for one in self.responses()} | self.traffic.temperatures
+        temperatures = Temperatures(drawn, target_head)
         depth, max_length = len(self._seconds), self.settings.max_length
 
         def load(folder: Path) -> Any:
             return heads.load_head(folder, target, self.settings.algorithm)
 
         trained, parent = self.run.out / "head", self.init_heads[0]
-        before, found = draft_along(load(parent), part, depth, max_length), None
+        before, found = draft_along(load(parent), part, depth, max_length, temperatures), None
         moments = self._moments(load(trained), train)
         for weight in WEIGHTS:
             head = load(trained)
             merge(head, load(parent), *moments, weight)
-            merged = judge(before, draft_along(head, part, depth, max_length), self.traffic.clients, self._seconds)
+            after = draft_along(head, part, depth, max_length, temperatures)
+            merged = judge(before, after, self.traffic.clients, self._seconds)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
