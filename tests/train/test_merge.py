@@ -15,7 +15,7 @@ from draftwing.models.loader import load_model
 from draftwing.train import merge as merging
 from draftwing.train.capture import FeatureModel
 from draftwing.train.heads import load_head
-from draftwing.train.merge import RIDGE, input_moments, merge
+from draftwing.train.merge import RIDGE, input_moments, merge, moments_bytes
 from draftwing.train.store import OnlineSource, Part, Tokens
 from draftwing.train.ttt import unroll
 
@@ -120,5 +120,6 @@ def test_moments_are_those_of_what_goes_into_each_matrix(
     joined = torch.cat(states)
     torch.testing.assert_close(found["lm_head.weight"], blocks(joined, block), rtol=1e-4, atol=1e-5)
     assert all(torch.allclose(moment, moment.mT) for moment in found.values())
+    assert moments_bytes(head) == sum(moment.nbytes for moment in found.values())
     again = input_moments(head, Part(source, [0]), steps, 64)
     assert all(torch.equal(found[name], moment) for name, moment in again.items())

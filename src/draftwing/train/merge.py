@@ -9,6 +9,7 @@ traffic as much as it saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -58,12 +59,21 @@ def moment_shape(inputs: int) -> tuple[int, int, int]:
     return blocks, inputs // blocks, inputs // blocks
 
 
+def moments_bytes(head: ChainHead) -> int:
+    """Returns what `input_moments` takes."""
+    return sum(4 * math.prod(moment_shape(layer.in_features)) for layer in _trained_matrices(head).values())
+
+
+def _trained_matrices(head: ChainHead) -> dict[str, Linear]:
+    return {f"{name}.weight": layer for name, layer in head.named_modules()
+            if isinstance(layer, Linear) and layer.weight.requires_grad}  # fmt: skip
+
+
 @torch.no_grad()
 def input_moments(head: ChainHead, part: Part, steps: int, max_length: int) -> Moments:
     """Returns the moments of all matrices that are trained, along texts that are drafted in chains of `steps`. Rows of
     padding count, too: texts of a batch are of like lengths."""
-    layers = {f"{name}.weight": layer for name, layer in head.named_modules()
-              if isinstance(layer, Linear) and layer.weight.requires_grad}  # fmt: skip
+    layers = _trained_matrices(head)
     watched = {name: _Watched(layer) for name, layer in layers.items()}
     norm, lm_head = head.output_layer()
     try:

@@ -31,7 +31,7 @@ from draftwing.train.fit import STATE_FILE, StateError
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
-from draftwing.train.merge import Moments, input_moments, merge
+from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
 from draftwing.train.run import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
@@ -275,6 +275,7 @@ class TrafficStages(Stages):
         for number in train.numbers:
             groups[keys[number] not in self.traffic.clients].append(number)
         chosen = [numbers[:: -(-len(numbers) // TEXTS)] for numbers in groups if numbers]
+        logger.info("merging: %.2f GB of moments of inputs", len(chosen) * moments_bytes(head) / 1e9)
         found = [input_moments(head, Part(train.source, numbers), depth, self.settings.max_length)
                  for numbers in chosen]  # fmt: skip
         return found[0], found[-1]
