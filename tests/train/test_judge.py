@@ -82,8 +82,9 @@ def test_along_a_text_that_was_drawn_drafts_have_its_noise(tmp_path: Path) -> No
         count = torch.ones_like(at)
         seeds = count * temperatures.rows([key])[1][0]
         noise = torch.zeros(len(ids), head.vocab)
-        logits = temperatures.target(sample.final[at])
-        noise[at] = noise_of_text(logits, ids[at + 1], count * heat, seeds, at, head.target_ids)
+        scaled = temperatures.target(sample.final[at]) / heat
+        drafted = torch.arange(head.config.vocab_size) if head.target_ids is None else head.target_ids
+        noise[at] = noise_of_text(scaled[:, drafted], scaled.logsumexp(1), ids[at + 1], seeds, at, drafted)
         with torch.no_grad():
             states = unroll(head, ids[None], head.features(sample.aux_hidden.float()), depth)
             chains = [head.logits(hidden) for hidden in states]

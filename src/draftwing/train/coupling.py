@@ -30,22 +30,31 @@ class Temperatures(NamedTuple):
         """Returns the temperatures of texts, and seeds for their noise."""
         return [self.of.get(key, 0.0) for key in keys], [crc32(key.encode()) for key in keys]
 
+    def noise(
+        self, final: Tensor, said: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, ids: Tensor | None
+    ) -> Tensor:
+        """Draws the noise of n positions, times the temperature. final [n, hidden]: of the target after its final norm;
+        ids [Vd] int64: tokens whose noise is asked for, None: all; the others as of `noise_of_text` -> [n, Vd]."""
+        heat = temperature.unsqueeze(1)
+        if ids is None:
+            scaled = self.target(final) / heat
+            ids, total = torch.arange(scaled.shape[1], device=final.device), scaled.logsumexp(1)
+        else:
+            logits, _, share = self.target.of(ids, final, heat)
+            scaled = logits / heat
+            total = scaled.logsumexp(1) - share.log()
+        return noise_of_text(scaled, total, said, seed, position, ids) * heat
 
-def noise_of_text(
-    logits: Tensor, said: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, ids: Tensor | None
-) -> Tensor:
+
+def noise_of_text(scaled: Tensor, total: Tensor, said: Tensor, seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Draws the noise that has made a target say what it said, at n positions of texts.
 
-    logits [n, V] float32 or wider; said [n] int64: the token that was drawn; temperature [n] above 0; seed, position
-    [n] int64: what is drawn follows from them alone; ids [Vd] int64: the tokens whose noise is asked for, None for all
-    -> [n, Vd] in the units of logits / temperature.
+    scaled [n, Vd] float32 or wider: the target's logits of the tokens ids [Vd] int64, through the temperature; total
+    [n]: log sum exp of those of all tokens; said [n] int64: the token that was drawn; seed, position [n] int64: what is
+    drawn follows from them alone -> [n, Vd].
     """
-    vocab = logits.shape[1]
-    scaled = logits / temperature.unsqueeze(1)
-    ids = torch.arange(vocab, device=logits.device) if ids is None else ids
     key = seed, position.unsqueeze(1)
-    beyond = torch.tensor([vocab], device=logits.device)  # no token's: the noise of the largest sum
-    top = scaled.logsumexp(1, keepdim=True) + gumbel_at(*key, beyond).squeeze(1)  # [n, 1]
-    own = scaled[:, ids]
-    below = -torch.logaddexp(-top, -(own + gumbel_at(*key, ids).squeeze(1)))
-    return torch.where(ids == said.unsqueeze(1), top, below) - own
+    none = torch.tensor([-1], device=ids.device)  # no token's: the noise of the largest sum
+    top = total.unsqueeze(1) + gumbel_at(*key, none).squeeze(1)  # [n, 1]
+    below = -torch.logaddexp(-top, -(scaled + gumbel_at(*key, ids).squeeze(1)))
+    return torch.where(ids == said.unsqueeze(1), top, below) - scaled

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwing.train.batches import in_order, load, to_device, usable
-from draftwing.train.coupling import Temperatures, noise_of_text
+from draftwing.train.coupling import Temperatures
 from draftwing.train.cross_entropy import chunks
 from draftwing.train.store import Part
 from draftwing.train.teacher import Batch
@@ -137,11 +137,12 @@ def _hits(
         warm, noise = None, None
         if temperatures is not None:
             heats, seeds = (torch.tensor(each, device=device)[text[part]] for each in temperatures.rows(keys))
-            warm = heats > 0
-            at, heats = here[warm], heats[warm]
-            logits = temperatures.target(batch.final[at])
-            noise = noise_of_text(logits, said[at], heats, seeds[warm], batch.depth[at], head.target_ids)
-            noise *= heats.unsqueeze(1)
+            warm = (heats > 0).nonzero().flatten()
+            if len(warm):
+                at = here[warm]
+                noise = temperatures.noise(
+                    batch.final[at], said[at], heats[warm], seeds[warm], batch.depth[at], head.target_ids
+                )
         for k, hidden in enumerate(states):
             begin = (here - k - 1).clamp(min=0)  # the chains that have come here
             state, weight = head.readout(hidden[begin])
