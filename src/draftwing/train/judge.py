@@ -132,6 +132,7 @@ def _hits(
     device, text = places.device, places // longest
     hits = torch.zeros(batch.ids.numel(), len(states), dtype=torch.bool, device=device)
     said = torch.nn.functional.pad(batch.ids, (0, 1)).flatten()[places + text + 1]  # after each place
+    normed, weight = [head.readout(hidden)[0] for hidden in states], head.readout(states[0])[1]
     for part in chunks(len(places), head.config.vocab_size, device):
         here = torch.arange(len(places), device=device)[part]
         warm, noise = None, None
@@ -143,10 +144,9 @@ def _hits(
                 noise = temperatures.noise(
                     batch.final[at], said[at], heats[warm], seeds[warm], batch.depth[at], head.target_ids
                 )
-        for k, hidden in enumerate(states):
+        for k, state in enumerate(normed):
             begin = (here - k - 1).clamp(min=0)  # the chains that have come here
-            state, weight = head.readout(hidden[begin])
-            logits = state @ weight.t()
+            logits = state[begin] @ weight.t()
             if noise is not None:
                 logits[warm] += noise.to(logits.dtype)
             best = logits.argmax(-1)
