@@ -103,7 +103,7 @@ def keep_traffic(engine: Engine, asked: argparse.Namespace, kind: str) -> None:
 
 
 def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
-    """Learns from all kinds at once. Returns the newest head of each, of those that have one."""
+    """Learns from all kinds at once. Returns the newest head of each, as it was trained where none was judged."""
     runs = {}
     for kind in asked.kinds:
         folder = asked.out / kind
@@ -114,9 +114,12 @@ def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
                 runs[kind] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     for kind, process in runs.items():
         if process.wait():
-            print(f"{kind}: no head: see {asked.out / kind / 'train.log'}", flush=True)
-    heads = {kind: HeadHistory(asked.out / kind / "traffic" / "heads").list() for kind in asked.kinds}
-    return {kind: found[-1].folder for kind, found in heads.items() if found}
+            print(f"{kind}: it failed: see {asked.out / kind / 'train.log'}", flush=True)
+    heads = {}
+    for kind in asked.kinds:
+        judged = HeadHistory(asked.out / kind / "traffic" / "heads").list()
+        heads[kind] = judged[-1].folder if judged else asked.out / kind / "run" / "head"
+    return {kind: folder for kind, folder in heads.items() if folder.exists()}
 
 
 class Meter:
