@@ -88,6 +88,13 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     assert history.list()[2].parent is None and history.current() == history.list()[2].number
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_judges_and_merges(served: Served) -> None:
+    served.add("on a gpu", learnable.texts(served.target, 120, 7))
+    (record,) = served.train("on a gpu", "--epochs", "20", "--device", "cuda").list()
+    assert record.figures["taken"] and record.figures["traffic"]["gain"] > 1.3
+
+
 def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> None:
     served.add("same", learnable.texts(served.target, 60, 2))
     history = served.train("same", "--epochs", "0.1", "--lr", "1e-9")

@@ -253,6 +253,10 @@ class TargetHead:
         self._weight = _head_weight(target)
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # ids, their rows of the weight, and the other rows
 
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns logits [n, V], float32 or wider."""
         return PLAIN.wide_gemm(hidden, self._weight)

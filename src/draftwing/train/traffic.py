@@ -138,7 +138,7 @@ def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tup
                 states.append(sample.final[at])
                 tokens.append(sample.ids[at + 1].long())
         if keys:
-            logits = target(torch.cat(states)).float()  # [rows, V]
+            logits = target(torch.cat(states).to(target.device)).float()  # [rows, V]
             chosen = logits.gather(1, torch.cat(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
             found = (chosen - logits.logsumexp(1)).split([len(own) for own in tokens])
             yield from zip(keys, [float(own.mean()) for own in found], strict=True)
