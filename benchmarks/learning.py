@@ -1,13 +1,16 @@
-"""What a head gains by traffic of one kind: acceptance length and tokens per second on later requests of that kind, and
-on general chat, before and after.
+"""What heads gain by traffic of several kinds: acceptance length and tokens per second on later requests of each kind,
+and on general chat, before and after.
 
-    python benchmarks/learning.py --prompts shell.jsonl --later shell_later.jsonl --out runs/shell [--requests 300] \
-        [--train "--epochs 4"] [--options "--num-threads 1"] [--result FILE]
+    python benchmarks/learning.py --prompts DIR --kinds shell support --out RUN [--requests 600] [--concurrency 8] \
+        [--train "--epochs 4"] [--options "--num-threads 1"] [--general-text DIR]
 
-Prompts are JSON lines with `turns`, as `draftwing train --prompts` takes them. Half of the requests are greedy, half at
-0.8, without the penalties that a model may have by default. Each part is skipped where its result is in --out already:
-traffic, training, measurements. --train: further words for `draftwing train`; --options: for it and for the engines.
---result: JSON with all figures.
+DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or
+`messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the
+penalties that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs, for all kinds at once;
+and the same engine measures with each head in turn, swapped as a server swaps it. What is there already is not made
+again: traffic, and heads. --heads names others to measure in their place. --train: further words for `draftwing
+train`; --options: for it and for the engine. --general-text: a folder whose general text is used, as DIR/general of an
+earlier run. RUN/results.json has all figures.
 """
 
 from __future__ import annotations
@@ -15,98 +18,197 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from draftwing import LLM
-from draftwing.cli.main import main as draftwing
+import numpy as np
+
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
+from draftwing.config.trees import TREE
+from draftwing.engine.engine import Engine
+from draftwing.engine.session import Session
 from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
-from draftwing.train.evaluate import Trial, evaluate
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.train.judge import Drafted, compare
 
 GENERAL = Path(__file__).parent / "data" / "mt_bench.jsonl"
+GENERAL_TOKENS = 96  # of an answer in general chat
 TEMPERATURES = (0.0, 0.8)
-PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0, "top_p": 1.0, "top_k": -1}  # as `evaluate` samples
+PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0, "top_p": 1.0, "top_k": -1}
+AT_ONCE = 128  # requests that become traffic
 
 
-def texts(file: Path, count: int) -> list[str]:
+class Answered(NamedTuple):
+    """answers: token ids of each.  drafted: the tokens of each but for the first, and the steps [1] that these took."""
+
+    answers: list[list[int]]
+    drafted: dict[str, Drafted]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+
+def questions(engine: Engine, file: Path, count: int) -> list[list[int]]:
+    """Returns the ids of the first `count` prompts of a file."""
     with file.open(encoding="utf-8") as lines:
-        return [json.loads(line)["turns"][0] for line in lines][:count]
+        found = [json.loads(line) for line in lines][:count]
+    chats = [one.get("messages") or [("user", one["turns"][0])] for one in found]
+    return [engine.tokenizer.encode_chat([{"role": role, "content": text} for role, text in chat]) for chat in chats]
 
 
-def serve(asked: argparse.Namespace, engine: dict[str, Any], folder: Path) -> None:
-    """Answers the prompts and keeps them as traffic, one a second."""
-    prompts = texts(asked.prompts, asked.requests)
-    params = [
-        {**PLAIN, "max_new_tokens": asked.tokens, "temperature": TEMPERATURES[i % 2]} for i, _ in enumerate(prompts)
-    ]
-    with LLM(asked.model, **engine) as llm:
-        ids = [llm.engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        answers = llm.generate(ids, params)
-    store, start = TrafficStore(folder), time.time() - len(prompts)
-    for i, (prompt, answer) in enumerate(zip(ids, answers, strict=True)):
-        store.add(Exchange(start + i, "client", None, prompt, list(answer.token_ids), TEMPERATURES[i % 2]))
-    store.close()
+def ask(
+    engine: Engine, prompts: Sequence[list[int]], temperatures: Sequence[float], tokens: int, at_once: int
+) -> Answered:
+    """Answers prompts, each with a seed of its own, so that an answer is the same whatever head drafts it."""
+    engine.flush_cache()
+    asked = [SamplingParams.read({**PLAIN, "max_new_tokens": tokens, "temperature": heat, "sampling_seed": i})
+             for i, heat in enumerate(temperatures)]  # fmt: skip
+    answers: list[list[int]] = [[] for _ in prompts]
+    drafted, start = dict[str, Drafted](), time.perf_counter()
+    requests = (GenerationRequest(str(i), prompt, asked[i]) for i, prompt in enumerate(prompts))
+    for output in Session(engine).run(requests, at_once):
+        answer = answers[int(output.uid)]
+        answer += output.token_ids
+        if output.finish_reason is not None:
+            steps = np.array([output.meta.get("spec_verify_ct", len(answer) - 1)], np.int64)
+            drafted[output.uid] = Drafted(len(answer) - 1, steps)
+    return Answered(answers, drafted, time.perf_counter() - start)
 
 
-def measure(asked: argparse.Namespace, engine: dict[str, Any], head: str, name: str) -> list[dict[str, Any]]:
-    sets = {asked.later.stem: texts(asked.later, asked.measured), "general chat": texts(GENERAL, asked.general)}
-    options = {**engine, "model": asked.model, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-    shapes = [TreeShape(*map(int, shape.split(","))) for shape in asked.shapes]
-    return evaluate(options, sets, Trial(shapes, TEMPERATURES, asked.tokens, asked.concurrency), asked.out / name)
+def keep_traffic(engine: Engine, asked: argparse.Namespace, kind: str) -> None:
+    """Answers a kind's prompts, and keeps them as if one had come each second."""
+    folder = asked.out / kind / "traffic"
+    if (folder / "traffic.json").exists():
+        return
+    prompts = questions(engine, asked.prompts / f"{kind}.jsonl", asked.requests)
+    heats = [TEMPERATURES[i % 2] for i in range(len(prompts))]
+    found = ask(engine, prompts, heats, asked.tokens, AT_ONCE)
+    with closing(TrafficStore(folder)) as store:
+        for i, (prompt, answer, heat) in enumerate(zip(prompts, found.answers, heats, strict=True)):
+            store.add(Exchange(time.time() - len(prompts) + i, "client", None, prompt, answer, heat))
+    if asked.general_text is not None:
+        shutil.copytree(asked.general_text, folder / "general")
+    print(f"{kind}: {len(prompts)} answers, {found.rate:.0f} tokens/s, {found.seconds:.1f} s", flush=True)
+
+
+def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
+    """Learns from all kinds at once. Returns the newest head of each, as it was trained where none was judged."""
+    runs = {}
+    for kind in asked.kinds:
+        folder = asked.out / kind
+        if not HeadHistory(folder / "traffic" / "heads").list():
+            run = ["--from", str(folder / "traffic"), "--out", str(folder / "run"), "--model", asked.model]
+            command = [sys.executable, "-m", "draftwing", "train", *run, "--init-head", asked.head, *words]
+            with (folder / "train.log").open("w", encoding="utf-8") as log:
+                runs[kind] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    for kind, process in runs.items():
+        if process.wait():
+            print(f"{kind}: it failed: see {asked.out / kind / 'train.log'}", flush=True)
+    heads = {}
+    for kind in asked.kinds:
+        judged = HeadHistory(asked.out / kind / "traffic" / "heads").list()
+        heads[kind] = judged[-1].folder if judged else asked.out / kind / "run" / "head"
+    return {kind: folder for kind, folder in heads.items() if folder.exists()}
+
+
+class Meter:
+    """Measures with one head after the other, and writes what is known after each."""
+
+    def __init__(self, engine: Engine, asked: argparse.Namespace) -> None:
+        self.engine, self.asked = engine, asked
+        self.rows: list[dict[str, Any]] = []
+        self.general = questions(engine, GENERAL, asked.general)
+
+    def measure(self, heads: Mapping[str, Path]) -> None:
+        later = {kind: questions(self.engine, self.asked.prompts / f"{kind}_later.jsonl", self.asked.measured)
+                 for kind in heads}  # fmt: skip
+        for found in (self.general, *later.values()):
+            self._answer(found[: self.asked.concurrency], 0.8, 32)  # first use of everything
+        chat = {heat: self._answer(self.general, heat, GENERAL_TOKENS) for heat in TEMPERATURES if self.general}
+        for kind, folder in heads.items():
+            before = {heat: self._answer(later[kind], heat, self.asked.tokens) for heat in TEMPERATURES}
+            self.engine.swap_draft(folder)
+            for heat in TEMPERATURES:
+                after = self._answer(later[kind], heat, self.asked.tokens)
+                self._add(kind, kind, heat, before[heat], after)
+            for heat, old in chat.items():
+                self._add(kind, "general chat", heat, old, self._answer(self.general, heat, GENERAL_TOKENS))
+            self.engine.swap_draft(None)
+
+    def _answer(self, prompts: Sequence[list[int]], heat: float, tokens: int) -> Answered:
+        return ask(self.engine, prompts, [heat] * len(prompts), tokens, self.asked.concurrency)
+
+    def _add(self, head: str, prompts: str, heat: float, before: Answered, after: Answered) -> None:
+        length = compare(before.drafted, after.drafted, [1.0])
+        same = sum(old == new for old, new in zip(before.answers, after.answers, strict=True))
+        self.rows.append({
+            "head": head, "prompts": prompts, "temperature": heat, "texts": len(before.answers), "same": same,
+            "length": [length.length_before, length.length_after], "gain": length.gain, "error": length.error,
+            "tokens_per_second": [before.rate, after.rate], "speedup": after.rate / before.rate,
+        })  # fmt: skip
+        write_json(self.asked.out / "results.json", {"settings": settings(self.asked), "rows": self.rows})
+        cells = [head, prompts, f"{heat:g}", f"{length.length_before:.2f} to {length.length_after:.2f}",
+                 f"{length.gain:.3f}x ± {length.error:.3f}", f"{before.rate:.1f} to {after.rate:.1f}",
+                 f"{after.rate / before.rate:.3f}x", f"{same} of {len(before.answers)}"]  # fmt: skip
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def settings(asked: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(asked).items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--later", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--traffic", type=Path, help="folder of traffic that is there already (default: OUT/traffic)")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--head", help="that it starts from (default: the model's own)")
-    parser.add_argument("--measured", type=int, default=60, help="later prompts")
+    parser.add_argument("--head", help="that all start from (default: the model's own)")
+    parser.add_argument("--heads", nargs="+", type=Path, help="to be measured, one of each kind: nothing is learnt")
+    parser.add_argument("--requests", type=int, default=600, help="of each kind")
+    parser.add_argument("--measured", type=int, default=60, help="later requests of each kind")
     parser.add_argument("--general", type=int, default=60, help="prompts of general chat")
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--shapes", nargs="+", default=["4,1,5"])
-    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--general-text", type=Path)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--shape", help="of all drafts, as 4,1,5 (default: as a server chooses them)")
+    parser.add_argument("--concurrency", type=int, default=1, help="requests at once, when measured")
     parser.add_argument("--train", default="")
     parser.add_argument("--options", default="")
-    parser.add_argument("--result", type=Path)
     asked = parser.parse_args()
     words = shlex.split(asked.options)
-    engine: dict[str, Any] = {
-        name.removeprefix("--"): int(value) if value.isdecimal() else value
+    options: dict[str, Any] = {
+        name.removeprefix("--").replace("-", "_"): int(value) if value.isdecimal() else value
         for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    folder = asked.traffic or asked.out / "traffic"
-    if not (folder / "traffic.json").exists():
-        serve(asked, engine, folder)
-    history = HeadHistory(folder / "heads")
-    served = asked.head or Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path
-    if served is None:
+    asked.head = asked.head or Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path
+    if asked.head is None:
         parser.error(f"{asked.model} has no head of its own: name one as --head")
-    if not history.list():
-        run = ["--from", str(folder), "--out", str(asked.out / "run"), "--model", asked.model, "--init-head", served]
-        if draftwing(["train", *run, *words, *shlex.split(asked.train)]):
-            raise SystemExit(1)
-    newest = history.list()[-1]
-    before, after = (measure(asked, engine, str(head), f"{name}.json")
-                     for name, head in (("before", served), ("after", newest.folder)))  # fmt: skip
-    if asked.result is not None:
-        fit = json.loads((asked.out / "run" / "fit.json").read_text(encoding="utf-8"))
-        learnt = {name: fit[name] for name in ("steps", "tokens", "seconds", "used")}
-        write_json(asked.result, {"learnt": learnt, "judged": newest.figures, "before": before, "after": after})
-    print("| prompts | temperature | tree | acceptance length | | tokens per second | |")
-    for old, new in zip(before, after, strict=True):
-        cells = [old["set"], f"{old['temperature']:g}", str(tuple(old["shape"]))]
-        for field, form in (("accept_length", ".2f"), ("throughput", ".1f")):
-            cells += [f"{old[field]:{form}} to {new[field]:{form}}", f"{new[field] / old[field]:.2f}x"]
-        print(f"| {' | '.join(cells)} |")
+    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": asked.head}
+    if asked.shape:
+        tree = dict(zip(TREE, map(int, asked.shape.split(",")), strict=False))
+        drafter |= {**tree, "speculative_fixed_shape": True}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with closing(Engine(Options.from_kwargs(model=asked.model, **drafter, **options))) as engine:
+        meter = Meter(engine, asked)
+        if asked.heads:
+            heads = dict(zip(asked.kinds, asked.heads, strict=True))
+        else:
+            for kind in asked.kinds:
+                keep_traffic(engine, asked, kind)
+            heads = train(asked, [*words, *shlex.split(asked.train)])
+        print("| head | prompts | temperature | acceptance length | | tokens per second | | same texts |", flush=True)
+        meter.measure(heads)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from draftwing.config.options import Options
 from draftwing.models.hub import resolve_model
 from draftwing.train import heads
 from draftwing.train.capture import FeatureModel, capture
+from draftwing.train.coupling import Temperatures
 from draftwing.train.fit import Fit
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
@@ -142,14 +143,15 @@ def fit(asked: argparse.Namespace) -> None:
               asked.out / "runs" / asked.name)  # fmt: skip
     report, start = run.run(), time.time()
     judged = {key for key in store.order if "/later/" in key and key.split("/")[0].startswith((*GENERAL, asked.kind))}
-    before = draft_along(base, chosen(store, judged), DEPTH, config.max_length)
+    drawn = Temperatures({key: TEMPERATURES[1] for key in judged if "/s/" in key}, heads.TargetHead(target))
+    before = draft_along(base, chosen(store, judged), DEPTH, config.max_length, drawn)
     inputs = [chosen(store, {one.key for one in part[:TEXTS]}) for part in (by_set[0][: asked.requests], by_set[1])]
     moments = [input_moments(head, part, DEPTH, config.max_length) for part in inputs]
     for weight in asked.weights:
         merged.load_state_dict(head.state_dict())
         if weight:
             merge(merged, parent, *moments, weight)
-        found = table(before, draft_along(merged, chosen(store, judged), DEPTH, config.max_length))
+        found = table(before, draft_along(merged, chosen(store, judged), DEPTH, config.max_length, drawn))
         settings = {name: getattr(asked, name) for name in ("kind", "requests", "own", "epochs", "lr", "frozen",
                                                             "target_temperature", "text_share")}  # fmt: skip
         counts = {"learnt": len(learnt), "steps": report.steps, "tokens": report.tokens, "seconds": report.seconds}

@@ -67,3 +67,11 @@ def test_large_logits_do_not_overflow():
     hidden, weight, shares, counts = inputs(dtype=torch.float32)
     loss, _ = linear_cross_entropy(hidden * 1e3, weight, shares, counts)
     assert torch.isfinite(loss)
+
+
+def test_no_rows_have_no_loss_and_no_gradient():
+    hidden, weight, shares, counts = inputs()
+    hidden, weight = hidden[:0].requires_grad_(), weight.requires_grad_()
+    loss, best = linear_cross_entropy(hidden, weight, shares[:0], counts[:0])
+    loss.backward()
+    assert loss == 0 and best.shape == (0,) and hidden.grad.shape == hidden.shape and not weight.grad.any()

@@ -14,9 +14,11 @@ from reference.exact_heads import exact_eagle3
 from draftwing.engine.devices import pick_device
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel
-from draftwing.train.heads import load_head
+from draftwing.train.coupling import Temperatures, noise_of_text
+from draftwing.train.heads import TargetHead, load_head
 from draftwing.train.judge import FEW, OTHERS, Drafted, compare, draft_along, judge
 from draftwing.train.store import OnlineSource, Part, Tokens
+from draftwing.train.ttt import unroll
 
 
 def steps_by_hand(ids: list[int], begins: int, depth: int, successor: list[int]) -> int:
@@ -55,6 +57,50 @@ def test_steps_are_those_of_a_walk_along_each_text(depth: int, tmp_path: Path) -
         assert found[text.key].tokens == len(ids) - begin - 1
         for d in range(depth):
             assert found[text.key].steps[d] == steps_by_hand(ids, begin, d + 1, successor), (text.key, d)
+
+
+def test_along_a_text_that_was_drawn_drafts_have_its_noise(tmp_path: Path) -> None:
+    exact, heat, depth = exact_eagle3(), 0.8, 3
+    assert exact.head is not None
+    target = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
+    head = load_head(exact.head.write(tmp_path / "head"), target, "EAGLE3")
+    draw, texts = np.random.default_rng(2), []
+    for i in range(4):
+        ids = draw.integers(head.config.vocab_size, size=24 + i).astype(np.int32)
+        texts.append(Tokens(ids, np.arange(len(ids)) >= 3 + i, str(i)))
+    features = FeatureModel(target, head.aux_layers, pick_device("cpu"))
+    source = OnlineSource(features.meta("tiny", "EAGLE3"), texts, features.batch)
+    temperatures = Temperatures({"0": heat, "1": heat, "2": 0.0}, TargetHead(target))
+    found = draft_along(head, Part(source, range(4)), depth, 64, temperatures)
+    greedy = draft_along(head, Part(source, range(4)), depth, 64)
+    assert any((found[key].steps != greedy[key].steps).any() for key in "01")
+    for key in "23":
+        assert (found[key].steps == greedy[key].steps).all()
+    for key, sample in zip("01", source.read_many([0, 1]), strict=True):
+        ids = sample.ids.long()
+        at = sample.loss_mask[1:].nonzero().flatten()  # before each token of the answer
+        count = torch.ones_like(at)
+        seeds = count * temperatures.rows([key])[1][0]
+        noise = torch.zeros(len(ids), head.vocab)
+        scaled = temperatures.target(sample.final[at]) / heat
+        drafted = torch.arange(head.config.vocab_size) if head.target_ids is None else head.target_ids
+        noise[at] = noise_of_text(scaled[:, drafted], scaled.logsumexp(1), ids[at + 1], seeds, at, drafted)
+        with torch.no_grad():
+            states = unroll(head, ids[None], head.features(sample.aux_hidden.float()), depth)
+            chains = [head.logits(hidden) for hidden in states]
+        for deepest in range(1, depth + 1):
+            steps, newest = 0, int(at[0]) + 1
+            while newest < len(ids) - 1:
+                accepted = 0
+                while accepted < deepest and newest + 1 + accepted < len(ids):
+                    sums = chains[accepted][newest - 1] + heat * noise[newest + accepted]
+                    token = int(sums.argmax())
+                    token = token if head.target_ids is None else int(head.target_ids[token])
+                    if token != ids[newest + 1 + accepted]:
+                        break
+                    accepted += 1
+                newest, steps = newest + accepted + 1, steps + 1
+            assert found[key].steps[deepest - 1] == steps
 
 
 def drafted(draw: np.random.Generator, count: int, length: float, spread: float = 0.2) -> dict[str, Drafted]:

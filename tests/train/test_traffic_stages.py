@@ -88,12 +88,42 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     assert history.list()[2].parent is None and history.current() == history.list()[2].number
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_judges_and_merges(served: Served) -> None:
+    served.add("on a gpu", learnable.texts(served.target, 120, 7))
+    (record,) = served.train("on a gpu", "--epochs", "20", "--device", "cuda").list()
+    assert record.figures["taken"] and record.figures["traffic"]["gain"] > 1.3
+
+
 def test_a_head_that_learnt_nothing_is_kept_and_not_served(served: Served) -> None:
     served.add("same", learnable.texts(served.target, 60, 2))
     history = served.train("same", "--epochs", "0.1", "--lr", "1e-9")
     (record,) = history.list()
     assert history.current() is None and not record.figures["taken"]
     assert record.figures["reason"] == "not better by more than noise"
+
+
+def test_a_run_of_an_older_version_begins_anew_where_nobody_looks(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.add("older", learnable.texts(served.target, 60, 6))
+
+    def train(out: Path) -> int:
+        history = served.train("older", "--epochs", "2", "--out", str(out))
+        state = out / "fit" / "state.pt"
+        found = torch.load(state, weights_only=True)
+        found["identity"]["config.lr"] = 0.02
+        torch.save(found, state)
+        return len(history.list())
+
+    own = served.folder / "older" / "training"  # of a server
+    assert [train(own), train(own)] == [1, 2]
+    first, second = HeadHistory(served.folder / "older" / "heads").list()
+    assert first.sha256 == second.sha256
+    assert train(served.folder / "a user's") == 3
+    with pytest.raises(AssertionError):
+        train(served.folder / "a user's")
+    assert "config.lr: 0.02, now 0.01" in capsys.readouterr().err
 
 
 def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

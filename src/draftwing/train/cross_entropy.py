@@ -125,6 +125,6 @@ def _in_torch(logits: Tensor, probs: Tensor, counts: Tensor, sloped: bool) -> tu
 
 
 def chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Cuts so many rows into pieces of about as many elements as the device likes."""
+    """Cuts so many rows into pieces of about as many elements as the device likes; none into one that is empty."""
     size = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS) // columns)
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+    return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))

@@ -53,6 +53,10 @@ _DAMAGED = (
 _FREE = ("log_every", "eval_every", "save_every")
 
 
+class StateError(ConfigError):
+    """A saved state that training cannot go on from: of another run or version of draftwing, or damaged."""
+
+
 @dataclass(frozen=True)
 class FitReport:
     """What a run did. steps: of the optimizer, earlier runs' included; seconds, tokens: of training, likewise. train,
@@ -115,7 +119,8 @@ class Fit:
         """target_head_fn: of the target.  out: folder for state.pt, metrics.csv, curves.png and TensorBoard events;
         a run that is found there goes on.
 
-        Raises ConfigError for features that do not fit the head, for no samples, and for a state of another run.
+        Raises ConfigError for features that do not fit the head and for no samples, StateError for a state of another
+        run.
         """
         self.head, self.config, self.out = head, config, out
         self.source, self.eval_source = source, eval_source
@@ -337,7 +342,7 @@ class Fit:
         replace_file(partial, self.out / STATE_FILE)
 
     def _load(self) -> dict[str, Any]:
-        """Reads the state. Raises ConfigError for a file that was cut or is damaged, as a full disk may leave it."""
+        """Reads the state. Raises StateError for a file that was cut or is damaged, as a full disk may leave it."""
         file = self.out / STATE_FILE
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -346,7 +351,7 @@ class Fit:
             error = f"expected a dict, found {type(state).__name__}"
         except _DAMAGED as found:
             error = next(iter(str(found).splitlines()), "it is cut")
-        raise ConfigError(f"{file} cannot be read: {error}. To train from the start, remove it")
+        raise StateError(f"{file} cannot be read: {error}. To train from the start, remove it")
 
     def _restore(self, state: dict[str, Any]) -> list[Row]:
         expected, found = self._identity(), state.get("identity", {})
@@ -355,7 +360,7 @@ class Fit:
         if state.get("version") != _VERSION:
             shown = "it is of another version of draftwing"
         if shown:
-            raise ConfigError(
+            raise StateError(
                 f"{self.out} holds a run that cannot go on as this one: {shown}. To train from the start, remove its "
                 f"{STATE_FILE}"
             )

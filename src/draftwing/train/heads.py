@@ -253,14 +253,20 @@ class TargetHead:
         self._weight = _head_weight(target)
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # ids, their rows of the weight, and the other rows
 
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns logits [n, V], float32 or wider."""
         return PLAIN.wide_gemm(hidden, self._weight)
 
-    def of(self, ids: Tensor, hidden: Tensor, temperature: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def of(
+        self, ids: Tensor, hidden: Tensor, temperature: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the logits of the tokens `ids` [n, len(ids)], whether the largest of all logits is among them [n]
-        bool, and how much of the probability at a temperature is theirs [n]; 1 where no temperature is named, which
-        saves passes over the others.
+        bool, and how much of the probability at a temperature, or at those of all rows [n, 1], is theirs [n]; 1 where
+        no temperature is named, which saves passes over the others.
 
         A CPU makes the others in half precision, whose GEMMs are five times as fast there; a token that is the best
         but for that rounding counts as the best.

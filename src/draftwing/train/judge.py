@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwing.train.batches import in_order, load, to_device, usable
+from draftwing.train.coupling import Temperatures
 from draftwing.train.cross_entropy import chunks
 from draftwing.train.store import Part
 from draftwing.train.teacher import Batch
@@ -103,23 +104,56 @@ class Judgement:
 
 
 @torch.no_grad()
-def draft_along(head: ChainHead, part: Part, depth: int, max_length: int) -> dict[str, Drafted]:
-    """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving."""
+def draft_along(
+    head: ChainHead, part: Part, depth: int, max_length: int, temperatures: Temperatures | None = None
+) -> dict[str, Drafted]:
+    """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving. Along a
+    text that was drawn at a temperature drafts have its noise, as an engine's have. None: all are greedy."""
     found = dict[str, Drafted]()
     for numbers, batch, states in states_along(head, part, depth, max_length):
         rows, longest = batch.ids.shape
         answers = torch.zeros(rows * longest, dtype=torch.bool, device=batch.ids.device)
         answers[batch.position] = True  # before each token of an answer
-        places = batch.position
-        hits = torch.zeros(rows * longest, depth, dtype=torch.bool, device=batch.ids.device)
-        ahead = torch.nn.functional.pad(batch.ids, (0, depth + 2), value=-1)
-        for k, hidden in enumerate(states):
-            hits[places, k] = _guesses(head, hidden) == ahead[:, k + 2 : k + 2 + longest].flatten()[places]
+        keys = [_key(part, number) for number in numbers]
+        hits = _hits(head, batch, list(states), keys, temperatures)
         # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
         right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
-        for row, number in enumerate(numbers):
-            found[_key(part, number)] = _walk(right[row], learnt[row])
+        for row, key in enumerate(keys):
+            found[key] = _walk(right[row], learnt[row])
     return found
+
+
+def _hits(
+    head: ChainHead, batch: Batch, states: Sequence[Tensor], keys: Sequence[str], temperatures: Temperatures | None
+) -> Tensor:
+    """Returns for each index of the batch, and each draft of a chain that begins there, whether it is the text's token:
+    [B * T, depth] bool."""
+    places, longest = batch.position, batch.ids.shape[1]
+    device, text = places.device, places // longest
+    hits = torch.zeros(batch.ids.numel(), len(states), dtype=torch.bool, device=device)
+    said = torch.nn.functional.pad(batch.ids, (0, 1)).flatten()[places + text + 1]  # after each place
+    normed, weight = [head.readout(hidden)[0] for hidden in states], head.readout(states[0])[1]
+    for part in chunks(len(places), head.config.vocab_size, device):
+        here = torch.arange(len(places), device=device)[part]
+        warm, noise = None, None
+        if temperatures is not None:
+            heats, seeds = (torch.tensor(each, device=device)[text[part]] for each in temperatures.rows(keys))
+            warm = (heats > 0).nonzero().flatten()
+            if len(warm):
+                at = here[warm]
+                noise = temperatures.noise(
+                    batch.final[at], said[at], heats[warm], seeds[warm], batch.depth[at], head.target_ids
+                )
+        for k, state in enumerate(normed):
+            begin = (here - k - 1).clamp(min=0)  # the chains that have come here
+            logits = state[begin] @ weight.t()
+            if noise is not None:
+                logits[warm] += noise.to(logits.dtype)
+            best = logits.argmax(-1)
+            guess = best if head.target_ids is None else head.target_ids[best]
+            theirs = places[begin] + k + 1 == places[here]  # else a text or an answer begins between
+            hits[places[begin[theirs]], k] = (guess == said[here])[theirs]
+    return hits
 
 
 @torch.no_grad()
@@ -140,13 +174,6 @@ def states_along(
 
 def _key(part: Part, number: int) -> str:
     return part.source.order[part.numbers[number]]
-
-
-def _guesses(head: ChainHead, hidden: Tensor) -> Tensor:
-    """hidden [n, width] -> the head's most likely tokens [n], ids of the target."""
-    state, weight = head.readout(hidden)
-    best = torch.cat([(state[part] @ weight.t()).argmax(-1) for part in chunks(len(state), len(weight), state.device)])
-    return best if head.target_ids is None else head.target_ids[best]
 
 
 def _walk(right: npt.NDArray[np.bool_], answers: npt.NDArray[np.bool_]) -> Drafted:

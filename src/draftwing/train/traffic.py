@@ -37,13 +37,14 @@ LEAST_LIKELY = -4.0
 class Traffic:
     """Sequences to learn, and later ones to judge heads by, both in order of time.
 
-    clients: of each sequence, by its key.  tokens: of answers that are learnt, by client.  skipped: exchanges that are
-    left out, by reason.
+    clients, temperatures: of each sequence, by its key.  tokens: of answers that are learnt, by client.  skipped:
+    exchanges that are left out, by reason.
     """
 
     learnt: list[Tokens]
     later: list[Tokens]
     clients: dict[str, str]
+    temperatures: dict[str, float]
     tokens: dict[str, int] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
 
@@ -52,7 +53,7 @@ def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float 
     """Chooses from exchanges in order of time. max_length: tokens of a sequence; longer ones are left out.  later:
     share of what is left that is not learnt: the newest of each client with `MANY`, and of all others together."""
     skipped: Counter[str] = Counter()
-    found: dict[str, tuple[Tokens, str]] = {}
+    found: dict[str, tuple[Tokens, Exchange]] = {}
     for exchange in exchanges:
         reason = _unfit(exchange, max_length)
         if reason:
@@ -60,12 +61,13 @@ def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float 
             continue
         tokens = _tokens(exchange)
         found.pop(tokens.key, None)  # of the same under another salt the newest counts
-        found[tokens.key] = tokens, exchange.client
-    clients = {key: client for key, (_, client) in found.items()}
+        found[tokens.key] = tokens, exchange
+    clients = {key: exchange.client for key, (_, exchange) in found.items()}
+    temperatures = {key: exchange.temperature for key, (_, exchange) in found.items()}
     every = [tokens for tokens, _ in found.values()]
     kept = _newest(every, clients, later)
     learnt, sums = _shared([one for one in every if one.key not in kept], clients, skipped)
-    return Traffic(learnt, [one for one in every if one.key in kept], clients, sums, skipped)
+    return Traffic(learnt, [one for one in every if one.key in kept], clients, temperatures, sums, skipped)
 
 
 def _newest(every: Sequence[Tokens], clients: dict[str, str], share: float) -> set[str]:
@@ -136,7 +138,7 @@ def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tup
                 states.append(sample.final[at])
                 tokens.append(sample.ids[at + 1].long())
         if keys:
-            logits = target(torch.cat(states)).float()  # [rows, V]
+            logits = target(torch.cat(states).to(target.device)).float()  # [rows, V]
             chosen = logits.gather(1, torch.cat(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
             found = (chosen - logits.logsumexp(1)).split([len(own) for own in tokens])
             yield from zip(keys, [float(own.mean()) for own in found], strict=True)

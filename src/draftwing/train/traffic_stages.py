@@ -22,14 +22,16 @@ from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
-from draftwing.learn.traffic import TrafficStore
+from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
+from draftwing.train.coupling import Temperatures
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
+from draftwing.train.fit import STATE_FILE, StateError
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
-from draftwing.train.merge import Moments, input_moments, merge
+from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
 from draftwing.train.run import Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
@@ -145,6 +147,18 @@ class TrafficStages(Stages):
             write_prompts(engine, max(PROMPTS, self._missing), file, number)
         self._trim()
 
+    def fit(self) -> None:
+        """Trains as any run does. In `DIR/training`, where nobody would see that it is refused, a run that an older
+        version has begun begins anew."""
+        try:
+            super().fit()
+        except StateError as error:
+            if self.run.out.resolve() != self.folder / RUN:
+                raise
+            logger.warning("%s. That is done: training begins anew", error)
+            (self.run.out / "fit" / STATE_FILE).unlink()
+            super().fit()
+
     @cached_property
     def tokens(self) -> list[Tokens]:
         general, judged = self.general(), self._judged()
@@ -224,19 +238,23 @@ class TrafficStages(Stages):
         the merged one, too."""
         device = torch.device(pick_device(self.engine_options.device).kind)
         target, source = self._source(self.tokens, device)
-        train, part = self._split(source, self.tokens, heads.TargetHead(target))
+        target_head = heads.TargetHead(target)
+        train, part = self._split(source, self.tokens, target_head)
+        drawn = {one.key: one.temperature for one in self.responses()} | self.traffic.temperatures
+        temperatures = Temperatures(drawn, target_head)
         depth, max_length = len(self._seconds), self.settings.max_length
 
         def load(folder: Path) -> Any:
             return heads.load_head(folder, target, self.settings.algorithm)
 
         trained, parent = self.run.out / "head", self.init_heads[0]
-        before, found = draft_along(load(parent), part, depth, max_length), None
+        before, found = draft_along(load(parent), part, depth, max_length, temperatures), None
         moments = self._moments(load(trained), train)
         for weight in WEIGHTS:
             head = load(trained)
             merge(head, load(parent), *moments, weight)
-            merged = judge(before, draft_along(head, part, depth, max_length), self.traffic.clients, self._seconds)
+            after = draft_along(head, part, depth, max_length, temperatures)
+            merged = judge(before, after, self.traffic.clients, self._seconds)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
@@ -257,6 +275,7 @@ class TrafficStages(Stages):
         for number in train.numbers:
             groups[keys[number] not in self.traffic.clients].append(number)
         chosen = [numbers[:: -(-len(numbers) // TEXTS)] for numbers in groups if numbers]
+        logger.info("merging: %.2f GB of moments of inputs", len(chosen) * moments_bytes(head) / 1e9)
         found = [input_moments(head, Part(train.source, numbers), depth, self.settings.max_length)
                  for numbers in chosen]  # fmt: skip
         return found[0], found[-1]
