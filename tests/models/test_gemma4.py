@@ -21,6 +21,7 @@ from draftwing.models.config import from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.ops import make_ops
+from draftwing.train.capture import Causal
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,10 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     ids = tokens(150)
     expected = theirs(ids[None], output_hidden_states=True)
     torch.testing.assert_close(whole_logits(model, ids), expected.logits[0], atol=1e-4, rtol=1e-4)
+    asked = (0, 2, model.config.num_layers - 1, model.final_aux_layer)  # what draft heads read
+    _, found = model(ids, torch.arange(len(ids)), Causal(1, len(ids)), asked)
+    states = [expected.hidden_states[min(i, model.config.num_layers)][0] for i in asked]
+    torch.testing.assert_close(found, torch.cat(states, 1), atol=1e-3, rtol=1e-4)  # of 15, before the last norm
 
 
 @pytest.mark.further(native=False)
