@@ -96,13 +96,15 @@ def write_gguf(
     table: Type = Type.F32,
     stored: Any = None,
     suppressed: Sequence[int] = (),
+    split: int = 0,
     edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
 ) -> Path:
     """A file as llama.cpp's converter lays it out. theirs: a model or an assistant.  kind: of matrices.  table, stored:
-    type and bytes of the embeddings by layer, None: theirs.  suppressed: tokens that are never drawn.  edit: adds
-    metadata."""
+    type and bytes of the embeddings by layer, None: theirs.  suppressed: tokens that are never drawn.  split:
+    tensors of a part, whose file has a name of its own.  edit: adds metadata."""
     config, target_hidden = theirs.config.get_text_config(), getattr(theirs.config, "backbone_hidden_size", None)
-    writer = gguf_package.GGUFWriter(path, "gemma4" if target_hidden is None else "gemma4-assistant")
+    arch = "gemma4" if target_hidden is None else "gemma4-assistant"
+    writer = gguf_package.GGUFWriter(path, arch, split_max_tensors=split)
     _metadata(writer, config)
     if target_hidden is not None:
         writer.add_embedding_length_out(target_hidden)

@@ -207,7 +207,7 @@ def tensors(
             continue
         info = file.tensors[name]
         if name == PER_LAYER:  # larger than all others
-            raw = torch.from_numpy(file.raw(name))
+            raw = torch.from_numpy(file.mapped(name))
             yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes
             continue
