@@ -3,10 +3,10 @@
     python benchmarks/gpu_kernels/step.py [--profile 1,16] [--sizes 1,16] [--tiny] [--draft JSON] [option=value ...]
 
 Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
-those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH`, `STANDALONE` and, of a Gemma 4, `FROZEN_KV_MTP`
-get a draft model of their usual size, of which `--draft` changes keys. The rows' contexts are empty. Of a mixture of experts they choose
-independently of each other. The floor of a step is the time to read what the target reads of its weights, at
-`timing.read_rate`.
+those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH`, `STANDALONE` and, of a Gemma 4,
+`FROZEN_KV_MTP` get a draft model of their usual size, of which `--draft` changes keys. The rows' contexts are empty. Of
+a mixture of experts they choose independently of each other. The floor of a step is the time to read what the target
+reads of its weights, at `timing.read_rate`.
 """
 
 from __future__ import annotations
