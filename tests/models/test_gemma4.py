@@ -164,6 +164,29 @@ def test_what_is_mapped_is_not_counted(tmp_path: Path) -> None:
     assert [mapped_bytes(path, load_config(path)) for path in (tmp_path, file)] == [size, size]
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is in memory")
+@pytest.mark.parametrize("stored", ["folder", "file", "parts"])
+def test_no_other_pages_stay_in_memory(tmp_path: Path, stored: str) -> None:
+    theirs = reference("per-layer", intermediate_size=512)
+    if stored == "folder":
+        theirs.save_pretrained(tmp_path)
+    else:
+        write_gguf(tmp_path / "m.gguf", theirs, split=30 if stored == "parts" else 0)
+    model = load_model(tmp_path if stored == "folder" else min(tmp_path.iterdir()), torch.float32, "cpu")
+    model.pack(make_ops(CPU))
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            ours = str(tmp_path) in line
+        elif first == "Rss:" and ours:
+            found += int(rest[0]) << 10
+    table = theirs.model.embed_tokens_per_layer.weight
+    others = sum(file.stat().st_size for file in tmp_path.iterdir()) - table.nbytes
+    assert found < table.nbytes + others / 4  # Linux maps some pages around one that is read
+    assert torch.equal(model.per_layer.embed.table.rows(torch.arange(5)), table[:5])
+
+
 @pytest.mark.parametrize("stored", ["folder", "gguf"])
 @torch.inference_mode()
 def test_tokens_that_are_never_drawn(tmp_path: Path, stored: str) -> None:

@@ -67,25 +67,6 @@ def test_embeddings_by_layer_stay_in_the_file(tmp_path: Path, table: Type) -> No
     torch.testing.assert_close(whole_logits(whole, ids), theirs(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux what is mapped")
-@pytest.mark.parametrize("split", [0, 30])
-def test_nothing_else_of_the_file_stays_mapped(tmp_path: Path, split: int) -> None:
-    """Or of the parts of it."""
-    theirs = reference("per-layer")
-    write_gguf(tmp_path / "m.gguf", theirs, split=split)
-    model = load_model(min(tmp_path.iterdir()), torch.float32, "cpu")
-    model.pack(make_ops(CPU))
-    found = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(tmp_path) in line:
-            first, last = (int(end, 16) for end in line.split()[0].split("-"))
-            found += last - first
-    table = theirs.model.embed_tokens_per_layer.weight.nbytes
-    assert table <= found < table + 3 * 4096
-    rows = theirs.model.embed_tokens_per_layer.weight[:5]
-    assert torch.equal(model.per_layer.embed.table.rows(torch.arange(5)), rows)
-
-
 @pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
 @torch.inference_mode()
 def test_a_step_is_kernels_alone(tmp_path: Path) -> None:
