@@ -96,13 +96,15 @@ def write_gguf(
     table: Type = Type.F32,
     stored: Any = None,
     suppressed: Sequence[int] = (),
+    split: int = 0,
     edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
 ) -> Path:
     """A file as llama.cpp's converter lays it out. theirs: a model or an assistant.  kind: of matrices.  table, stored:
-    type and bytes of the embeddings by layer, None: theirs.  suppressed: tokens that are never drawn.  edit: adds
-    metadata."""
+    type and bytes of the embeddings by layer, None: theirs.  suppressed: tokens that are never drawn.  split:
+    tensors of a part, whose file has a name of its own.  edit: adds metadata."""
     config, target_hidden = theirs.config.get_text_config(), getattr(theirs.config, "backbone_hidden_size", None)
-    writer = gguf_package.GGUFWriter(path, "gemma4" if target_hidden is None else "gemma4-assistant")
+    arch = "gemma4" if target_hidden is None else "gemma4-assistant"
+    writer = gguf_package.GGUFWriter(path, arch, split_max_tensors=split)
     _metadata(writer, config)
     if target_hidden is not None:
         writer.add_embedding_length_out(target_hidden)
@@ -111,7 +113,8 @@ def write_gguf(
         edit(writer)
     if suppressed:
         writer.add_array("tokenizer.ggml.suppress_tokens", suppressed)
-    factors = [1.0] * 8 + [1e30] * 24  # a quarter of a head's pairs
+    pairs = head_dim(config, "full_attention") // 2
+    factors = [1.0] * (pairs // 4) + [1e30] * (pairs - pairs // 4)
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     for name, value in theirs.state_dict().items():
         parts = name.split(".")
@@ -135,6 +138,11 @@ def write_gguf(
     return path
 
 
+def head_dim(config: Any, kind: str) -> int:
+    """Of layers of this type."""
+    return int(config.per_layer_config[config.layer_types.index(kind)].head_dim)
+
+
 def _metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
     windowed = [kind == "sliding_attention" for kind in config.layer_types]
     own = config.num_hidden_layers - config.num_kv_shared_layers
@@ -148,12 +156,13 @@ def _metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
     each = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     heads = [one.num_key_value_heads for one in each]
     writer.add_head_count_kv(heads if config.attention_k_eq_v else heads[0])
-    writer.add_key_length(64)
-    writer.add_value_length(64)
-    writer.add_key_length_swa(32)
-    writer.add_value_length_swa(32)
-    writer.add_rope_dimension_count(64)
-    writer.add_rope_dimension_count_swa(32)
+    far, near = (head_dim(config, f"{kind}_attention") for kind in ("full", "sliding"))
+    writer.add_key_length(far)
+    writer.add_value_length(far)
+    writer.add_key_length_swa(near)
+    writer.add_value_length_swa(near)
+    writer.add_rope_dimension_count(far)
+    writer.add_rope_dimension_count_swa(near)
     writer.add_rope_freq_base(1e6)
     writer.add_rope_freq_base_swa(1e4)
     writer.add_sliding_window(config.sliding_window)

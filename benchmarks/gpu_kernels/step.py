@@ -3,10 +3,10 @@
     python benchmarks/gpu_kernels/step.py [--profile 1,16] [--sizes 1,16] [--tiny] [--draft JSON] [option=value ...]
 
 Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
-those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH` and `STANDALONE` get a draft model of their
-usual size, of which `--draft` changes keys. The rows' contexts are empty. Of a mixture of experts they choose
-independently of each other. The floor of a step is the time to read what the target reads of its weights, at
-`timing.read_rate`.
+those of the engine; `speculative_algorithm=EAGLE3`, `DSPARK`, `DFLASH`, `STANDALONE` and, of a Gemma 4,
+`FROZEN_KV_MTP` get a draft model of their usual size, of which `--draft` changes keys. The rows' contexts are empty. Of
+a mixture of experts they choose independently of each other. The floor of a step is the time to read what the target
+reads of its weights, at `timing.read_rate`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ BLOCK = {
     "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 3, "block_size": 7,
     "mask_token_id": 10, "target_layer_ids": [1, 8, 15, 22, 29], "sample_from_anchor": True, "draft_vocab_size": 32000,
 }  # fmt: skip
+ASSISTANT = {  # of Gemma 4's 12B
+    "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4, "enable_moe_block": False,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"], "num_kv_shared_layers": 4,
+}  # fmt: skip
 MARKOV = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
@@ -75,8 +79,12 @@ def build(
         head_dim = target["hidden_size"] // target["num_attention_heads"]
         own_keys = {"target_layer_ids": layers, "draft_vocab_size": draft["draft_vocab_size"], "head_dim": head_dim}
         draft = {**draft, **BLOCK, **markov, **own_keys}
+    if given.get("speculative_algorithm") == "FROZEN_KV_MTP":
+        text = {**target, **ASSISTANT, **(changes or {}).get("text_config", {})}
+        draft = {"model_type": "gemma4_assistant", "backbone_hidden_size": target["hidden_size"]}
+        changes = {**(changes or {}), "text_config": text}
     draft |= changes or {}
-    if given.get("speculative_algorithm") in ("EAGLE", "EAGLE3", "DSPARK", "DFLASH", "STANDALONE"):
+    if given.get("speculative_algorithm") in ("EAGLE", "EAGLE3", "DSPARK", "DFLASH", "STANDALONE", "FROZEN_KV_MTP"):
         own["speculative_draft_model_path"] = str(folder / "draft")
     for name, config in (("target", target), ("draft", draft)):
         (folder / name).mkdir()

@@ -94,6 +94,12 @@ class GGUFFile:
             )
         return self.data[info.offset : info.offset + rows * row_bytes].reshape(rows, row_bytes)
 
+    def mapped(self, name: str) -> npt.NDArray[np.uint8]:
+        """`raw` in a mapping of its own, for what stays in the file: pages of all other tensors, which were read once,
+        leave memory with the file's mapping."""
+        whole = next((part for part in self.parts if name in part.tensors), self)
+        return np.memmap(whole.path, np.uint8, "c", whole.tensors[name].offset, self.raw(name).shape)
+
 
 def is_quantized(type_id: int) -> bool:
     """Returns whether values of the type lie in blocks; of one that is known."""

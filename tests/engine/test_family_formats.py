@@ -7,8 +7,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import gemma4_models
 import pytest
 import torch
+from engine import test_moe_models
 from engine.test_hybrid_models import texts
 from family_files import FAMILIES, FORMS, PREDICTING, written
 from tiny_checkpoint import VOCAB
@@ -28,24 +30,49 @@ SOME = [
 ]
 
 
+EACH = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in product(FAMILIES, FORMS)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "form"),
-    [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in product(FAMILIES, FORMS)],
-)
+@pytest.mark.parametrize(("family", "form"), EACH)
 def test_drafts_change_no_token(tmp_path: Path, family: str, form: str) -> None:
+    check(tmp_path, family, form, {}, dtype="auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("family", "form"), EACH)
+def test_on_a_gpu(tmp_path: Path, family: str, form: str) -> None:
+    """Codes and scales stay as they are there, blocks of GGUF files become bfloat16."""
+    exact = {"device": "cuda", "enable_deterministic_inference": True}
+    check(tmp_path, family, form, on_a_gpu(family, form), dtype="bfloat16", **exact)
+
+
+def on_a_gpu(family: str, form: str) -> dict[str, Any]:
+    """Sizes of which the GEMMs of the deterministic mode take all matrices."""
+    sizes: dict[str, Any] = {"intermediate_size": 192, "moe_intermediate_size": 64}
+    if family.startswith("gemma4"):
+        sizes = gemma4_models.ON_GPU
+    elif family.startswith("deepseek") or family == "glm4-moe-lite":
+        sizes |= {**test_moe_models.WIDE, "q_lora_rank": None if family == "deepseek-v2" else 64}
+    if form != "Q4_K":
+        return sizes
+    return {name: size for name, size in sizes.items() if "intermediate" not in name}  # which are wide already
+
+
+def check(folder: Path, family: str, form: str, sizes: dict[str, Any], **options: Any) -> None:
+    """The text without drafts, and that with a chain and with a tree."""
     if form == "Q4_K" and form not in KINDS:
         pytest.skip("the gguf package writes no such blocks")
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    sizes = {**sizes, "vocab_size": VOCAB, "max_position_embeddings": 512}
     if family.startswith("gemma4"):
         sizes["tie_word_embeddings"] = form.startswith("Q")  # files have no head then; greedy text repeats itself
-    _, path = written(tmp_path, family, form, **sizes)
-    own: dict[str, Any] = {"tokenizer_path": str(path.with_name("tokenizer") if path.suffix else path)}
-    plain = texts(path, "none", "auto", **own)
+    _, path = written(folder, family, form, **sizes)
+    options["tokenizer_path"] = str(path.with_name("tokenizer") if path.suffix else path)
+    plain = texts(path, "none", **options)
     drafter = "NEXTN" if family in PREDICTING else "NGRAM"
     if family.startswith("gemma4"):
         drafter, assistant = "FROZEN_KV_MTP", path.with_name("assistant.gguf" if path.suffix else "assistant")
-        own["speculative_draft_model_path"] = str(assistant)
+        options["speculative_draft_model_path"] = str(assistant)
     for shape in (CHAIN, TREE):
-        found = texts(path, drafter, "auto", speculative_fixed_shape=True, **own, **shape)
-        assert found == plain, shape
+        assert texts(path, drafter, speculative_fixed_shape=True, **options, **shape) == plain, shape

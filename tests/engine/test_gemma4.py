@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_hybrid_models import texts
+from engine.test_moe_models import check_eagle3
 from gemma4_models import KINDS, ON_GPU, reference
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
@@ -48,6 +49,16 @@ def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str, monkeypatch:
     reference(kind, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     assert texts(tmp_path, "NGRAM", "auto", enable_mixed_chunk=True) == texts(tmp_path, "none", "auto") and mixed
+
+
+@pytest.mark.further(kind="experts")
+@pytest.mark.parametrize("kind", ["per-layer", "experts"])
+def test_eagle3_heads_draft_for_it(tmp_path: Path, kind: str) -> None:
+    """Of prompts no layer leaves queries out then: heads read what layers in the middle make of all of them."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    reference(kind, **sizes).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    check_eagle3(tmp_path)
 
 
 def test_keys_in_int8(tmp_path: Path) -> None:

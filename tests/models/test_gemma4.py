@@ -21,6 +21,7 @@ from draftwing.models.config import from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model, mapped_bytes
 from draftwing.ops import make_ops
+from draftwing.train.capture import Causal
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,10 @@ def test_whole_sequences_equal_transformers(pair: tuple[Any, DecoderModel, Path]
     ids = tokens(150)
     expected = theirs(ids[None], output_hidden_states=True)
     torch.testing.assert_close(whole_logits(model, ids), expected.logits[0], atol=1e-4, rtol=1e-4)
+    asked = (0, 2, model.config.num_layers - 1, model.final_aux_layer)  # what draft heads read
+    _, found = model(ids, torch.arange(len(ids)), Causal(1, len(ids)), asked)
+    states = [expected.hidden_states[min(i, model.config.num_layers)][0] for i in asked]
+    torch.testing.assert_close(found, torch.cat(states, 1), atol=1e-3, rtol=1e-4)  # of 15, before the last norm
 
 
 @pytest.mark.further(native=False)
@@ -157,6 +162,29 @@ def test_what_is_mapped_is_not_counted(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", theirs)
     size = theirs.model.embed_tokens_per_layer.weight.nbytes
     assert [mapped_bytes(path, load_config(path)) for path in (tmp_path, file)] == [size, size]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is in memory")
+@pytest.mark.parametrize("stored", ["folder", "file", "parts"])
+def test_no_other_pages_stay_in_memory(tmp_path: Path, stored: str) -> None:
+    theirs = reference("per-layer", intermediate_size=512)
+    if stored == "folder":
+        theirs.save_pretrained(tmp_path)
+    else:
+        write_gguf(tmp_path / "m.gguf", theirs, split=30 if stored == "parts" else 0)
+    model = load_model(tmp_path if stored == "folder" else min(tmp_path.iterdir()), torch.float32, "cpu")
+    model.pack(make_ops(CPU))
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            ours = str(tmp_path) in line
+        elif first == "Rss:" and ours:
+            found += int(rest[0]) << 10
+    table = theirs.model.embed_tokens_per_layer.weight
+    others = sum(file.stat().st_size for file in tmp_path.iterdir()) - table.nbytes
+    assert found < table.nbytes + others / 4  # Linux maps some pages around one that is read
+    assert torch.equal(model.per_layer.embed.table.rows(torch.arange(5)), table[:5])
 
 
 @pytest.mark.parametrize("stored", ["folder", "gguf"])

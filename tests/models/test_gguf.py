@@ -185,6 +185,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     """(tests/test_gguf_file.py has files that are broken.)"""
     with pytest.raises(CheckpointError, match="unknown architecture 'gemma2'; expected one of llama, qwen2"):
         load_model(write(tmp_path / "gemma.gguf", "gemma2"), torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match=r"glm-dsa has sparse latent attention \(DSA\), which is not served yet"):
+        load_model(write(tmp_path / "glm.gguf", "glm-dsa"), torch.float32, "cpu")
     with pytest.raises(CheckpointError, match="found none"):
         load_model(tmp_path / "none.gguf", torch.float32, "cpu")
     good = write(tmp_path / "m.gguf", "llama").read_bytes()

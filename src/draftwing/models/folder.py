@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.gguf import Progress
-from draftwing.models.weight_map import canonical
+from draftwing.models.weight_map import PER_LAYER, canonical
 from draftwing.parallel.cut import Cut
 from draftwing.requests.refusals import show
 
@@ -139,6 +139,11 @@ def _safetensors(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bo
                 if unread(canonical(name)):
                     continue
                 cut = cuts.get(canonical(name))
+                if canonical(name) == f"{PER_LAYER}.weight":
+                    # In a mapping of its own, so that pages of all others, which are read once, leave memory.
+                    with safe_open(file, framework="pt", device="cpu") as alone:
+                        yield name, alone.get_tensor(name)
+                    continue
                 yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None

@@ -26,6 +26,7 @@ from draftwing.models.gguf_names import hf_name, layer_name
 from draftwing.models.latents import parts
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
+from draftwing.models.unserved import unserved_in_gguf
 from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
@@ -86,9 +87,10 @@ def model_config(file: GGUFFile) -> ModelConfig:
     """The `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: unknown architecture {show(arch)}; expected one of {', '.join(ARCHITECTURES)}"
-        )
+        missing, expected = unserved_in_gguf(arch), f"expected one of {', '.join(ARCHITECTURES)}"
+        if missing is not None:
+            raise CheckpointError(f"{file.path}: {arch} has {missing}, which is not served yet; {expected}")
+        raise CheckpointError(f"{file.path}: unknown architecture {show(arch)}; {expected}")
 
     stored = Fields(meta, str(file.path), f"{arch}.")
     fields = _OWN_FIELDS[arch](stored) if arch in _OWN_FIELDS else stored
@@ -207,7 +209,7 @@ def tensors(
             continue
         info = file.tensors[name]
         if name == PER_LAYER:  # larger than all others
-            raw = torch.from_numpy(file.raw(name))
+            raw = torch.from_numpy(file.mapped(name))
             yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes
             continue

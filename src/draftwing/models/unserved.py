@@ -30,6 +30,14 @@ UNSERVED = {
     "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
 }
 
+# `general.architecture` of their GGUF files.
+IN_GGUF = {
+    "bailingmoe3": "BailingHybridForCausalLM", "deepseek4": "DeepseekV4ForCausalLM", "glm-dsa": "GlmMoeDsaForCausalLM",
+    "glm5_next": "Glm5NextForConditionalGeneration", "kimi-linear": "KimiLinearForCausalLM",
+    "llama4": "Llama4ForCausalLM", "mimo2": "MiMoV2FlashForCausalLM", "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen4exp": "Qwen4ExpForCausalLM",
+}  # fmt: skip
+
 
 def unserved_part(architectures: Sequence[str], model_type: object) -> str | None:
     """Returns what a relative that people ask for has and this package has not, None for all other models."""
@@ -37,6 +45,12 @@ def unserved_part(architectures: Sequence[str], model_type: object) -> str | Non
         if name in architectures or (not architectures and known_type == model_type):
             return missing
     return None
+
+
+def unserved_in_gguf(architecture: object) -> str | None:
+    """Returns the same of a GGUF file's `general.architecture`."""
+    name = IN_GGUF.get(architecture) if isinstance(architecture, str) else None
+    return None if name is None else UNSERVED[name][1]
 
 
 # Keys that change the arithmetic, with the values (besides null) at which they do not.

@@ -27,6 +27,7 @@ NEXTN_MODELS = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4Mo
 _NEXTN_NAMES = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
 }  # fmt: skip
+PER_LAYER = "model.embed_tokens_per_layer"  # a table that stays in its file
 _NEXTN_COPIES = "embed_tokens", "shared_head.head"  # of the model's
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
 
@@ -40,7 +41,7 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     table[f"{norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
     if config.per_layer:
         rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
-        table |= named(DENSE, "model.embed_tokens_per_layer", "per_layer.embed.table", 0, config.vocab_size)
+        table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.vocab_size)
         table |= named(config.weight_format, "model.per_layer_model_projection", "per_layer.project", 0, rows)
         table["model.per_layer_projection_norm.weight"] = ParamSlice(inner, 0, config.per_layer)
     if not config.tie_embeddings:
