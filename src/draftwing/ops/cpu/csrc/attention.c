@@ -446,9 +446,9 @@ static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t giv
     int64_t n[ATTENTION];
     if (!numbers(args, given, ATTENTION, n)) return NULL;
     Attention a = attention_of(n);
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     attend(&a);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
