@@ -73,6 +73,86 @@ def test_there_are_as_many_as_torch_has() -> None:
     assert addresses[0] == addresses[2] != addresses[1]  # what was noted for three has room for three
 
 
+STAGES = """
+import sys, threading, time, torch
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import record
+
+calls, seconds = map(int, sys.argv[1:])
+torch.set_num_threads(2)
+ops = CpuOps(torch.device("cpu"))
+weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (1024, 64))
+gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
+
+
+def work():
+    y = x
+    for _ in range(calls):
+        y = gemm(y, None, None)
+    return y
+
+
+stage, out = record(work, ops.make_calls)
+sys.setswitchinterval(0.1)  # so long others keep the lock, once they have it
+
+
+def loop():
+    while True:
+        pass
+
+
+threading.Thread(target=loop, daemon=True).start()
+end, found = time.monotonic() + 30, None
+while time.monotonic() < end:  # this machine may have done something else meanwhile
+    ops.workers.hold(None)
+    start = time.monotonic()
+    stage.replay()
+    found = ops.workers.active, time.monotonic() - start
+    if found[0] == 2 and (found[1] > seconds / 1e3) == (calls > 100):
+        print("done")
+        break
+else:
+    print(found)
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
+@pytest.mark.parametrize(("calls", "milliseconds"), [(12, 100), (400, 100)], ids=["short", "long"])
+def test_stages_beside_another_thread_of_python(calls: int, milliseconds: int) -> None:
+    """A short stage keeps Python's lock. A long one gives it away, and waits for it without a loss of threads."""
+    command = [sys.executable, "-c", STAGES, str(calls), str(milliseconds)]
+    assert subprocess.check_output(command, text=True, timeout=60) == "done\n"
+
+
+FORKED = """
+import os, signal, torch
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import record
+
+torch.set_num_threads(2)
+ops = CpuOps(torch.device("cpu"))
+weight, x = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (512, 8))
+gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
+stage, out = record(lambda: [gemm(x, None, None) for _ in range(10)][-1], ops.make_calls)
+stage.replay()
+expected = out.clone()
+child = os.fork()
+if not child:
+    signal.alarm(30)
+    out.zero_()
+    stage.replay()
+    os._exit(not torch.equal(out, expected) or not torch.equal(gemm(x, None, None), expected))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_the_same() -> None:
+    """It has none of the threads that its parent has."""
+    assert subprocess.check_output([sys.executable, "-c", FORKED], text=True, timeout=60) == "0\n"
+
+
 PINNED = """
 import os, torch
 from draftwing.engine.devices.cpu import CpuDevice

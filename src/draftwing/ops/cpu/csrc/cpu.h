@@ -283,11 +283,6 @@ HIDDEN int can_adapt(void);      /* whether calls notice that a thread of theirs
 /* Calls work(data) in each of the threads, or in one (workers: NULL, or little work); cost: about the microseconds that
    one would take. */
 HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);
-/* What needs no Python stands between RELEASE_GIL and TAKE_GIL, in one block. Recorded calls keep the lock for a while. */
-HIDDEN PyThreadState *release_gil(void);
-HIDDEN void take_gil(PyThreadState *released);
-#define RELEASE_GIL { PyThreadState *released = release_gil();
-#define TAKE_GIL take_gil(released); }
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
 /* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
@@ -352,6 +347,18 @@ INLINE int take_units(Shares *s) {
     }
     return 0;
 }
+
+/* -- Python's lock: threads.c --------------------------------------------------------------------------------------- */
+
+/* In place of Py_BEGIN_ALLOW_THREADS and Py_END_ALLOW_THREADS: recorded calls keep the lock for some ms. */
+HIDDEN PyThreadState *release_gil(void);
+HIDDEN void take_gil(PyThreadState *released);
+#define RELEASE_GIL \
+    { \
+        PyThreadState *released = release_gil();
+#define TAKE_GIL \
+        take_gil(released); \
+    }
 
 /* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
 

@@ -31,7 +31,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
 #define LONGEST (5 * SECOND) /* without a try */
-#define TURN 5000000 /* ns that recorded calls keep Python's lock, as Python's own code does */
+#define TURN 5000000        /* ns that recorded calls keep Python's lock: as long as Python's own code does */
 #define WORTH 4 /* us: what takes less is done sooner by one thread than threads that stay can begin; not swept */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
