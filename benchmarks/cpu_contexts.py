@@ -140,8 +140,9 @@ def running(args: Any, file: Path, logs: Path) -> Iterator[dict[str, Ask]]:
             )
             stack.callback(let_go, engine)
             asks[name] = partial(ask_engine, engine)
-        for name in args.llamas:
-            flash = LLAMAS[name]
+        for name, flash in LLAMAS.items():
+            if flash not in args.flash_attention:
+                continue
             command = [build(args.isa, args.cache) / "llama-server", "-m", file, "-fa", flash, "-np", 1, "-c", size]
             command += ["-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup"]
             contender = Contender(name, tuple(map(str, command)))
@@ -325,7 +326,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0", help="of random weights")
     parser.add_argument("--contexts", type=listed(int), default=[100, 500, 1000, 2000, 4000, 8000])
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
-    parser.add_argument("--llamas", type=listed(str), default=list(LLAMAS), help="of llama.cpp's settings, by name")
+    parser.add_argument("--flash-attention", type=listed(str), default=list(LLAMAS.values()), help="llama.cpp's")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
