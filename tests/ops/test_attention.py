@@ -67,7 +67,7 @@ def test_trees_equal_brute_force(
     out = backend(pool).bind(make_batch(table, prefix, write, paths, depth=2), LAYER)(0, *new)
     assert out.shape == (rows * nodes, shape[0] * shape[2]) and out.dtype == dtype
     # Of bfloat16: half of its last bit, for the result and for each weight, whose sum has the same error. That all of
-    # these are as large at once does not occur: what was seen is 0.57 of it, and in float32 0.45 of this.
+    # these are as large at once was not seen: at most 0.57 of it, and in float32 a third of this.
     unit = 3e-6 if dtype == torch.float32 else 0.75 * 2**-8
     for b, committed in enumerate(prefix):
         k, v = pool.kv[LAYER][table[b, :committed]].unbind(2)
