@@ -80,13 +80,9 @@ from draftwing.ops.cpu.tape import record
 
 torch.set_num_threads(2)
 ops = CpuOps(torch.device("cpu"))
-generator = torch.Generator().manual_seed(0)
-gemm = ops.block_gemm([ops.quantize(torch.randn(1024, 1024, generator=generator), "Q8_0")], torch.float32)
-
-
-def stage(calls, rows):
-    x = torch.randn(rows, 1024, generator=generator)
-    return record(lambda: [gemm(x, None, None) for _ in range(calls)], ops.make_calls)[0]
+weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (1024, 64))
+gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
+stage, _ = record(lambda: [gemm(x, None, None) for _ in range(40)], ops.make_calls)
 
 
 def loop():
@@ -94,25 +90,23 @@ def loop():
         pass
 
 
-stages = {"short": stage(12, 4), "long": stage(40, 64)}
 sys.setswitchinterval(0.1)  # so long others keep the lock, once they have it
 threading.Thread(target=loop, daemon=True).start()
-for name, one in stages.items():
-    end, found = time.monotonic() + 20, None
-    while found != (2, name == "long"):  # this machine may do something else, too
-        assert time.monotonic() < end, (name, found)
-        ops.workers.hold(None)
-        start = time.monotonic()
-        one.replay()
-        found = ops.workers.active, time.monotonic() - start > 0.1
+end, active, seconds = time.monotonic() + 20, 0, 0.0
+while not (active == 2 and 0.1 < seconds < 2):  # this machine may do something else, too
+    assert time.monotonic() < end, (active, seconds)
+    ops.workers.hold(None)
+    start = time.monotonic()
+    stage.replay()
+    active, seconds = ops.workers.active, time.monotonic() - start
 print("done")
 """
 
 
 @pytest.mark.timing
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
-def test_stages_beside_another_thread_of_python() -> None:
-    """A short stage keeps Python's lock. A long one gives it away, and waits for it without a loss of threads."""
+def test_a_stage_beside_another_thread_of_python() -> None:
+    """It waits for Python's lock, but seldom, and without a loss of threads: 40 waits would take 4 s."""
     assert subprocess.check_output([sys.executable, "-c", STAGES], text=True, timeout=60) == "done\n"
 
 
