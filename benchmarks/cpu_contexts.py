@@ -141,6 +141,8 @@ def running(args: Any, file: Path, logs: Path) -> Iterator[dict[str, Ask]]:
             stack.callback(let_go, engine)
             asks[name] = partial(ask_engine, engine)
         for name, flash in LLAMAS.items():
+            if flash not in args.flash_attention:
+                continue
             command = [build(args.isa, args.cache) / "llama-server", "-m", file, "-fa", flash, "-np", 1, "-c", size]
             command += ["-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup"]
             contender = Contender(name, tuple(map(str, command)))
@@ -167,7 +169,7 @@ def measure(
     waited = max(since(before)) / (time.perf_counter() - started)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     middle = {name: statistics.median(own) for name, own in rates.items()}
-    better = max(LLAMAS, key=lambda name: middle[name])
+    better = max(set(LLAMAS) & set(asks), key=lambda name: middle[name])
     floor = bytes_read / read
     return filled, {
         "decode": middle,
@@ -200,7 +202,7 @@ def measure_all(args: Any, file: Path, prompts: Prompts, asks: dict[str, Ask]) -
 def row(isa: str, context: int, found: dict[str, Any]) -> list[Any]:
     decode, prompt = found["decode"], found["prompt"]
     shown = [whole(decode.get(name)) for name in (*DRAFTERS, *LLAMAS)]
-    prompts = [whole(prompt["none"]), whole(max(prompt[name] for name in LLAMAS))]
+    prompts = [whole(prompt["none"]), whole(max(prompt[name] for name in LLAMAS if name in prompt))]
     share = f"{100 * found['floor_share']['none']:.0f}%"
     return [
         f"{TITLES.get(isa, isa)}, {context:,}",
@@ -258,7 +260,7 @@ def plot(record: dict[str, Any]) -> str:
         here = [(place(context), found) for one, context, found in contexts_of(record) if one == isa]
         for title, key in (("decoding", "decode"), ("prompt of that length", "prompt")):
             names = here[0][1][key]
-            lines = [Line(name, [(at, found[key][name]) for at, found in here]) for name in names]
+            lines = [Line(name, [(at, one[key][name]) for at, one in here if name in one[key]]) for name in names]
             highest = max(rate for line in lines for _, rate in line.points)
             panels.append(Panel(f"{title}, tokens/s, {TITLES.get(isa, isa)}", lines, ticks(highest)))
     marks = [(place(context), f"{context:,}") for context in lengths]
@@ -324,6 +326,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0", help="of random weights")
     parser.add_argument("--contexts", type=listed(int), default=[100, 500, 1000, 2000, 4000, 8000])
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
+    parser.add_argument("--flash-attention", type=listed(str), default=list(LLAMAS.values()), help="llama.cpp's")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -12,7 +12,6 @@ compute. All run after each other, for memory: `none` is this engine, `off` and 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -31,6 +30,7 @@ from cpu_contexts import LLAMAS, SHAPES, SPARE, Shape, ask_llama, write_random
 from gguf_files import MIXTURES
 from llama_cpp_build import CACHE, ISAS, build
 from load_runs import let_go, listed
+from torch import Tensor
 from turns import Ask, ask_engine, cpu_engine, kv_bytes_per_token, read_bandwidth
 
 from draftwing.engine.engine import Engine
@@ -46,14 +46,13 @@ MOST_READ = 1 << 30  # bytes of a plain read
 
 
 @contextmanager
-def without_layers(hidden: int) -> Iterator[None]:
+def without_layers() -> Iterator[None]:
     """Meanwhile layers give what they get."""
     raw: Any = load_extension()
     real = raw.layers
 
-    def skip(*numbers: int) -> None:
-        x, outs, rows, half = numbers[0], numbers[2], numbers[13], numbers[14]
-        ctypes.memmove(outs, x, rows * hidden * (2 if half else 4))
+    def skip(x: Tensor, normed: Tensor | None, outs: Tensor, *rest: Any) -> None:
+        outs[0].copy_(x)
 
     raw.layers = skip
     try:
@@ -62,8 +61,8 @@ def without_layers(hidden: int) -> Iterator[None]:
         raw.layers = real
 
 
-def fill(engine: Engine, text: list[int], hidden: int) -> None:
-    with without_layers(hidden):
+def fill(engine: Engine, text: list[int]) -> None:
+    with without_layers():
         ask_engine(engine, text, 1)
     noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
     for kv in engine.parts.executor.attn.pool.kv:
@@ -155,7 +154,7 @@ def measure(args: Any, file: Path, shape: Shape, who: str) -> dict[str, Any]:
     if who == "none":
         engine = cpu_engine(str(file), args.threads, args.context + SPARE, speculative_algorithm="none")
         try:
-            fill(engine, text, shape.hidden)
+            fill(engine, text)
             found = rates(partial(ask_engine, engine), text, args)
         finally:
             let_go(engine)

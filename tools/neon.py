@@ -88,13 +88,14 @@ def compile_sets() -> list[str]:
     """The package with its modules into SOURCE; the names of the sets."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(HERE / "src", SOURCE, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    sets = runpy.run_path(str(SOURCE / "draftwing/ops/cpu/isa.py"))["known_sets"]("aarch64")
+    known = runpy.run_path(str(SOURCE / "draftwing/ops/cpu/isa.py"))
+    sets, interface = known["known_sets"]("aarch64"), known["INTERFACE"]
     include, version = ROOT / "usr/include", python()[1]
     flags = ["-shared", "-fPIC", "-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi", f"-I{include}/python{version}"]
     files = sorted((SOURCE / "draftwing/ops/cpu/csrc").glob("*.c"))
     for isa in sets:
         module = SOURCE / f"draftwing/ops/cpu/_{isa.name}.abi3.so"
-        own = [f"-I{include}", f"-DISA={isa.name}", *isa.flags]
+        own = [f"-I{include}", f"-DISA={isa.name}", f"-DINTERFACE={interface}", *isa.flags]
         run("aarch64-linux-gnu-gcc", *flags, *own, *files, "-o", module)
     return [isa.name for isa in sets]
 

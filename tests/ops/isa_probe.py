@@ -168,6 +168,21 @@ def attention_of_small_numbers(ops: CpuOps, made: Inputs, dtype: torch.dtype) ->
 
 
 @case
+def attention_of_sums_that_round_up(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Values whose sums are, before they are rounded, just below the normal numbers: small or not?"""
+    dim, table = 32, torch.arange(1, 301).view(1, 300)
+    for length in (2, 9, 280):
+        pool = KVPool([KVSpec(1, dim)], 300, dtype, torch.device("cpu"))
+        positions = torch.arange(length)
+        how: dict[str, Any] = dict(chunks=(ChunkSpan(0, 0, 0, length),), prefix_len=NONE)
+        batch = Batch(torch.tensor([0]), NONE, positions, table[0, :length], table, bound=300, **how)
+        q, k, v = (torch.zeros(length, 1, dim, dtype=dtype) for _ in range(3))
+        q[..., 0], k[1:, :, 0] = 1, made.ints(-160, -100, length - 1, 1).to(dtype)  # weights of the others: below 2^-25
+        v[0], v[1:] = 2.0**-126, -(2.0**-126) * made.ints(1, 9, length - 1, 1, dim).to(dtype)
+        yield ops.attention(pool).bind(batch, 0)(0, q, k, v)
+
+
+@case
 def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
     shapes, types = ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)), (dtype, torch.int8)

@@ -66,15 +66,16 @@ def test_trees_equal_brute_force(
     new = make_tokens(rows * nodes, shape, dtype, 1)
     out = backend(pool).bind(make_batch(table, prefix, write, paths, depth=2), LAYER)(0, *new)
     assert out.shape == (rows * nodes, shape[0] * shape[2]) and out.dtype == dtype
-    # Of bfloat16: half of its last bit, for the result and for each weight, whose sum has the same error.
-    unit = 3e-5 if dtype == torch.float32 else 2**-8
+    # Of bfloat16: half of its last bit, for the result and for each weight, whose sum has the same error. That all of
+    # these are as large at once was not seen: at most 0.57 of it, and in float32 a third of this.
+    unit = 3e-6 if dtype == torch.float32 else 0.75 * 2**-8
     for b, committed in enumerate(prefix):
         k, v = pool.kv[LAYER][table[b, :committed]].unbind(2)
         for i in range(nodes):
             mine, q = torch.tensor(paths[b][i]) + b * nodes, new.q[b * nodes + i]
             keys, values = torch.cat((k, new.k[mine])), torch.cat((v, new.v[mine]))
             expected, size = brute_force(q, keys, values), brute_force(q, keys, values.abs())
-            assert ((out[b * nodes + i] - expected).abs() <= unit * (2 * expected.abs() + size) + 1e-5).all()
+            assert ((out[b * nodes + i] - expected).abs() <= unit * (2 * expected.abs() + size) + 1e-6).all()
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

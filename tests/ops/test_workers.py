@@ -73,6 +73,71 @@ def test_there_are_as_many_as_torch_has() -> None:
     assert addresses[0] == addresses[2] != addresses[1]  # what was noted for three has room for three
 
 
+STAGES = """
+import sys, threading, time, torch
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import record
+
+torch.set_num_threads(2)
+ops = CpuOps(torch.device("cpu"))
+weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (1024, 64))
+gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
+stage, _ = record(lambda: [gemm(x, None, None) for _ in range(40)], ops.make_calls)
+
+
+def loop():
+    while True:
+        pass
+
+
+sys.setswitchinterval(0.1)  # so long others keep the lock, once they have it
+threading.Thread(target=loop, daemon=True).start()
+end, active, seconds = time.monotonic() + 20, 0, 0.0
+while not (active == 2 and seconds > 0.1):  # this machine may do something else, too
+    assert time.monotonic() < end, (active, seconds)
+    ops.workers.hold(None)
+    start = time.monotonic()
+    stage.replay()
+    active, seconds = ops.workers.active, time.monotonic() - start
+print("done")
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
+def test_a_stage_beside_another_thread_of_python() -> None:
+    """It waits for Python's lock without a loss of threads."""
+    assert subprocess.check_output([sys.executable, "-c", STAGES], text=True, timeout=60) == "done\n"
+
+
+FORKED = """
+import os, signal, torch
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import record
+
+torch.set_num_threads(2)
+ops = CpuOps(torch.device("cpu"))
+weight, x = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (512, 8))
+gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
+stage, out = record(lambda: [gemm(x, None, None) for _ in range(10)][-1], ops.make_calls)
+stage.replay()
+expected = out.clone()
+child = os.fork()
+if not child:
+    signal.alarm(30)
+    out.zero_()
+    stage.replay()
+    os._exit(not torch.equal(out, expected) or not torch.equal(gemm(x, None, None), expected))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_the_same() -> None:
+    """It has none of the threads that its parent has."""
+    assert subprocess.check_output([sys.executable, "-c", FORKED], text=True, timeout=60) == "0\n"
+
+
 PINNED = """
 import os, torch
 from draftwing.engine.devices.cpu import CpuDevice

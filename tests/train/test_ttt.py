@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.attention import AttentionKind, FunctionAttend
 from draftwing.train import chain_attention, cross_entropy, ttt
 from draftwing.train.batches import collate
 from draftwing.train.heads import TargetHead, trainable
@@ -292,6 +292,14 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
         out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin, None)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_without_keys_of_its_own_is_refused() -> None:
+    cos, sin = torch.ones(2, 6, 1, 16)
+    with pytest.raises(AssertionError, match="keys of their own"):
+        chain_attention.ChainAttention(2, 3, 2).fused(
+            0, torch.randn(6, 8, 16), cos, sin, None, AttentionKind(reads=True)
+        )
 
 
 @pytest.mark.gpu

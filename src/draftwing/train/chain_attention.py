@@ -38,7 +38,7 @@ class ChainAttention(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of the layer's next step -> [M, heads * head_dim]"""
-        assert kind.is_full, "draft heads see everything"
+        assert kind.is_full and not kind.reads, "draft heads see everything, by keys of their own"
         seen = self._seen.setdefault(layer, [])
         rows = self._rows if seen else None
         if rows is not None:  # the others' zeros are seen by nobody else

@@ -6,9 +6,9 @@
 
    A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
    in chunks of CHUNK: each has a maximum of its own, weights exp2(score - maximum), the sum of these over 16 lanes, and
-   the sums of the values in the order of positions, all with products that are fused with the sums, and with zeros
-   for numbers below the normal ones. What the chunks have is joined in their order. So neither vectors nor threads, nor
-   the queries that share a tile, change anything.
+   the sums of the values in the order of positions, all with products that are fused with the sums, and of keys and
+   values in bfloat16 with zeros for numbers below the normal ones. What the chunks have is joined in their order. So
+   neither vectors nor threads, nor the queries that share a tile, change anything.
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
@@ -190,7 +190,7 @@ static void score_paths(const Tile *t, int64_t from, int64_t end) {
 /* -- chunks and tiles ---------------------------------------------------------------------------------------------- */
 
 /* Chunk `number` of the tile to `part`; last: of the unit. */
-static void run_chunk(const Tile *t, int64_t number, int last_one, Ahead *next) {
+static void run_chunk(Tile *t, int64_t number, int last_one, Ahead *next) {
     const Attention *a = t->a;
     const int64_t from = number * CHUNK, end = least(from + CHUNK, t->end);
     const int64_t alike = t->queries == 1 ? end : least(end, t->prefix); /* keys before it are the same for all */
@@ -317,9 +317,18 @@ static uint64_t flush_small(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
     __asm__ volatile("msr fpcr, %0" : : "r"(mode | 1 << 24));
+    __asm__ volatile("msr fpsr, xzr");
 #endif
     __asm__ volatile("" : : : "memory"); /* nothing is computed earlier */
     return mode;
+}
+/* Whether a number was taken for zero since, where that may be another one than with x86. */
+static int lost_small(void) {
+    uint64_t status = 0;
+#if defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpsr" : "=r"(status) : : "memory");
+#endif
+    return status >> 3 & 1;
 }
 static void restore_small(uint64_t mode) {
     __asm__ volatile("" : : : "memory");
@@ -329,6 +338,16 @@ static void restore_small(uint64_t mode) {
     __asm__ volatile("msr fpcr, %0" : : "r"(mode));
 #endif
     __asm__ volatile("" : : : "memory");
+}
+
+/* A chunk of keys and values in bfloat16. */
+static void run_flushed(Tile *t, int64_t number, int last_one, Ahead *next) {
+    const uint64_t mode = flush_small();
+    run_chunk(t, number, last_one, next);
+    t->late = lost_small();
+    if (t->late) run_chunk(t, number, last_one, next);
+    t->late = 0;
+    restore_small(mode);
 }
 
 /* Joins the chunks of a tile of several units where all of these have ended. Returns whether they have. */
@@ -352,17 +371,14 @@ static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from,
     float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
     prepare(t, a, c);
     if (c->units == 1) begin(t);
-    const uint64_t mode = flush_small();
     for (int64_t chunk = from; chunk < end; chunk++) {
         Parts own = t->part;
         if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, a->padded);
-        run_chunk(t, chunk, chunk + 1 == end, next);
+        (a->kv_type == HALF ? run_flushed : run_chunk)(t, chunk, chunk + 1 == end, next);
         if (c->units == 1) join_parts(t, &t->whole, &t->part);
         t->part = own;
     }
-    const int whole = c->units == 1 || join_stored(t, c, stored);
-    restore_small(mode);
-    if (whole) finish(t);
+    if (c->units == 1 || join_stored(t, c, stored)) finish(t);
 }
 
 void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
@@ -446,9 +462,9 @@ static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t giv
     int64_t n[ATTENTION];
     if (!numbers(args, given, ATTENTION, n)) return NULL;
     Attention a = attention_of(n);
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     attend(&a);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

@@ -47,6 +47,7 @@ typedef struct {
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
     int64_t *counts, *lows;                    /* of rows */
+    int late;                                  /* see `fused_late` */
     float scale;                               /* of scores, for exp2; in q already, unless keys are in bfloat16 */
     float *q, *keys, *staged, *scores, *beside; /* beside: scores of a tree's nodes, [rows, BLOCK] */
     const char **at, **after, **here;           /* keys of a chunk, of the next, of a block */

@@ -5,7 +5,10 @@
    that of the upper halves of two words, then that of the lower ones, rounds twice, and takes numbers below the normal
    ones for zeros. Two fused products with `flush_small` have the same bits, so sets without it do these. Of a score the
    second element of two is in the upper half, for so keys lie in the pool. Of a value the first position of two is, so
-   that positions are added in their order, and one alone is added as it is beside another. */
+   that positions are added in their order, and one alone is added as it is beside another.
+
+   A sum just below 2^-126 may be rounded to it. x86 looks whether a number is small after it has rounded, aarch64
+   before. So there a chunk in which something was taken for zero is computed again, by `fused_late`. */
 
 #include "attention.h"
 
@@ -24,6 +27,17 @@ INLINE pf splat_word(const float *p) {
 #else
 INLINE pf fused_pairs(pf x, pf y, pf sum) { return sum; } /* nothing calls it */
 INLINE pf splat_word(const float *p) { return *p - (pf){0}; }
+#endif
+#if defined(__aarch64__)
+/* x * y + z with zeros for numbers that are small when they are rounded. Of numbers 2^60 times as large none is: 2^-66
+   is what becomes 2^-126. */
+INLINE pf fused_late(pf x, pf y, pf z) {
+    const pf up = 0x1p30f - (pf){0}, sum = fused(x, y, z), large = fused(x * up, y * up, z * up * up);
+    const pi least = (pi)(((pu)large & 0x7fffffff) == 61u << 23);
+    return (pf)((least & (pi)((pu)large - (60u << 23))) | (~least & (pi)sum));
+}
+#else
+INLINE pf fused_late(pf x, pf y, pf z) { return fused(x, y, z); }
 #endif
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
@@ -72,9 +86,13 @@ void stage_keys_float(const Tile *t, int64_t first, const char *const *at) {
     else turn(t->keys + first, at, words, bytes, 0);
 }
 
+enum { ONE, TWO, LATE }; /* products that are added at once; LATE: one, by `fused_late` */
+INLINE pf added(pf x, pf y, pf sum, const int how) {
+    return how == TWO ? fused_pairs(x, y, sum) : how == LATE ? fused_late(x, y, sum) : fused(x, y, sum);
+}
 /* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
 INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_t steps, float *scores, int64_t ld,
-                       const int pairs, const int rows, const int parts) {
+                       const int how, const int rows, const int parts) {
     pf sum[TALL][8];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -88,8 +106,7 @@ INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_
         for (int r = 0; r < rows; r++) {
             const pf x = splat_word(q + r * padded + i);
 #pragma GCC unroll 8
-            for (int c = 0; c < parts; c++)
-                sum[r][c] = pairs ? fused_pairs(x, key[c], sum[r][c]) : fused(x, key[c], sum[r][c]);
+            for (int c = 0; c < parts; c++) sum[r][c] = added(x, key[c], sum[r][c], how);
         }
     }
 #pragma GCC unroll 6
@@ -99,23 +116,25 @@ INLINE void score_part(const float *q, int64_t padded, const float *keys, int64_
 }
 /* Of `count` keys, up to whole registers, perhaps several. */
 INLINE void score_rows(const float *q, int64_t padded, const float *keys, int64_t steps, float *scores, int64_t ld,
-                       int64_t count, const int pairs, const int rows) {
+                       int64_t count, const int how, const int rows) {
     int64_t j = 0;
     for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
-        score_part(q, padded, keys + j, steps, scores + j, ld, pairs, rows, SCORE_PARTS(rows));
-    for (; j < count; j += LANES) score_part(q, padded, keys + j, steps, scores + j, ld, pairs, rows, REGISTERS);
+        score_part(q, padded, keys + j, steps, scores + j, ld, how, rows, SCORE_PARTS(rows));
+    for (; j < count; j += LANES) score_part(q, padded, keys + j, steps, scores + j, ld, how, rows, REGISTERS);
 }
 void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     const int64_t padded = t->a->padded, turns = (end - from + TALL - 1) / TALL;
     const int64_t steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
     const int pairs = in_pairs(t->a);
-    for (int64_t turn = 0, r = from; turn < turns; turn++) {
+    for (int64_t r = from; t->late && r < end; r++)
+        score_rows(t->q + r * padded, padded, t->keys, steps, scores + r * ld, ld, count, LATE, 1);
+    for (int64_t turn = 0, r = from; turn < turns && !t->late; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
         float *to = scores + r * ld;
 #define CASE(n) \
-    if (rows == n && pairs) score_rows(q, padded, t->keys, steps, to, ld, count, 1, n); \
-    else if (rows == n) score_rows(q, padded, t->keys, steps, to, ld, count, 0, n);
+    if (rows == n && pairs) score_rows(q, padded, t->keys, steps, to, ld, count, TWO, n); \
+    else if (rows == n) score_rows(q, padded, t->keys, steps, to, ld, count, ONE, n);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
         r += rows;
@@ -149,7 +168,7 @@ INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
 typedef struct {
     const char *const *at, *const *after; /* after: or NULL */
     int64_t byte, bytes;                  /* bytes: of a key in the pool */
-    int kind;
+    int kind, late;
 } Values;
 INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
     if (kind == PAIRS) return pairs_at(v->at[2 * j] + v->byte, v->at[2 * j + 1] + v->byte, c);
@@ -160,7 +179,7 @@ INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
 /* to[r] += weights[r][j] * value j for j in [from, end), one by one or pair by pair: `rows` rows, `parts` registers of
    each. */
 INLINE void value_part(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
-                       int64_t c, const int kind, const int rows, const int parts) {
+                       int64_t c, const int kind, const int how, const int rows, const int parts) {
     const char *const *after = c ? NULL : v->after;
     pf sum[TALL][4];
 #pragma GCC unroll 6
@@ -177,8 +196,7 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
         for (int r = 0; r < rows; r++) {
             const pf x = splat_word(weights + r * LD + j);
 #pragma GCC unroll 4
-            for (int i = 0; i < parts; i++)
-                sum[r][i] = kind >= PAIRS ? fused_pairs(x, value[i], sum[r][i]) : fused(x, value[i], sum[r][i]);
+            for (int i = 0; i < parts; i++) sum[r][i] = added(x, value[i], sum[r][i], how);
         }
     }
 #pragma GCC unroll 6
@@ -187,20 +205,24 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
         for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
 }
 INLINE void value_rows(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
-                       const int kind, const int rows) {
+                       const int kind, const int how, const int rows) {
     int64_t c = 0;
     for (; c + VALUE_PARTS(rows) * PART <= padded; c += VALUE_PARTS(rows) * PART)
-        value_part(to, padded, weights, v, from, end, c, kind, rows, VALUE_PARTS(rows));
-    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, kind, rows, 1);
+        value_part(to, padded, weights, v, from, end, c, kind, how, rows, VALUE_PARTS(rows));
+    for (; c < padded; c += PART) value_part(to, padded, weights, v, from, end, c, kind, how, rows, 1);
 }
 static void value_sized(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
                         int64_t rows) {
     if (from >= end) return;
+    for (int64_t r = 0; v->late && r < rows; r++, to += padded, weights += LD)
+        if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, LATE, 1);
+        else value_rows(to, padded, weights, v, from, end, HALVES, LATE, 1);
+    if (v->late) return;
 #define KINDS(n) \
-    if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, n); \
-    else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, n); \
-    else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, n); \
-    else value_rows(to, padded, weights, v, from, end, HALVES, n);
+    if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, ONE, n); \
+    else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, TWO, n); \
+    else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, TWO, n); \
+    else value_rows(to, padded, weights, v, from, end, HALVES, ONE, n);
     switch (rows) {
     case 1: KINDS(1) break;
     case 2: KINDS(2) break;
@@ -290,6 +312,7 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
     const int stage = turns > 1 || a->dim % LANES, pairs = in_pairs(a);
     Values v = {at, after, value_behind(a), row_bytes(a), pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS};
     if (stage) v = (Values){.at = t->here, .kind = pairs ? STAGED_PAIRS : FLOATS};
+    v.late = t->late;
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
         if (stage) stage_values(t, at, after, chunk, block, next);

@@ -403,8 +403,8 @@ PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given)
     p->residual = POINTER(n[2]);
     p->rows = n[3];
     p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_blocks, &job, &job.team, p->rows * p->inputs * p->outputs < SMALL ? NULL : workers);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

@@ -155,9 +155,9 @@ PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given)
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
     Packing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .rows = n[3], .inputs = n[4]};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_panels, &job, &job.team, POINTER(n[5]));
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 /* type, inputs -> bytes of a panel; 0: no such type */
@@ -368,8 +368,8 @@ PyObject *py_block_quantize(PyObject *self, PyObject *const *args, Py_ssize_t gi
     int64_t n[5];
     if (!numbers(args, given, 5, n)) return NULL;
     Quantizing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .blocks = n[3]};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_blocks, &job, &job.team, POINTER(n[4]));
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

@@ -138,9 +138,9 @@ static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2
 /* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ---------------- */
 
 static PyObject *go(Rows *r, void *workers, int64_t elements) {
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(some_rows, r, workers, elements / 2000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

@@ -348,6 +348,18 @@ INLINE int take_units(Shares *s) {
     return 0;
 }
 
+/* -- Python's lock: threads.c --------------------------------------------------------------------------------------- */
+
+/* In place of Py_BEGIN_ALLOW_THREADS and Py_END_ALLOW_THREADS: recorded calls keep the lock for some ms. */
+HIDDEN PyThreadState *release_gil(void);
+HIDDEN void take_gil(PyThreadState *released);
+#define RELEASE_GIL \
+    { \
+        PyThreadState *released = release_gil();
+#define TAKE_GIL \
+        take_gil(released); \
+    }
+
 /* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
 
 INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {

@@ -616,10 +616,10 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.node_slots = POINTER(n[23]), j.scratch = POINTER(n[24]), j.scratch_size = n[25];
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(some_pieces, &j, j.count * j.pieces > 1 ? j.workers : NULL,
         n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

@@ -145,8 +145,8 @@ PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given
                  .stride = n[4],
                  .scratch = POINTER(n[6])};
     d.edits.to = n[5];
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(edit_some, &d, d.rows > 1 ? POINTER(n[7]) : NULL, d.rows * d.edits.to / 20000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

@@ -357,8 +357,8 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     if (PyErr_Occurred()) return NULL;
     Workers *workers = POINTER(n[19]);
     place_at(&job, POINTER(n[18]), workers->most);
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_of_mixture, &job, &job.team, workers);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

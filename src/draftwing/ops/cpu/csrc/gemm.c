@@ -121,8 +121,8 @@ PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     p.rows = n[3];
     Workers *workers = POINTER(n[4 + GEMM]);
     p.shares = workers->most;
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(multiply_some, &p, workers, p.inputs * p.outputs / 20000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

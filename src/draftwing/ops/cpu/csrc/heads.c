@@ -118,7 +118,7 @@ static PyObject *py_spread_logits(PyObject *self, PyObject *const *args, Py_ssiz
     const int half = (int)n[1];
     const float *found = POINTER(n[2]);
     const int64_t *ids = POINTER(n[3]), count = n[5], vocab = n[6];
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     for (int64_t i = 0; i < n[4]; i++, found += count, ids += count) {
         float least = found[0];
         for (int64_t j = 1; j < count; j++) least = found[j] < least ? found[j] : least;
@@ -128,7 +128,7 @@ static PyObject *py_spread_logits(PyObject *self, PyObject *const *args, Py_ssiz
         for (int64_t c = 0; c < vocab; c += LANES) store(out, c, vocab - c, half, low);
         for (int64_t j = 0; j < count; j++) store(out, ids[j], 1, half, (vf){0} + found[j]);
     }
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

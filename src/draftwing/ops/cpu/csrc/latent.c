@@ -117,9 +117,9 @@ static PyObject *py_head_products(PyObject *self, PyObject *const *args, Py_ssiz
                      .head_stride = n[8],
                      .half = n[9],
                      .panels = (n[6] + PANEL - 1) / PANEL};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(some_panels, &p, POINTER(n[10]), p.rows * p.heads * p.inputs * p.outputs / 30000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
@@ -184,9 +184,9 @@ static PyObject *py_head_blocks(PyObject *self, PyObject *const *args, Py_ssize_
                     .outputs = n[6],
                     .row_stride = n[7],
                     .head_stride = n[8]};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_head_blocks, &j, &j.team, POINTER(n[11]));
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
@@ -252,9 +252,9 @@ static PyObject *py_concat_rope(PyObject *self, PyObject *const *args, Py_ssize_
                  .half = n[14],
                  .factor = (float)PyFloat_AsDouble(args[16])};
     if (PyErr_Occurred()) return NULL;
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(turn_some, &t, POINTER(n[15]), t.rows * t.heads * (t.same + t.dim) / 2000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

@@ -254,8 +254,8 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     memset(job.spare, 0, (size_t)taken_bytes(&job));
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_of_layers, &job, &job.team, job.attention.workers);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

@@ -486,9 +486,9 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
               .edits = has_edits ? &edits : NULL,
               .edit = has_edits ? POINTER(n[21 + EDITS]) : NULL};
     d.padded = (d.vocab + LANES - 1) / LANES * LANES;
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(draw_some, &d, d.rows > 1 ? POINTER(n[20]) : NULL, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
@@ -551,9 +551,9 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .nodes = n[5],
                    .size = n[6],
                    .stride = n[7]};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(noise_some, &noise, noise.rows > 1 ? POINTER(n[8]) : NULL, noise.rows * noise.size / 800);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
@@ -781,9 +781,9 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
     if (PyErr_Occurred()) return NULL;
     f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(workers->most * f.product.rows));
     if (!f.found) return PyErr_NoMemory();
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run_team(some_following, &f, &f.team, workers);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     free(f.found);
     Py_RETURN_NONE;
 }
@@ -807,8 +807,8 @@ PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given)
              .target = POINTER(n[11]),
              .scratch = POINTER(n[12])};
     t.padded = (t.vocab + LANES - 1) / LANES * LANES;
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(top_some, &t, t.rows > 1 ? POINTER(n[13]) : NULL, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }

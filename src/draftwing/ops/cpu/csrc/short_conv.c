@@ -106,9 +106,9 @@ static PyObject *py_short_conv(PyObject *self, PyObject *const *args, Py_ssize_t
               .count = n[20],
               .longest = n[21],
               .depth = n[22]};
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     run(some_channels, &j, POINTER(n[10]), n[11] * j.channels * j.width / 8000);
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 

@@ -31,6 +31,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
 #define LONGEST (5 * SECOND) /* without a try */
+#define TURN 5000000        /* ns that recorded calls keep Python's lock: as long as Python's own code does */
 #define WORTH 4 /* us: what takes less is done sooner by one thread than threads that stay can begin; not swept */
 
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -45,6 +46,7 @@ static int64_t clock_ns(clockid_t clock) {
 
 int has_openmp(void) { return gomp_parallel != NULL; }
 int can_adapt(void) { return gomp_parallel && fine_clock; }
+static void forget_openmp(void) { gomp_parallel = NULL; }
 void find_threads(void) {
     int64_t before = 0, now, steps = 0;
     for (int i = 0; i < 32; i++, before = now) steps += (now = clock_ns(CLOCK_THREAD_CPUTIME_ID)) != before;
@@ -53,6 +55,7 @@ void find_threads(void) {
     if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
     if (gomp_threads) *(void **)&gomp_number = dlsym(gomp, "omp_get_thread_num");
     if (gomp_number) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+    pthread_atfork(NULL, NULL, forget_openmp); /* a child has none of OpenMP's threads, and would wait for them */
 }
 
 static void *enter(void *job) {
@@ -72,14 +75,38 @@ static void run_threads(void (*work)(void *), void *data, int64_t threads, int64
     while (count) pthread_join(made[--count], NULL);
 }
 
+/* -- Python's lock ------------------------------------------------------------------------------------------------- */
+
+/* Of recorded calls. Whoever gives the lock away gets it back when the other thread of Python ends its turn, some ms
+   later, and a stage has hundreds of calls. So it is kept for as long as Python's own code would keep it. */
+typedef struct {
+    int64_t end, waited; /* end: of the turn, by the clock; waited: ns for the lock */
+} Turn;
+static __thread Turn *turn; /* NULL: the lock is given away around each call */
+
+static void begin_turn(Turn *t) { t->end = clock_ns(CLOCK_MONOTONIC) + TURN; }
+PyThreadState *release_gil(void) {
+    return turn && clock_ns(CLOCK_MONOTONIC) < turn->end ? NULL : PyEval_SaveThread();
+}
+void take_gil(PyThreadState *released) {
+    if (!released) return;
+    const int64_t before = turn ? clock_ns(CLOCK_MONOTONIC) : 0;
+    PyEval_RestoreThread(released);
+    if (!turn) return;
+    begin_turn(turn);
+    turn->waited += turn->end - TURN - before;
+}
+
 /* -- how many ------------------------------------------------------------------------------------------------------ */
 
-/* A call that is watched. A thread of it never sleeps, so its own time falls behind the clock's only while it has no
-   processor: others have that, or a quota is spent. All the others wait for it where they meet. */
+/* A call that is watched. A thread of it never sleeps but for Python's lock, so its own time falls behind the clock's
+   only while it has no processor: others have that, or a quota is spent. All the others wait for it where they meet.
+   While the first one waits for the lock, nobody waits for any other. */
 typedef struct {
     void (*work)(void *);
     void *data;
     const int64_t *pinned;
+    const Turn *turn; /* of the first thread, or NULL */
     int64_t begin, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
 } Watched;
 
@@ -94,6 +121,7 @@ static void stay_on(int processor) {
     sched_setaffinity(0, sizeof only, &only); /* where it fails, it runs elsewhere */
 }
 
+static int64_t waited(const Watched *w) { return w->turn ? w->turn->waited : 0; }
 static void watch(void *data) {
     Watched *w = data;
     const int me = w->pinned ? gomp_number() : 0; /* the caller, 0, stays where its process may run */
@@ -101,7 +129,7 @@ static void watch(void *data) {
     const int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     w->work(w->data);
     const int64_t now = clock_ns(CLOCK_MONOTONIC);
-    const int64_t away = now - w->begin - (clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran) - GRACE;
+    const int64_t away = now - w->begin - waited(w) - (clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran) - GRACE;
     if (away > 0) {
         int64_t most = __atomic_load_n(&w->away, __ATOMIC_RELAXED);
         while (away > most)
@@ -126,7 +154,7 @@ static int64_t threads_now(Workers *w) {
    them lose one part in `PRICE` of the time. */
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
-    const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin;
+    const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
     w->credit += (took - call->away) / threads - call->away;
     if (w->credit > CREDIT) w->credit = CREDIT;
     if (w->credit >= 0) return;
@@ -136,7 +164,8 @@ static void learn(Workers *w, const Watched *call, int64_t threads) {
     w->credit = 0;
 }
 static void run_gomp(void (*work)(void *), void *data, Workers *w, int64_t threads) {
-    Watched call = {.work = work, .data = data, .pinned = w->pinned, .begin = clock_ns(CLOCK_MONOTONIC)};
+    const int64_t now = clock_ns(CLOCK_MONOTONIC);
+    Watched call = {.work = work, .data = data, .pinned = w->pinned, .turn = turn, .begin = now};
     gomp_parallel(watch, &call, (unsigned)threads, 0);
     learn(w, &call, threads);
 }
@@ -208,8 +237,12 @@ static void run_in_region(void (*work)(void *), void *data) {
 void run_together(void (*calls)(void *), void *data, Workers *workers) {
     const int64_t threads = threads_now(workers);
     Region r = {.calls = calls, .data = data};
-    if (threads > 1 && gomp_parallel && !region) run_gomp(stay, &r, workers, threads);
+    Turn own = {0};
+    begin_turn(&own);
+    turn = &own;
+    if (threads > 1 && gomp_parallel) run_gomp(stay, &r, workers, threads);
     else calls(data);
+    turn = NULL;
 }
 
 void run(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
@@ -235,10 +268,12 @@ void run_team(void (*work)(void *), void *data, Team *team, Workers *workers) {
     else run_threads(work, data, threads, &team->size);
 }
 Member join(Team *team) {
-    Member me = {.team = team, .number = take(&team->entered, 1)};
+    Member me = {.team = team};
     while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
         if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
         else sched_yield();
+    /* OpenMP's numbers, so that a thread has the share of a weight that it has fetched, and had in the step before. */
+    if (me.size > 1) me.number = gomp_parallel ? gomp_number() : take(&team->entered, 1);
     return me;
 }
 void meet(const Member *me, Ahead *next) {

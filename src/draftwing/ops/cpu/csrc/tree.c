@@ -555,14 +555,14 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
     float (*one)(const void *, int64_t, const void *, int64_t, int64_t) = n[7] ? dot_half : dot_float;
     const int64_t *ids = POINTER(n[3]), all = n[4] * n[5], size = n[6], bytes = size * (n[7] ? 2 : 4);
     float *out = POINTER(n[0]);
-    Py_BEGIN_ALLOW_THREADS
+    RELEASE_GIL
     for (int64_t i = -AHEAD; i < all; i++) {
         if (i + AHEAD < all)
             for (int64_t c = 0; c < bytes; c += 64)
                 __builtin_prefetch((char *)POINTER(n[2]) + ids[i + AHEAD] * bytes + c);
         if (i >= 0) out[i] = one(POINTER(n[1]), i / n[5] * size, POINTER(n[2]), ids[i], size);
     }
-    Py_END_ALLOW_THREADS
+    TAKE_GIL
     Py_RETURN_NONE;
 }
 
