@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from exactness import CHAIN, DEEP, TOKENS, TREE, OWN_CUDA, answer, case_of
+from exactness import CHAIN, DEEP, OWN_CUDA, TOKENS, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 
 from draftwing.core import PLAIN, TreeShape
