@@ -228,8 +228,8 @@ class Rig:
         book=None, miss=0, attn=None, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
         deferral=None, states=None, mixed=False,
     ):  # fmt: skip
-        """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch with
-        graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
+        """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch
+        with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
         model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of a model with recurrent
         layers. mixed: whether prompts run beside rows that decode."""
         self.policy = policy or FixedShape(shapes[0])
