@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.further(case="dense"),
     pytest.mark.further(harness="cpu", shape=CHAIN),
     pytest.mark.further(harness="cpu", chunk=1),
+    pytest.mark.further(harness="blocks", case="per-layer"),  # tests/engine/test_gemma4.py has both
     pytest.mark.further(harness="ranks", case="experts"),
     pytest.mark.further(harness="ranks with whole experts", case="per-layer"),
 ]
