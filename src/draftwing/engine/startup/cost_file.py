@@ -118,7 +118,7 @@ def cost_file(
     )
 
 
-@functools.cache  # 10 ms; a process keeps its code
+@functools.cache  # 30 ms; a process keeps its code
 def _build() -> str:
     """Returns a hash of which code this is: another version of a kernel has other costs."""
     root, digest = Path(draftwing.__file__).parent, hashlib.sha256()
