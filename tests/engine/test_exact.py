@@ -84,6 +84,7 @@ def test_oracle_drafts(harness, case, shape, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.further(harness="torch")
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
@@ -111,6 +112,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness="torch")
 @pytest.mark.further(harness=COPIES, drafter="suffix")
 @pytest.mark.further(drafter=["ngram", "oracle"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
@@ -225,6 +227,7 @@ def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, s
     assert shape == PLAIN or rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness="torch")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case, lag):
     model, prompts, params, expected, book = case
