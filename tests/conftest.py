@@ -29,7 +29,8 @@ ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILIN
 
 def pytest_configure(config: pytest.Config) -> None:
     """What the fixtures import takes 3 s, which a process that only hands out files to others need not wait for."""
-    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+    hands_out = getattr(config.option, "numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not hands_out:
         config.pluginmanager.import_plugin("shared_fixtures")
 
 
