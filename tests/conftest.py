@@ -1,45 +1,37 @@
-"""Fixtures that several test folders share."""
+"""Which tests are slow, which are further cases, and in which order files run. Fixtures are in `shared_fixtures`."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import logging
 import os
 import re
-import signal
-from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import torch
-from tiny_checkpoint import write_checkpoint
-from triton_interpreter import mended
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
-
-from draftwing import plugins
-from draftwing.config import devices
-from draftwing.files import cache_folder
-from draftwing.models.hub import fetch_default_model
-from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.torch.ops import TorchOps
-from draftwing.spec import build
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
-    "tests/engine/graphs/test_prefill.py", "tests/engine/test_heads.py", "tests/engine/process/test_ranks.py",
-    "tests/test_readme.py", "tests/train/test_command.py", "tests/engine/test_no_host_reads.py",
-    "tests/engine/test_exact_states.py", "tests/spec/test_model_drafter_reference.py", "tests/ops/test_cuda_compile.py",
-    "tests/cli/test_main.py", "tests/engine/startup/test_precompile.py", "tests/engine/test_compile.py",
-    "tests/test_docs.py", "tests/ops/test_isa.py", "tests/sched/test_scheduler_stateful.py", "tests/train/test_fit.py",
+    "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
+    "tests/train/test_traffic_stages.py", "tests/engine/graphs/test_prefill.py", "tests/engine/test_compile.py",
+    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/startup/test_precompile.py",
+    "tests/cli/test_main.py", "tests/server/test_attacks.py", "tests/sched/policy/test_tree_policy.py",
+    "tests/ops/test_triton_delta_net.py", "tests/engine/test_exact_states.py",
+    "tests/spec/test_model_drafter_reference.py", "tests/ops/test_cuda_experts_host.py",
+    "tests/sched/test_scheduler_stateful.py", "tests/engine/test_exact.py", "tests/engine/test_no_host_reads.py",
+    "tests/engine/test_requests.py", "tests/ops/test_isa.py", "tests/ops/test_suffix.py",
+    "tests/engine/test_triton_engine.py", "tests/test_docs.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What the fixtures import takes 3 s, which a process that only hands out files to others need not wait for."""
+    hands_out = getattr(config.option, "numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not hands_out:
+        config.pluginmanager.import_plugin("shared_fixtures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,14 +61,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if none else None
 
 
-@pytest.fixture
-def hangups() -> Iterator[None]:
-    """SIGHUP is not ignored, as it is under nohup, also by processes that the test starts."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What thousands of tests import makes each collection of an engine's garbage take a second, and to look for
@@ -90,6 +74,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """At its end pytest looks for garbage five times, in all that was imported; nothing is to be found then."""
+    gc.freeze()
+
+
 def has(item: pytest.Item, **params: Any) -> bool:
     """Whether a case has all of these parameters; a list gives several values."""
     own = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -97,131 +87,3 @@ def has(item: pytest.Item, **params: Any) -> bool:
         name in own and (own[name] in value if isinstance(value, list) else own[name] == value)
         for name, value in params.items()
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tests' tensors are tiny: a second thread only waits, and on a busy machine for long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def little_is_measured(one_thread: None) -> Iterator[None]:
-    """Each benchmark reads 256 MB to see how fast memory is, which takes it half a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftwing.engine.devices.base.Device.read_bytes", 1 << 20)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def engines_start_soon() -> Iterator[None]:
-    """Hundreds of engines start. Each would look for installed packages several times, and zero 150 MB where text is
-    looked up: texts here fill no more than a hundredth of that."""
-    drafter = build.NGramDrafter
-
-    def small(*args: Any, capacity: int, **more: Any) -> Any:
-        return drafter(*args, capacity=min(capacity, 100_000), **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (plugins, devices):
-            patch.setattr(module, "entry_points", functools.cache(module.entry_points))
-        patch.setattr(build, "NGramDrafter", small)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def certificates_are_read_once() -> Iterator[None]:
-    """Each `httpx.post` reads those of all authorities, which takes 30 ms."""
-    with pytest.MonkeyPatch.context() as patch:
-        read = functools.cache(httpx.create_ssl_context)
-        patch.setattr("httpx._transports.default.create_ssl_context", read, raising=False)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def answers_may_take_long() -> Iterator[None]:
-    """Who says nothing else waits 5 s for them, in which a busy machine does not start some engines."""
-    with pytest.MonkeyPatch.context() as patch:
-        for what in ("connect", "read", "write", "pool"):
-            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, what, 60.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Prices of steps that tests measure are not the user's. What was downloaded and compiled is."""
-    users, home = cache_folder(), tmp_path_factory.mktemp("cache")
-    (home / "draftwing").mkdir()
-    for part in ("smollm2", "kernels"):
-        (users / part).mkdir(parents=True, exist_ok=True)
-        (home / "draftwing" / part).symlink_to(users / part)
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(home)
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """The default model's GGUF file, downloaded on first use."""
-    return fetch_default_model()
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a random model of two small layers and a tokenizer."""
-    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture(scope="session")
-def own_log() -> tuple[int, bool, list[logging.Handler]]:
-    """The package's log before any command configured it: its level, whether it propagates, its handlers."""
-    logger = logging.getLogger("draftwing")
-    return logger.level, logger.propagate, [*logger.handlers]
-
-
-@pytest.fixture(autouse=True)
-def log_level(own_log: tuple[int, bool, list[logging.Handler]]) -> Iterator[None]:
-    """Commands configure the package's log, which other tests read; fixtures of modules run some, too."""
-    yield
-    logger = logging.getLogger("draftwing")
-    level, logger.propagate, handlers = own_log
-    logger.setLevel(level)
-    logger.handlers = [*handlers]
-
-
-@pytest.fixture
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's interpreter where kernels run in it; on a GPU they are compiled, by a compiler that shares its code."""
-    with mended(monkeypatch) if "TRITON_INTERPRET" in os.environ else nullcontext():
-        yield
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """Where Triton kernels run: on the GPU where there is one, else in the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(params=["torch", "cpu", "triton"])
-def ops(request: pytest.FixtureRequest) -> TorchOps:
-    """The operations of every implementation that this machine has."""
-    if request.param == "torch":
-        return TorchOps(torch.device("cpu"))
-    if request.param == "cpu":
-        if load_extension() is None:
-            pytest.skip("the C extension was not built, or is not wanted")
-        from draftwing.ops.cpu.ops import CpuOps
-
-        return CpuOps(torch.device("cpu"))
-    pytest.importorskip("triton")
-    from draftwing.ops.triton.ops import TritonOps
-
-    request.getfixturevalue("mended_interpreter")
-    return TritonOps(request.getfixturevalue("device"))

@@ -225,12 +225,13 @@ class Rig:
 
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
-        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
+        book=None, miss=0, attn=None, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
         deferral=None, states=None, mixed=False,
     ):  # fmt: skip
-        """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
-        pool, where it is not the model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of
-        a model with recurrent layers. mixed: whether prompts run beside rows that decode."""
+        """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch
+        with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
+        model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of a model with recurrent
+        layers. mixed: whether prompts run beside rows that decode."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -253,7 +254,8 @@ class Rig:
             states = states or StateSizes(4 * rows, 16, 4)
             nodes = max(shape.nodes for shape in menu)
             self.pool.states = RowStates.of(layers, states.slots, rows, nodes, model.dtype, dev.device)
-        backend = attn(self.pool)
+        own = dev.ops.attention if device == "cpu" and fake_device is None else TorchAttention
+        backend = (attn or own)(self.pool)
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
         length = CONTEXT + max_span + max_commit + ROOM
@@ -433,6 +435,6 @@ def make_book(prompts, answers, length=CONTEXT + 64):
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
-BLOCKS, RANKS, EXPERT_RANKS = (
-    pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks", "ranks with whole experts")
+TORCH, BLOCKS, RANKS, EXPERT_RANKS = (
+    pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "blocks", "ranks", "ranks with whole experts")
 )

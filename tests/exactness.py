@@ -18,8 +18,8 @@ TOKENS = 24  # of an answer
 CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
 
 
-WINDOWS_CUDA = pytest.param(
-    "windows cuda",
+OWN_CUDA = pytest.param(
+    "own cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 
@@ -50,14 +50,14 @@ class Exactness:
         return case[0].again()
 
     @pytest.mark.further(harness=["ranks", "ranks with whole experts"], shape=[CHAIN, TREE])
-    @pytest.mark.further(harness=["windows", "blocks"], shape=CHAIN)
+    @pytest.mark.further(harness=["torch", "blocks"], shape=CHAIN)
     @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deep"])
     def test_disturbed_drafts(self, harness, case, shape):
         rig = answer(harness, case, shapes=(shape,), miss=2)
         assert rig.accept_length > 1.5
         assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
-    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "windows", "blocks"], chunk=1)
+    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "torch", "blocks"], chunk=1)
     @pytest.mark.further(case=["gpt-oss", "gemma"], chunk=1)
     @pytest.mark.parametrize("chunk", [1, 5])
     def test_prefill_chunks_and_the_best_nodes_of_a_batch(self, harness, case, chunk):

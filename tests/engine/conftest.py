@@ -27,13 +27,14 @@ from engine_rig import (
 )
 
 from draftwing.engine.devices import pick_device
+from draftwing.ops.torch.attention import TorchAttention
 
 
 @pytest.fixture(scope="session", params=["cpu", CUDA])
 def harness(request):
     """What the tests of the engine are made of, on the CPU and on CUDA. Where a test asks for it: "blocks", with
-    weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
-    own attention; "ranks", a model spread over two ranks, whose plain answers are those
+    weights in blocks, by the CPU's own operations where they have such GEMMs; "torch", by torch's attention on
+    the CPU; "own cuda", by a GPU's own; "ranks", a model spread over two ranks, whose plain answers are those
     of the whole; "ranks with whole experts", where each has half of its experts."""
     rig, of_config = Rig, None
     if request.param.startswith("ranks"):
@@ -54,10 +55,11 @@ def harness(request):
 
         def of_config(*args, **kw):
             return in_blocks(model_of(*args, **kw), ops)
-    elif request.param.startswith("windows"):
-        device = request.param.partition(" ")[2] or "cpu"
-        model = partial(tiny_model, device=device)
-        how = {"attn": pick_device(device).ops.attention, "device": device}
+    elif request.param == "torch":
+        device, model, how = "cpu", tiny_model, {"attn": TorchAttention}
+    elif request.param == "own cuda":
+        device, model = "cuda", partial(tiny_model, device="cuda")
+        how = {"attn": pick_device("cuda").ops.attention, "device": "cuda"}
     else:
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}

@@ -85,6 +85,7 @@ def test_without_drafts(harness, case, lag):
 @pytest.mark.further(harness=["blocks", "ranks"], drafter=["ngram", "suffix"])
 @pytest.mark.further(harness=["blocks", "ranks"], shape=CHAIN)
 @pytest.mark.further(lag=0, drafter=["ngram", "suffix"])
+@pytest.mark.further(shape=CHAIN, drafter=["ngram", "suffix"])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_rig import BLOCKS, CUDA, RANKS
+from engine_rig import BLOCKS, CUDA, RANKS, TORCH
 from made_up_costs import OnMadeUpMachine
 
 from draftwing.core import LOOKUP_ALONE, PLAIN, DraftDeferral, TreeShape
@@ -23,9 +23,9 @@ PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each ro
 MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, proposer=LOOKUP_ALONE), PLAIN)  # of a pair
 
 
-COPIES = ["blocks", "ranks"]  # of what "cpu" shows
+COPIES = ["torch", "blocks", "ranks"]  # of what "cpu" shows
 pytestmark = [
-    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.parametrize("harness", ["cpu", TORCH, BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=COPIES, lag=0),
     pytest.mark.further(harness=COPIES, drafter="ngram"),
     pytest.mark.further(harness=COPIES, shape=[CHAIN, BUSHY]),
@@ -84,6 +84,7 @@ def test_oracle_drafts(harness, case, shape, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.further(harness="torch")
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
@@ -102,7 +103,7 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
 
 
 @pytest.mark.slow
-@pytest.mark.further(harness="ranks")
+@pytest.mark.further(harness=["torch", "ranks"])
 @pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -111,6 +112,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness="torch")
 @pytest.mark.further(harness=COPIES, drafter="suffix")
 @pytest.mark.further(drafter=["ngram", "oracle"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
@@ -123,7 +125,7 @@ def test_changing_shapes(harness, case, drafter, lag):
 
 @pytest.mark.slow
 @pytest.mark.further(harness="ranks", lookup=NGramDrafter)
-@pytest.mark.further(harness="blocks")
+@pytest.mark.further(harness=["torch", "blocks"])
 @pytest.mark.parametrize(("lag", "lookup"), [(0, SuffixDrafter), (1, NGramDrafter), (1, SuffixDrafter)])
 def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, lookup):
     """A model and a lookup, and shapes chosen by what steps bring: two long answers draft, and rest with what the model
@@ -166,7 +168,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 @pytest.mark.slow
 @pytest.mark.further(chunk=[2, 17])
 @pytest.mark.further(chunk=1, lag=0)
-@pytest.mark.further(harness="ranks", chunk=1)
+@pytest.mark.further(harness=["torch", "ranks"], chunk=1)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
@@ -225,6 +227,7 @@ def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, s
     assert shape == PLAIN or rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness="torch")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case, lag):
     model, prompts, params, expected, book = case
@@ -248,6 +251,7 @@ def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case,
 
 @pytest.mark.slow
 @pytest.mark.further(seed=[1, 2, 3])
+@pytest.mark.further(harness="torch")
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, monkeypatch):
@@ -305,7 +309,7 @@ def _turn(rig, answers):
 
 @pytest.mark.slow
 @pytest.mark.further(harness="cpu", lag=0)
-@pytest.mark.further(harness="blocks")
+@pytest.mark.further(harness=["torch", "blocks"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_filters_and_bans_on_trees_and_across_preemption(harness, lag):
     """top-k, top-p, min-p and min_new_tokens, mixed with greedy rows in one batch, in a pool that is too small."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_rig import EXPERT_RANKS, RANKS
-from exactness import WINDOWS_CUDA, Exactness, case_of
+from exactness import CHAIN, OWN_CUDA, Exactness, case_of
 from gemma4_models import KINDS, SIZES
 
 from draftwing.engine.devices import pick_device
@@ -16,9 +16,12 @@ from draftwing.models.config import from_hf
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize(
-        "harness", ["windows", "blocks", RANKS, EXPERT_RANKS, WINDOWS_CUDA], indirect=True, scope="session"
+        "harness", ["cpu", "blocks", RANKS, EXPERT_RANKS, OWN_CUDA], indirect=True, scope="session"
     ),
     pytest.mark.further(case="dense"),
+    pytest.mark.further(harness="cpu", shape=CHAIN),
+    pytest.mark.further(harness="cpu", chunk=1),
+    pytest.mark.further(harness="blocks", case="per-layer"),  # tests/engine/test_gemma4.py has both
     pytest.mark.further(harness="ranks", case="experts"),
     pytest.mark.further(harness="ranks with whole experts", case="per-layer"),
 ]

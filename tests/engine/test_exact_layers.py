@@ -17,14 +17,13 @@ BLOCKS = pytest.param("blocks", marks=pytest.mark.slow)  # layers in one call ea
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.further(harness="blocks", case="mixed"),
-    pytest.mark.further(harness="windows", case="recurrent"),
-    pytest.mark.parametrize("harness", ["cpu", "windows", BLOCKS], indirect=True, scope="session"),
+    pytest.mark.further(harness="torch", case=["mixed", "recurrent"]),
+    pytest.mark.parametrize("harness", ["cpu", "torch", BLOCKS], indirect=True, scope="session"),
 ]
 
 
 @pytest.fixture(scope="session", params=list(KINDS))
 def case(request, harness, one_thread):
-    """harness "cpu": over torch's attention, "windows": over the device's own."""
     return case_of(harness, partial(harness.model_of, config_of(KINDS[request.param], harness.CONTEXT)))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from exactness import CHAIN, DEEP, TOKENS, TREE, WINDOWS_CUDA, answer, case_of
+from exactness import CHAIN, DEEP, OWN_CUDA, TOKENS, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 
 from draftwing.core import PLAIN, TreeShape
@@ -20,9 +20,9 @@ from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
-# The device's own kernels; with windows each night.
-OTHERS = [pytest.param("windows", marks=pytest.mark.exhaustive), pytest.param("blocks", marks=pytest.mark.slow)]
-pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, WINDOWS_CUDA], indirect=True, scope="session")
+# Torch's operations each night.
+OTHERS = [pytest.param("torch", marks=pytest.mark.exhaustive), pytest.param("blocks", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, OWN_CUDA], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session", params=list(HYBRIDS))

@@ -4,7 +4,7 @@ model with windows of its own."""
 
 import pytest
 from engine_rig import RANKS
-from exactness import WINDOWS_CUDA, Exactness, case_of
+from exactness import CHAIN, OWN_CUDA, Exactness, case_of
 
 from draftwing.engine.devices import pick_device
 from draftwing.layers.config import ExpertConfig
@@ -14,8 +14,10 @@ from draftwing.ops.contracts import Routing
 EXPERTS = ExpertConfig(4, Routing(2), 32, router_bias=True, bias=True, limit=7.0)
 
 pytestmark = [
-    pytest.mark.parametrize("harness", ["windows", RANKS, WINDOWS_CUDA], indirect=True, scope="session"),
+    pytest.mark.parametrize("harness", ["cpu", RANKS, OWN_CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness="ranks", case=["sinks", "gemma"]),
+    pytest.mark.further(harness="cpu", shape=CHAIN),
+    pytest.mark.further(harness="cpu", chunk=1),
 ]
 
 

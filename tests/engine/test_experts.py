@@ -68,6 +68,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
 
 @pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], case=["softmax", "renormalised"])
 @pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], lag=0)
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], shape=CHAIN)
 @pytest.mark.further(shape=CHAIN, lag=0)
 @pytest.mark.further(case=["softmax", "renormalised"], shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])

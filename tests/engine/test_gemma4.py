@@ -22,7 +22,8 @@ from draftwing.ops.attention import MixedAttend
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.further(kind="dense", dtype=["float32", "auto"])
+@pytest.mark.further(kind="dense")  # as per-layer, with less
+@pytest.mark.further(kind="experts", dtype="bfloat16")
 @pytest.mark.further(kind=["per-layer", "experts"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("kind", KINDS)

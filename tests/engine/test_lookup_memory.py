@@ -59,6 +59,7 @@ def ask(engine: Engine, seed: int = 1, **fields: Any) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.further(algorithm="NGRAM")
 @pytest.mark.parametrize(("algorithm", "error"), [("SUFFIX", 0.0), ("NGRAM", 0.15)])
 def test_a_restart_drafts_as_before(algorithm: str, error: float, model: str, tmp_path: Path) -> None:
     """Which of many places NGRAM's table keeps depends on where in the log they are."""

@@ -1,5 +1,5 @@
-"""Speculation on equals speculation off with the native attention, as in test_exact with torch's; in bfloat16 too,
-packed, where nothing but equal bits gives equal text."""
+"""Speculation on equals speculation off with the native attention, as in test_exact; here in bfloat16, packed, where
+nothing but equal bits gives equal text, and with keys and values in int8."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
+from draftwing.ops.torch.attention import TorchAttention
 
 KERNELS = load_extension()
 pytestmark = [
@@ -23,7 +24,7 @@ def native(pool):
     return NativeAttention(pool, KERNELS, Workers())
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+@pytest.fixture(scope="module", params=["bfloat16", "int8"])
 def case(on_cpu, one_thread, request):
     """Model, prompts, parameters and the answers of plain decoding. int8: the pool of a model in float32."""
     kv_dtype = getattr(torch, request.param)
@@ -60,11 +61,12 @@ def test_ngram_drafts(harness, case):
     assert rig.accept_length > 1.02
 
 
-def test_equals_torchs_backend(harness, case):
-    model, prompts, params, expected, _, kv_dtype = case
-    if kv_dtype != torch.float32:
-        pytest.skip("the last bits differ")
-    assert harness.plain_answers(model, prompts, params).tokens == expected.tokens
+def test_equals_torchs_backend(on_cpu):
+    """In float32: of other types the last bits differ."""
+    model, prompts = on_cpu.tiny_model(), on_cpu.prompts_for(12)
+    params = [on_cpu.greedy(40) if i % 2 else on_cpu.seeded(40, seed=i) for i in range(len(prompts))]
+    found, expected = (on_cpu.plain_answers(model, prompts, params, attn=attn) for attn in (native, TorchAttention))
+    assert found.tokens == expected.tokens
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])

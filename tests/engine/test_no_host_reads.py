@@ -115,6 +115,7 @@ PARAMS = {
 @pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=["DSPARK", "DFLASH", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE3", sampling="mixed")
+@pytest.mark.further(drafter=None, sampling="greedy")
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

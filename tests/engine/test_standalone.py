@@ -46,7 +46,8 @@ def all_accepted(got, depth):
     return True
 
 
-@pytest.mark.further(chunk=[1, 3], lag=0)
+@pytest.mark.further(chunk=[1, 64], lag=0)
+@pytest.mark.further(chunk=3)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_own_draft_is_always_accepted(harness, case, chunk, lag):
@@ -55,6 +56,7 @@ def test_own_draft_is_always_accepted(harness, case, chunk, lag):
     assert all_accepted(got, CHAIN.depth), "a draft was rejected"
 
 
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_own_draft_as_a_tree_accepts_its_best_branch(harness, case, lag):
     rig = rig_with_draft(harness, case[0], case[0], TREE, lag=lag)
@@ -62,6 +64,7 @@ def test_own_draft_as_a_tree_accepts_its_best_branch(harness, case, lag):
     assert rig.accept_length > 3.0
 
 
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_another_model_as_draft_changes_no_token(harness, case, shape):
     """A disturbed copy of the target: some drafts are right, many are not, trees re-parent."""

@@ -54,7 +54,7 @@ def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderMode
     check_steps(theirs, Pooled(model, ops if native else None))
 
 
-@pytest.mark.further(pair="dense")  # whose heads those with experts have
+@pytest.mark.further(pair=["dense", "per-layer"])  # whose heads those with experts have
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 @pytest.mark.usefixtures("mended_interpreter")
 def test_the_kernels_of_a_gpu_equal_transformers(pair: tuple[Any, DecoderModel, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels run on the GPU where there is one and in Triton's interpreter elsewhere (tests/conftest.py)."""
+"""Triton kernels run on the GPU where there is one and in Triton's interpreter elsewhere (tests/shared_fixtures.py)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -117,6 +118,7 @@ def cost_file(
     )
 
 
+@functools.cache  # 30 ms; a process keeps its code
 def _build() -> str:
     """Returns a hash of which code this is: another version of a kernel has other costs."""
     root, digest = Path(draftwing.__file__).parent, hashlib.sha256()
