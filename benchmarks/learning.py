@@ -157,15 +157,12 @@ class Meter:
             "length": [length.length_before, length.length_after], "gain": length.gain, "error": length.error,
             "tokens_per_second": [before.rate, after.rate], "speedup": after.rate / before.rate,
         })  # fmt: skip
-        write_json(self.asked.out / "results.json", {"settings": settings(self.asked), "rows": self.rows})
+        settings = {name: str(value) for name, value in vars(self.asked).items()}
+        write_json(self.asked.out / "results.json", {"settings": settings, "rows": self.rows})
         cells = [head, prompts, f"{heat:g}", f"{length.length_before:.2f} to {length.length_after:.2f}",
                  f"{length.gain:.3f}x ± {length.error:.3f}", f"{before.rate:.1f} to {after.rate:.1f}",
                  f"{after.rate / before.rate:.3f}x", f"{same} of {len(before.answers)}"]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def settings(asked: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(asked).items()}
 
 
 def main() -> None:
