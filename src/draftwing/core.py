@@ -51,7 +51,7 @@ class TreeShape(NamedTuple):
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """What a user asks for: steps, topk, draft tokens."""
+        """Returns what a user asks for: steps, topk, draft tokens."""
         return self[:3]
 
     @property
@@ -60,7 +60,7 @@ class TreeShape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Nodes that the target verifies for each row on average."""
+        """Returns nodes that the target verifies for each row on average."""
         return self.verified or self.nodes
 
 
@@ -97,7 +97,7 @@ class TokenLogprobs(NamedTuple):
 
     @property
     def top(self) -> list[tuple[float, int]]:
-        """The best tokens as (value, id), from the best down."""
+        """Returns the best tokens as (value, id), from the best down."""
         return list(zip(self.best, self.best_ids, strict=True))
 
 
@@ -125,7 +125,7 @@ class Admission(NamedTuple):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the request, not counting output carried over a preemption."""
+        """Returns tokens of the request, not counting output carried over a preemption."""
         return len(self.request.prompt_ids)
 
 
@@ -232,7 +232,7 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """The plans of one forward, in the order in which they are committed."""
+        """Returns the plans of one forward, in the order in which they are committed."""
         return (self,) if self.beside is None else (self, self.beside)
 
     @property
@@ -242,7 +242,7 @@ class Plan:
 
     @cached_property
     def special(self) -> bool:
-        """Whether it asks for more than drafting, sampling and filtering."""
+        """Returns whether it asks for more than drafting, sampling and filtering."""
         return bool(
             len(self.edited)
             or len(self.guided)
@@ -337,13 +337,13 @@ class StepResult:
 
     @cached_property
     def accepted_source(self) -> list[list[int]]:
-        """Who proposed the accepted drafts of each row, in their order."""
+        """Returns who proposed the accepted drafts of each row, in their order."""
         rows = zip(self.mark.tolist(), self.order.tolist(), self.count.tolist(), strict=True)
         return [[marks[node] >> MARK_SOURCE & 3 for node in order[1:count]] for marks, order, count in rows]
 
     @cached_property
     def proposed_by(self) -> list[list[int]]:
-        """Draft nodes of each row that were verified, by source: [B][4]."""
+        """Returns draft nodes of each row that were verified, by source: [B][4]."""
         if self.mark.size > FEW_MARKS:
             rows = len(self.mark)
             cell = self.source + len(SOURCES) * np.arange(rows)[:, None]

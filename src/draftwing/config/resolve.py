@@ -132,8 +132,8 @@ def _speculation(options: Options) -> Options:
 
 
 def _default(options: Options) -> DrafterSpec | None:
-    """Who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`). Nobody for
-    random weights: what a head has learnt of the true ones says nothing of them."""
+    """Returns who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`).
+    Nobody for random weights: what a head has learnt of the true ones says nothing of them."""
     if options.dummy or options.speculative_draft_model_path is not None:
         return NO_DRAFTER
     if shipped_head(options.model, DEFAULT) is not None:
@@ -172,7 +172,7 @@ def _unread(options: Options, drafter: DrafterSpec, draft: str | None) -> set[st
 def _with_tree(
     options: Options, drafter: DrafterSpec, architecture: str = "", carried: TreeShape | None = None
 ) -> Options:
-    """Options with the numbers of a tree, and whether every step has it."""
+    """Returns options with the numbers of a tree, and whether every step has it."""
     if drafter.build is not None:
         given, llama = _given(options), drafter.llama_tree if architecture == "LlamaForCausalLM" else None
         if drafter.parts:

@@ -53,7 +53,7 @@ class Target(Protocol):
     """What is measured."""
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a conversation with one question."""
+        """Returns ids of a conversation with one question."""
 
     def run(
         self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
@@ -62,7 +62,7 @@ class Target(Protocol):
         """Answers all prompts, at most `concurrency` at once. drafts: False asks for none with each request."""
 
     def drafter(self) -> str | None:
-        """Who drafts, where requests can be asked not to be drafted for; None: nobody, or it is not known."""
+        """Returns who drafts, where requests can be asked not to be drafted for; None: nobody, or it is not known."""
 
     def flush(self) -> None:
         """Forgets what earlier runs left in caches."""
@@ -191,7 +191,7 @@ def _by_depth(histograms: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds: mean, median and 99th percentile."""
+    """Returns milliseconds: mean, median and 99th percentile."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

@@ -199,7 +199,7 @@ def check_device(options: Options, device: Device) -> None:
 
 
 def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
-    """The share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
+    """Returns the share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
     options, device = setup.options, pick_device(setup.options.device, setup.rank)
     device.set_threads(options.num_threads or 1)
     config = load_config(setup.path)
@@ -214,7 +214,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
 
 
 def spread(options: Options, config: ModelConfig, device: Device) -> Options:
-    """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
+    """Returns options of an engine with several ranks. Raises ConfigError for what cannot have them."""
     size = options.tp_size
     if options.enable_expert_parallel and config.experts is None:
         raise ConfigError("--enable-expert-parallel: expected a model with experts; this one has none, leave it out")
@@ -237,7 +237,7 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
 
 
 def mixes_of(options: Options, executor: Executor) -> Mixes | None:
-    """Which steps can have parts of prompts in their forward, if that is asked for; None: none. Logs why."""
+    """Returns which steps can have parts of prompts in their forward, if that is asked for; None: none. Logs why."""
     if not options.enable_mixed_chunk:
         return None
     mixes = executor.target.mixes
@@ -260,8 +260,8 @@ def assemble(
     file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model. file: where costs of steps are kept.  broadcast: tells
-    the other ranks, which have made their executors, too."""
+    """Returns the engine of options `for_engine` around a loaded model. file: where costs of steps are kept.
+    broadcast: tells the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
     lap = Laps()

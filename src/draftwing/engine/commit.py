@@ -73,7 +73,7 @@ class CommitStage:
         )  # fmt: skip
 
     def _queries(self, drafted: DraftBatch, verified: Verified) -> SampleInputs:
-        """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
+        """Returns nodes of several rows, each as a row of its own; these rows ask for nothing special."""
         batch, (_, tree) = drafted.batch, self._batches.roots(drafted.batch.ids.shape[0])
         hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
         return SampleInputs(
@@ -170,7 +170,7 @@ class CommitStage:
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
     ) -> tuple[Tensor, Download | None]:
-        """The token after each final chunk [F], and the log probabilities that are wanted of them."""
+        """Returns the token after each final chunk [F], and the log probabilities that are wanted of them."""
         table = self._table
         rows = upload.rows[: upload.final.numel()]
         position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
@@ -199,7 +199,7 @@ class CommitStage:
     def _sample(
         self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs, edits: Edits | None = None
     ) -> Tensor:
-        """A token for every node, [B, N]."""
+        """Returns a token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:

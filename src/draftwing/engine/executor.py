@@ -150,8 +150,8 @@ class Executor:
 
     @torch.inference_mode()
     def states(self, plan: Plan, draft: Draft | None = None) -> Tensor:
-        """The target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody drafts,
-        nothing is committed, and no other rank is told."""
+        """Returns the target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody
+        drafts, nothing is committed, and no other rank is told."""
         if plan.kind == "prefill":
             return self.target.run(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
         rows, _ = self.table.upload_step(plan)
@@ -255,12 +255,12 @@ class Executor:
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """Returns how many graphs there are."""
         return len(self.graphs) + (len(self.prefills) if self.prefills is not None else 0)
 
     @property
     def replays(self) -> int:
-        """How often one of them, or on a CPU a recorded stage, was replayed."""
+        """Returns how often one of them, or on a CPU a recorded stage, was replayed."""
         prefills = self.prefills
         return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
 
@@ -326,7 +326,7 @@ class Executor:
     def _finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
-        """The packed result, as in `Committed`."""
+        """Returns the packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered, step.edited)
         return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
@@ -353,7 +353,7 @@ class Executor:
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy, edits))
 
     def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch) -> Download | None:
-        """The drafts of the rows that the plan wants traced."""
+        """Returns the drafts of the rows that the plan wants traced."""
         if not len(plan.traced) or not step.shape.depth:
             return None
         return fetch_drafts(self.device, plan, drafted.draft)
@@ -383,7 +383,7 @@ class Executor:
         return pending._replace(verified=self.target.prefill(pending))
 
     def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
-        """All that comes before the target's forward. marks: as `Pending.started`."""
+        """Returns all that comes before the target's forward. marks: as `Pending.started`."""
         upload = self.table.upload(plan)
         marks = marks[0], self._show(plan, marks[1])
         batch = self._batches.prompts(plan, upload, self._tail)

@@ -17,8 +17,8 @@ class Heartbeat:
 
     @property
     def now(self) -> int | None:
-        """A number that changes while the engine gets on. None: nothing has to happen, or a compiler runs, which may
-        take any time."""
+        """Returns a number that changes while the engine gets on. None: nothing has to happen, or a compiler runs,
+        which may take any time."""
         return self._done if self._stepping and not self._compiling else None
 
     @contextmanager

@@ -64,7 +64,7 @@ class InputQueue:
 
     @property
     def new(self) -> int:
-        """New requests."""
+        """Returns new requests."""
         return len(self._new)
 
     def take_new(self, count: int) -> list[Req]:

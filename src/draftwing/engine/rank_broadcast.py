@@ -112,7 +112,7 @@ class RemoteBroadcast(RankBroadcast, ABC):
 
 
 def numbers_of(plan: Plan) -> Plan:
-    """The plan without what of a request is no number, which no device needs."""
+    """Returns the plan without what of a request is no number, which no device needs."""
     admits = tuple(map(_numbers_of, plan.admits))
     assert plan.beside is None or not plan.beside.admits, "they come with the first part"
     return replace(plan, admits=admits) if admits else plan

@@ -93,7 +93,7 @@ class RequestFeatures:
         self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
 
     def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guides | None) -> Draft:
-        """The draft with predicted text in it, within the requests' limits, and as the host wants it."""
+        """Returns the draft with predicted text in it, within the requests' limits, and as the host wants it."""
         shape = plan.shape
         if len(plan.predicted):
             longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
@@ -192,8 +192,8 @@ class RequestFeatures:
         masks: Masks | None,
         guidance: Guides | None,
     ) -> Tensor:
-        """The tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits processor,
-        or none has."""
+        """Returns the tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits
+        processor, or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
         bits = self._masks_of(which, plan, masks)
@@ -312,7 +312,8 @@ def _floats(download: Download) -> npt.NDArray[np.float64]:
 
 
 def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
-    """The most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token 0."""
+    """Returns the most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token
+    0."""
     longest = max(len(one.token_ids) for one in params)
     ids = np.zeros((len(params), longest), np.int64)
     for row, one in enumerate(params):

@@ -208,7 +208,7 @@ class Attention(Mixer):
 
     @property
     def kind(self) -> AttentionKind:
-        """What the injected attention is told of this layer."""
+        """Returns what the injected attention is told of this layer."""
         return AttentionKind(self._window, self.sinks, self._scalar, reads=self.reads_others)
 
     def linears(self) -> list[Linear]:
@@ -270,7 +270,7 @@ class Attention(Mixer):
         return self.ops.concat_columns(*normed, v)
 
     def head_norms(self) -> HeadNorms | None:
-        """The norms of heads of queries and keys, where they have any."""
+        """Returns the norms of heads of queries and keys, where they have any."""
         if self.q_norm is None or self.whole_norms:
             return None
         k_norm = self.q_norm if self.k_norm is None else self.k_norm  # there are no keys where there is no norm of them

@@ -121,7 +121,7 @@ class LayerConfig:
 
     @property
     def weights(self) -> int:
-        """Values in its matrices."""
+        """Returns values in its matrices."""
         experts, values = self.experts, 2 * self.hidden * self.per_layer
         if experts is None or experts.beside:
             values += 3 * self.hidden * self.ffn

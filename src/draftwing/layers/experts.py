@@ -115,7 +115,7 @@ class ExpertMLP(nn.Module):
         return self._ops.mix_norm(self.down(inner, routed), routed, with_shared, norm.weight, norm.eps)
 
     def _with_shared(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        """The residual stream and what the expert of all rows adds to it."""
+        """Returns the residual stream and what the expert of all rows adds to it."""
         if self.shared is None:
             return residual
         if self.shared_gate is None:
@@ -286,11 +286,11 @@ class ExpertLinear(Linear):
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
 
     def each_gemm(self) -> list[FewRowsGemm | None]:
-        """The device's GEMM of each expert; none where it takes them together."""
+        """Returns the device's GEMM of each expert; none where it takes them together."""
         return [one.op.few_rows for one in self.op.each] if isinstance(self.op, EachExpert) else []
 
     def _each(self, ops: LayerOps, mode: PackMode) -> list[Linear]:
-        """A packed layer for each expert."""
+        """Returns a packed layer for each expert."""
         rows, dense = self.out_features // self.count, None
         bias = None if self.bias is None else self.bias.view(self.count, -1)
         layers = []

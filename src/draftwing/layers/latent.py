@@ -176,7 +176,7 @@ class HeadLinear(ExpertLinear):
             del self.weight
 
     def routed(self, x: Tensor) -> Routed | None:
-        """What `forward` is given of x [M, ..]."""
+        """Returns what `forward` is given of x [M, ..]."""
         return None if isinstance(self.op, HeadsOp) else self._ops.every_expert(len(x), self.count, x.device)
 
     def forward(self, x: Tensor, routed: Routed | None) -> Tensor:  # type: ignore[override]

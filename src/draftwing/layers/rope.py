@@ -48,7 +48,7 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """The factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
+    """Returns the factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
 
 
@@ -95,7 +95,7 @@ def _yarn_share(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     """[head_dim / 2]: how much of each pair's frequency is the divided one, from 0 to 1."""
 
     def pair_of(turns: float) -> float:
-        """The pair that turns so often over the original context."""
+        """Returns the pair that turns so often over the original context."""
         return head_dim * _log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * _log(config.theta))
 
     low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)

@@ -71,8 +71,8 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its heads
-        would be without latents."""
+        """Returns attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its
+        heads would be without latents."""
         mixers = [layer.mixer for layer in self.layers]
         latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
         if latent is not None:
@@ -95,12 +95,12 @@ class ModelConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Values in the matrices of the layers."""
+        """Returns values in the matrices of the layers."""
         return sum(layer.weights for layer in self.layers)
 
     @property
     def matrix_weights(self) -> int:
-        """Values in all matrices that memory must hold: of the layers, the embedding and the head."""
+        """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.layer_weights + vocab + self.hidden_size * self.per_layer * self.num_layers
 
@@ -180,7 +180,7 @@ class Family(NamedTuple):
 
     @property
     def turns_parts(self) -> bool:
-        """Whether a part of each head may be turned."""
+        """Returns whether a part of each head may be turned."""
         return "partial_rotary_factor" in self.reads
 
 
@@ -287,7 +287,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
+    """Returns the `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
     config = language_model(config)
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
@@ -413,12 +413,12 @@ _ACTIVATIONS = {
 
 
 def _reads(family: Family, key: str) -> bool:
-    """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
+    """Returns whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
     return key in family.reads or key in expert_fields.counts(family.experts)
 
 
 def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:
-    """What `quantization_config` says: a format of its own, or one that is read into any other."""
+    """Returns what `quantization_config` says: a format of its own, or one that is read into any other."""
     quantization = fields.get("quantization_config")
     if quantization is None:
         return DENSE, None

@@ -95,9 +95,9 @@ class DecoderLayer(nn.Module):
         return ops[:before], ops[before:]
 
     def weights(self) -> LayerWeights | None:
-        """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and values
-        of its own, no gate and no norms but those of heads of queries and keys."""
+        """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
+        GELU, wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and
+        values of its own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
             return None
@@ -216,7 +216,7 @@ class DecoderModel(nn.Module):
 
     @property
     def needs_chunks(self) -> bool:
-        """Whether some layer does, see `Mixer`."""
+        """Returns whether some layer does, see `Mixer`."""
         return any(layer.mixer.needs_chunks for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def set_max_positions(self, positions: int) -> None:
@@ -286,8 +286,8 @@ class DecoderModel(nn.Module):
         return x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
-        """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final
-        norm alone."""
+        """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after
+        the final norm alone."""
         kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -321,12 +321,12 @@ class DecoderModel(nn.Module):
 
     @property
     def rescored_by(self) -> Tensor | None:
-        """The head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
+        """Returns the head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
         return None if self.config.soft_cap or self.config.suppressed else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
-        Of experts, as many as a token chooses; where ranks have some of them whole, on average."""
+        """Returns bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`,
+        `Q8_0`, ... Of experts, as many as a token chooses; where ranks have some of them whole, on average."""
         sizes: Counter[str] = Counter()
         dense = self.dtype
         for part in self.modules():  # a tied head once

@@ -63,7 +63,7 @@ def sampling_defaults(path: str | Path, model: str = "") -> dict[str, Any]:
 
 
 def _gguf_sampling(path: Path) -> dict[str, Any]:
-    """The recommended sampling parameters in the metadata of a `.gguf` file, as llama.cpp reads them."""
+    """Returns the recommended sampling parameters in the metadata of a `.gguf` file, as llama.cpp reads them."""
     if path.suffix != ".gguf":
         return {}
     metadata = open_gguf(path).metadata

@@ -83,7 +83,7 @@ END_TOKENS = (
 
 
 def model_config(file: GGUFFile) -> ModelConfig:
-    """The `ModelConfig` that the metadata and the set of tensors describe."""
+    """Returns the `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise CheckpointError(
@@ -170,7 +170,7 @@ _OWN_LAYERS = dict.fromkeys(gguf_hybrids.ARCHITECTURES, gguf_hybrids.layers) | {
 
 
 def own_layers(fields: Fields) -> int:
-    """Layers of the model itself, without those that predict."""
+    """Returns layers of the model itself, without those that predict."""
     return gguf_hybrids.own_layers(fields, fields.whole("block_count", high=MAX_LAYERS))
 
 
@@ -248,7 +248,7 @@ def _of_experts(
     own: int,
     experts: range | None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
-    """The matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
+    """Yields the matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
     info, names, bias = file.tensors[name], expert_names(config), match[3] == "bias"
     dims = 2 if bias else 3
     if len(info.shape) != dims:
@@ -364,7 +364,7 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
 
 
 def _ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """Token ids of an array; none where there is none."""
+    """Returns token ids of an array; none where there is none."""
     value = fields.get(key)
     if value is None:
         return ()

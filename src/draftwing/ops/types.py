@@ -358,7 +358,7 @@ CONFIDENCE, COUNT, HEAD = range(3)  # columns of a packed result; the tokens beg
 
 
 def packed_width(depth_max: int, nodes: int) -> int:
-    """Columns of a packed result of trees no deeper than `depth_max`."""
+    """Returns columns of a packed result of trees no deeper than `depth_max`."""
     return HEAD + depth_max + 1 + 2 * nodes
 
 
@@ -440,7 +440,7 @@ class Expansion(Protocol):
         ...
 
     def level_feature(self) -> Tensor:
-        """The outputs of the parents of the level that was chosen last: [B * K, width]."""
+        """Returns the outputs of the parents of the level that was chosen last: [B * K, width]."""
         ...
 
     def add(self, following: Continuations, hidden: Tensor) -> None:
@@ -449,5 +449,5 @@ class Expansion(Protocol):
         ...
 
     def draft(self) -> Draft:
-        """The best nodes of all levels."""
+        """Returns the best nodes of all levels."""
         ...

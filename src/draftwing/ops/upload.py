@@ -25,7 +25,7 @@ _LARGE = 4 << 20  # bytes from which on threads are worth starting
 
 
 def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; large ones by several threads where that is a GPU."""
+    """Returns the tensor on the device; large ones by several threads where that is a GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda or tensor.nbytes < _LARGE:
         return tensor.to(device)
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

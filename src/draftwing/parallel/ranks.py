@@ -73,7 +73,7 @@ class Ranks(ABC):
         return Share(start, min(share_rows, whole - start), whole)
 
     def least(self, value: int) -> int:
-        """The least of all ranks' values, on the host. Not for the path of a step."""
+        """Returns the least of all ranks' values, on the host. Not for the path of a step."""
         return int(self.gather(self.scalar(value)).min())
 
     def first(self, value: int) -> int:

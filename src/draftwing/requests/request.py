@@ -161,7 +161,7 @@ def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
 
 
 def prediction_text(value: Any, param: str = "prediction") -> str:
-    """The text of OpenAI's {"type": "content", "content": a string or text parts}. Raises RequestError."""
+    """Returns the text of OpenAI's {"type": "content", "content": a string or text parts}. Raises RequestError."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind != "content" or not set(value) <= {"type", "content"}:
         raise RequestError(f'{param} must be {{"type": "content", "content": ...}}; found {show(value)}', param)

@@ -62,8 +62,8 @@ class AsyncMask:
         self._left -= seconds
 
     def ready(self) -> bool:
-        """Whether the next token can be drawn now. Raises RequestError when the grammar has become too complex, or has
-        taken too long."""
+        """Returns whether the next token can be drawn now. Raises RequestError when the grammar has become too complex,
+        or has taken too long."""
         if self._task is not None:
             if not self._task.done():
                 return False

@@ -119,8 +119,8 @@ class DraftExtendPlanner:
         return -(-sum(lengths) // max(self._pass, 1))
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
-        some begin early, so that they do not all have to at once."""
+        """Returns who must catch up before a step that commits so many tokens at most, and who joins. Where many are
+        far behind some begin early, so that they do not all have to at once."""
         if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
             return [req for req in reqs if req.behind and commit >= self._max_backlog]
         if self._prompts.sees_later:
@@ -162,7 +162,8 @@ class PromptBacklog(Protocol):
         ...
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """Who is shown its answer before a step that the drafter does not see, which commits so many tokens at most."""
+        """Returns who is shown its answer before a step that the drafter does not see, which commits so many tokens at
+        most."""
         return []
 
     def show(self, req: Req) -> None:
@@ -262,7 +263,7 @@ class RecomputeFromTokens(PromptBacklog):
             self._due[req.row] = req.slots[: req.kv], first
 
     def _first(self, req: Req, end: int) -> int:
-        """The first of its positions below `end` that the drafter has not seen, `end` if there is none."""
+        """Returns the first of its positions below `end` that the drafter has not seen, `end` if there is none."""
         unseen = np.flatnonzero(~self._seen[req.slots[:end]])
         return int(unseen[0]) if len(unseen) else end
 
@@ -298,7 +299,7 @@ class RecomputeFromTokens(PromptBacklog):
         return texts
 
     def _parts(self, row: int, start: int, end: int) -> list[DraftChunk]:
-        """Positions [start, end), as many at once as a pass has."""
+        """Returns positions [start, end), as many at once as a pass has."""
         return [DraftChunk(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
 
 

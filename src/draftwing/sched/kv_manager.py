@@ -39,7 +39,7 @@ class SlotAllocator:
         self.available = end
 
     def free_slots(self) -> IntArray:
-        """The slots on the stack, for integrity checks."""
+        """Returns the slots on the stack, for integrity checks."""
         return self._stack[: self.available].copy()
 
 
@@ -73,17 +73,17 @@ class KVManager:
 
     @property
     def free_rows(self) -> int:
-        """How many more requests can be admitted, if there are slots for them."""
+        """Returns how many more requests can be admitted, if there are slots for them."""
         return len(self._free_rows)
 
     @property
     def obtainable(self) -> int:
-        """Slots that are free or cached."""
+        """Returns slots that are free or cached."""
         return self.pool.available + self.radix.evictable
 
     def prefix_being_computed(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
-        """Whether the KV of its tokens, or of so many of them that it is worth it, is being computed for another
-        request, so that it should wait. held: who does not go on now."""
+        """Returns whether the KV of its tokens, or of so many of them that it is worth it, is being computed for
+        another request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
         steady = not held or not self._inflight.any_held(req, tokens, held)  # what is found holds until one is dropped
@@ -96,7 +96,7 @@ class KVManager:
         return waits
 
     def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
-        """Whether enough of its tokens is being computed for others."""
+        """Returns whether enough of its tokens is being computed for others."""
         found = self._inflight.common_prefixes(req, tokens, held)
         alike = [one for one in found if one[1] >= MIN_SHARED_TOKENS]
         if not alike:
@@ -107,7 +107,7 @@ class KVManager:
         return any(less >= MIN_SHARED_TOKENS and left <= MAX_LEFT_PER_SHARED * less for less, left in saved)
 
     def _reusable(self, req: Req, common: int) -> int:
-        """How many of so many tokens that are being computed for a request others can go on from."""
+        """Returns how many of so many tokens that are being computed for a request others can go on from."""
         return common if self.states is None else self.states.want(req, common)
 
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
@@ -144,7 +144,8 @@ class KVManager:
         return True
 
     def _may_reuse(self, req: Req) -> int:
-        """Most cached positions that a request can use: it must run the last one, and those whose outcome it wants."""
+        """Returns most cached positions that a request can use: it must run the last one, and those whose outcome it
+        wants."""
         most = len(req.tokens) - max(1, self._lookahead)
         wanted = req.next_prompt_logprob
         return most if wanted is None else min(most, max(wanted - 1, 0))
@@ -164,25 +165,26 @@ class KVManager:
         return True
 
     def ahead(self, reqs: Sequence[Req], span: int, most: int) -> int:
-        """Slots beyond `span` to give each of them, at most `most`. When one row needs slots all get some in advance,
-        where the pool has plenty: a step with nothing to upload costs the host less, and rows that grow alike run short
-        together."""
+        """Returns slots beyond `span` to give each of them, at most `most`. When one row needs slots all get some in
+        advance, where the pool has plenty: a step with nothing to upload costs the host less, and rows that grow alike
+        run short together."""
         if all(req.bound + span <= req.covered for req in reqs):
             return 0
         return most if 4 * len(reqs) * (most + span) <= self.obtainable else 0
 
     def take_changes(self) -> tuple[tuple[Admission, ...], dict[int, list[tuple[int, IntArray]]]]:
-        """Requests that were admitted and slots by row that were given since the last plan, for the next one."""
+        """Returns requests that were admitted and slots by row that were given since the last plan, for the next
+        one."""
         out = tuple(self._admits.values()), self._new_slots
         self._admits, self._new_slots = {}, {}
         return out
 
     def take_states(self) -> IntArray:
-        """The same of state slots, as `Plan.states`."""
+        """Returns the same of state slots, as `Plan.states`."""
         return NOBODY if self.states is None else self.states.take_entries()
 
     def changes(self, row: int) -> bool:
-        """Whether the next plan has to tell the device of other slots of a row."""
+        """Returns whether the next plan has to tell the device of other slots of a row."""
         return row in self._new_slots or row in self._admits
 
     # -- from requests ----------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class KVManager:
                 states.keep(node, slot, position == last)
 
     def _known(self, req: Req) -> IntArray:
-        """The tokens that its committed KV depends on."""
+        """Returns the tokens that its committed KV depends on."""
         return np.asarray(req.tokens[: req.kv + self._lookahead], np.int64)
 
     def share(self, req: Req) -> None:
@@ -262,7 +264,7 @@ class KVManager:
             self.states.drop_all()
 
     def take_quarantined(self) -> IntArray | None:
-        """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
+        """Returns slots whose KV nobody may read, not even where it has no weight; mostly None."""
         if not self._quarantined:
             return None
         out, self._quarantined = np.concatenate(self._quarantined), []

@@ -156,8 +156,8 @@ class RowShares:
         self._held[req.request.client] -= 1
 
     def preemption_victim(self, running: Iterable[Req], req: Req) -> Req | None:
-        """Who runs and has to make room for `req`, if anybody: the newest request of the client that has most, of
-        those beyond their share. Not for who has its share already, and not those of a higher priority."""
+        """Returns who runs and has to make room for `req`, if anybody: the newest request of the client that has most,
+        of those beyond their share. Not for who has its share already, and not those of a higher priority."""
         if self.served(req.request.client):
             return None
         beyond = (

@@ -100,8 +100,8 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next step is better planned when the results of all steps before it are known: all who run would
-        have to wait for them. Beside others guided requests take part in every second step."""
+        """Returns whether the next step is better planned when the results of all steps before it are known: all who
+        run would have to wait for them. Beside others guided requests take part in every second step."""
         return bool(self.running) and all(req.guided for req in self.running)
 
     def rest(self) -> None:
@@ -124,7 +124,7 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can run before a result comes back."""
+        """Returns the next step, or None when nothing can run before a result comes back."""
         self._expire()
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)

@@ -93,7 +93,7 @@ class StateSlots:
         }  # fmt: skip
 
     def has_room(self, node: Node) -> bool:
-        """Whether a request can run that begins with the state of a node, if it has one."""
+        """Returns whether a request can run that begins with the state of a node, if it has one."""
         free = len(self._free) + self.kept - self._pinned
         return free - (node.state > 0 and not node.pins) >= ROW_SLOTS
 
@@ -126,7 +126,7 @@ class StateSlots:
             self.drop(node)
 
     def _take(self) -> int:
-        """A free slot, or that of the first snapshot to be evicted; 0 where there is none."""
+        """Returns a free slot, or that of the first snapshot to be evicted; 0 where there is none."""
         if not self._free:
             node = next((node for node in chain(self._past, self._next) if not node.pins), None)
             if node is None:

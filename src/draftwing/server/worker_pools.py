@@ -106,8 +106,9 @@ class WorkerPools:
         self._json = _Pool(1, "json")
 
     async def read(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads a large body on the event loop: one at a time, and after each nothing of it
-        for `REST` times as long, so that whoever sends them again and again leaves most of the time to others."""
+        """Returns the result of `work`, which reads a large body on the event loop: one at a time, and after each
+        nothing of it for `REST` times as long, so that whoever sends them again and again leaves most of the time to
+        others."""
         client = client_name()
         await self._reading.acquire(client)
         begun = time.perf_counter()
@@ -118,7 +119,7 @@ class WorkerPools:
             asyncio.get_running_loop().call_later(rest, self._reading.release, client)
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
-        """The result of `work`, which is given a function that says whether nobody waits for it any more: this
+        """Returns the result of `work`, which is given a function that says whether nobody waits for it any more: this
         coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters, or of other
         work that takes as long as so many."""
         gone = threading.Event()
@@ -128,8 +129,8 @@ class WorkerPools:
             gone.set()
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is passed.
-        size: token ids and log probabilities in it, and characters that are read as messages."""
+        """Returns the result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is
+        passed. size: token ids and log probabilities in it, and characters that are read as messages."""
         if size <= MAX_INLINE_SIZE:
             return work(False)
         return await self._json.run(work, True)

@@ -28,7 +28,7 @@ log = logging.getLogger("draftwing")
 
 
 def ngram(context: DraftContext) -> NGramDrafter:
-    """Drafts copied from what was seen."""
+    """Returns drafts copied from what was seen."""
     options = context.options
     _check_vocabulary(context, 2**22 - 2)
     return NGramDrafter(
@@ -44,7 +44,7 @@ def ngram(context: DraftContext) -> NGramDrafter:
 
 
 def suffix(context: DraftContext) -> SuffixDrafter:
-    """Drafts of what most often followed."""
+    """Returns drafts of what most often followed."""
     options = context.options
     _check_vocabulary(context, 2**22)
     return SuffixDrafter(
@@ -106,7 +106,7 @@ def assistant(context: DraftContext) -> AssistantDrafter:
 
 
 def pair(context: DraftContext) -> PairDrafter:
-    """A drafter with a model and a lookup, one tree."""
+    """Returns a drafter with a model and a lookup, one tree."""
     model, lookup = context.options.drafter_spec.parts
     return PairDrafter(
         model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape, copied=lookup.tree

@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
         self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
+        """Returns the most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
 
     # -- tree expansion ---------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class ModelDrafter(Drafter):
         return self.ops.newest_rows(hidden, count, lookahead, rows, self._first.feature if self.head.width else None)
 
     def _with_newest(self, table: RowTensors, batch: Batch, next_ids: Tensor) -> Batch:
-        """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
+        """Returns the accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
         width = next_ids.shape[0] // batch.rows.shape[0] + 1
         chain = self.ops.chain(table, batch.rows, batch.prefix_len, width)
         return batch._replace(**chain._asdict(), window=width)

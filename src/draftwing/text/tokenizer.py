@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def chat_source(self) -> str | None:
-        """The text of the chat template that is shown tools; None without one."""
+        """Returns the text of the chat template that is shown tools; None without one."""
         template = self._tool_template or self._template
         return None if template is None else template.source
 

@@ -149,7 +149,7 @@ class Causal(DenseAttend):
 
 
 def _mask(kind: AttentionKind, length: int, q: Tensor) -> Tensor:
-    """What is added to scores, [1 or heads, length, length], with sinks one column more."""
+    """Returns what is added to scores, [1 or heads, length, length], with sinks one column more."""
     seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if kind.window:
         seen = seen.triu(1 - kind.window)

@@ -75,7 +75,7 @@ class CpuDevice(Device):
 
     @property
     def count(self) -> int:
-        """Any number of ranks."""
+        """Returns any number of ranks."""
         return 1 << 30
 
     def links(self, count: int) -> str:

@@ -201,7 +201,8 @@ def defaults_for(memory: int) -> Defaults:
 
 
 def nvlink(size: int) -> str:
-    """The links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
+    """Returns the links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without
+    it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return "unknown"

@@ -81,7 +81,7 @@ class GraphCache:
 
     @property
     def wanted(self) -> bool:
-        """Whether steps were padded further for want of a graph so often that it is worth an interruption."""
+        """Returns whether steps were padded further for want of a graph so often that it is worth an interruption."""
         return max(self.later.values(), default=0) >= WANTED
 
     def set_rows(self, rows: IntArray, size: int) -> None:
@@ -127,7 +127,7 @@ class GraphCache:
 
 
 def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a stage gave, with its tensors changed."""
+    """Returns what a stage gave, with its tensors changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):

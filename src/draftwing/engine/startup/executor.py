@@ -26,7 +26,7 @@ log = logging.getLogger("draftwing")
 
 
 def graph_size_of(options: Options) -> int:
-    """The largest batch that graphs are captured of; of options for a device."""
+    """Returns the largest batch that graphs are captured of; of options for a device."""
     return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
 
 

@@ -155,7 +155,7 @@ def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float
 
 
 def room(keys: Sequence[Key]) -> int:
-    """Entries of a row past its context that replays of these steps may reach."""
+    """Returns entries of a row past its context that replays of these steps may reach."""
     return REPLAYS * max(key.shape.nodes + key.shape.max_commit for key in keys)
 
 

@@ -31,6 +31,6 @@ def since(before: Mapping[str, float]) -> list[float]:
 
 
 def own(seconds: float, before: Mapping[str, float]) -> float:
-    """What of so many seconds, which began when `delays` gave this, other programs did not take: of threads that work
-    together the one that waited longest counts."""
+    """Returns what of so many seconds, which began when `delays` gave this, other programs did not take: of threads
+    that work together the one that waited longest counts."""
     return max(seconds - max(since(before), default=0.0), seconds / MAX_DELAY_RATIO)

@@ -66,7 +66,7 @@ def as_dense(layer: Linear) -> Tensor:
 
 
 def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
-    """The fastest operation that this device has for the layer's weight, which becomes a dense one."""
+    """Returns the fastest operation that this device has for the layer's weight, which becomes a dense one."""
     weight = as_dense(layer)
     if mode.rows_only:
         return InferenceDense(layer)

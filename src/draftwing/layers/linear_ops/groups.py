@@ -249,7 +249,7 @@ def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:
 
 
 def joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
-    """The rows of one part after those of another, or None where one kernel cannot read them all."""
+    """Returns the rows of one part after those of another, or None where one kernel cannot read them all."""
     packed = [part for part in parts if isinstance(part, PackedGroups)]
     if len(packed) == len(parts):
         return join(packed)
@@ -262,7 +262,7 @@ def _traits(weight: PackedGroups) -> list[object]:
 
 
 def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
-    """The matrix, in the type of activations."""
+    """Returns the matrix, in the type of activations."""
     return weight.dense(dtype) if isinstance(weight, MXRows) else unpacked(weight)
 
 

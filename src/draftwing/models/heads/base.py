@@ -151,7 +151,8 @@ class FeatureHead(DraftHead, nn.Module):
         return numbers.index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        """What `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of it."""
+        """Returns what `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of
+        it."""
         heads = self.lm_head, self.head_rows, self.target.lm_head
         return None, next(head for head in heads if head is not None)
 

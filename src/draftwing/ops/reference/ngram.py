@@ -80,7 +80,7 @@ class TreeBuilder:
         return self._constants[depth]
 
     def build(self, candidates: Tensor, match: Tensor, last: Tensor, nodes: int) -> Draft:
-        """The `nodes - 1` best nodes, as a tree under each row's last token.
+        """Returns the `nodes - 1` best nodes, as a tree under each row's last token.
 
         candidates [B, D, C]: token ids, C in rank order, -1 from where a candidate ends, D at least 1;
         match [B, C], 0 = no candidate; last [B]. Scores never grow with depth and a prefix's candidates are among its
@@ -241,7 +241,7 @@ class NGramIndex:
         return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Draft:
-        """A tree of the candidates that the last `confidence` kept; dead nodes where they are fewer than
+        """Returns a tree of the candidates that the last `confidence` kept; dead nodes where they are fewer than
         shape.nodes."""
         depth = min(shape.depth, self.branch_length)
         if shape.nodes > 1 and depth > 0:

@@ -45,7 +45,7 @@ _WORD: Final = 1 << 64
 
 
 def signed(x: int) -> int:
-    """The 64 bits of x as torch counts them."""
+    """Returns the 64 bits of x as torch counts them."""
     return (x + (_WORD >> 1)) % _WORD - (_WORD >> 1)
 
 
@@ -255,8 +255,8 @@ class SuffixIndex:
         return paths, grown
 
     def _following(self, context: Tensor, owner: Tensor, behind: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What follows context [B, width] by the `BACK` longest contexts that are known, of two of one length the row's
-        own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
+        """Returns what follows context [B, width] by the `BACK` longest contexts that are known, of two of one length
+        the row's own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
         their probabilities [B, BACK * WAYS], 0 where there is none, and how many lengths may be tried for what follows
         them [B]."""
         key = (self.factors * context[:, None]).sum(-1)  # [B, W]

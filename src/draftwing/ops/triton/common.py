@@ -91,12 +91,14 @@ def _forget_preference(function: int) -> None:
 
 
 def lanes(count: int) -> int:
-    """A block of at least `count`; two at least, for reductions over an axis of one are not worth a special case."""
+    """Returns a block of at least `count`; two at least, for reductions over an axis of one are not worth a special
+    case."""
     return max(2, triton.next_power_of_2(count))
 
 
 def int_fields(count: int, like: Tensor, *shape: int) -> tuple[Tensor, list[Tensor]]:
-    """A launch's integers [count, pitch] int64 and its fields of this shape, padded so that each begins at 16 bytes."""
+    """Returns a launch's integers [count, pitch] int64 and its fields of this shape, padded so that each begins at 16
+    bytes."""
     size = math.prod(shape)
     ints = torch.empty(count, size + size % 2, dtype=torch.int64, device=like.device)
     return ints, [field[:size].view(shape) for field in ints.unbind(0)]

@@ -96,7 +96,7 @@ class ShapeChoice:
 
     @property
     def _reading(self) -> float:
-        """Seconds in which a step reads all weights."""
+        """Returns seconds in which a step reads all weights."""
         return self.policy.seconds(1, 0, PLAIN) or self._prefills.start
 
     def _rest(self, shape: TreeShape, rows: int, kv_tokens: int) -> float:
@@ -112,7 +112,8 @@ class ShapeChoice:
         return [entry | {"chosen": i == 0, "tried": False, "late": False} for i, entry in enumerate(entries)]
 
     def _is_given(self, ready: Sequence[Req]) -> bool:
-        """Whether the largest shape runs in any case: all outputs are predicted, and no confidence tells how well."""
+        """Returns whether the largest shape runs in any case: all outputs are predicted, and no confidence tells how
+        well."""
         return not self.policy.sees_predictions and all(req.request.prediction for req in ready)
 
     def context(

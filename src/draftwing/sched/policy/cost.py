@@ -143,8 +143,8 @@ class StepCost:
                 known[bucket] = min((1 + 1 / OUTDATED) * known.get(bucket, math.inf), seconds / count)
 
     def _believed(self, shape: TreeShape, batch: int) -> bool:
-        """Whether a step that takes far less than expected says that measurements are wrong. A machine may become
-        slower, but not much faster; and of plain steps even a guess is rather low."""
+        """Returns whether a step that takes far less than expected says that measurements are wrong. A machine may
+        become slower, but not much faster; and of plain steps even a guess is rather low."""
         if self._samples.get((shape, batch), DOUBT) < DOUBT:
             return False
         return not shape.depth or self.known(shape, batch)

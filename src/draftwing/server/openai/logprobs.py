@@ -44,7 +44,7 @@ def prompt_logprobs(
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Columns of two pieces of a text completion, one after the other."""
+    """Returns columns of two pieces of a text completion, one after the other."""
     return {name: first[name] + second[name] for name in first}
 
 

@@ -99,7 +99,7 @@ class Completion:
             yield event({**head, "choices": [], "usage": self._usage(), **self._measured()})
 
     def _news(self, head: dict[str, Any], answer: Answer, text: str, first: bool, large: bool) -> list[str]:
-        """Events of an answer that made progress."""
+        """Returns events of an answer that made progress."""
         contents: list[dict[str, Any]] = []
         if steps := answer.take_trace():
             trace = [_traced_step(step, self._texts) for step in steps]
@@ -128,7 +128,7 @@ class Completion:
     # -- the shape of a choice ------------------------------------------------------------------------------------
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
-        """A finished answer."""
+        """Returns a finished answer."""
         text, logprobs = self._shown(answer, answer.text, first=True)
         return {"text": text, "logprobs": logprobs}
 
@@ -146,7 +146,8 @@ class Completion:
         return {"finish_reason": reason, "matched_stop": answer.matched_stop}
 
     def _shown(self, answer: Answer, text: str, first: bool) -> tuple[str, dict[str, Any] | None]:
-        """Text of an answer, and log probabilities of what it is made of, with the echoed prompt before the first."""
+        """Returns text of an answer, and log probabilities of what it is made of, with the echoed prompt before the
+        first."""
         before, request = self._before(answer), answer.request
         shown = before + text if first else text
         if answer.wanted is None:
@@ -159,7 +160,7 @@ class Completion:
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
     def _before(self, answer: Answer) -> str:
-        """The echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
+        """Returns the echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
         if not self._echo:
             return ""
         if answer.index not in self._echoed:
@@ -172,17 +173,19 @@ class Completion:
         return self._echoed[answer.index]
 
     def _ids(self, answer: Answer) -> dict[str, Any]:
-        """The token ids of prompt and answer, where they were asked for; those of a stop that is not shown included."""
+        """Returns the token ids of prompt and answer, where they were asked for; those of a stop that is not shown
+        included."""
         if not self._asked.return_token_ids:
             return {}
         return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """The token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
+        """Returns the token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
         return {}
 
     def _new_ids(self, answer: Answer) -> dict[str, Any]:
-        """The token ids for an event: the prompt's with the first one, and the answer's since the event before."""
+        """Returns the token ids for an event: the prompt's with the first one, and the answer's since the event
+        before."""
         if not self._asked.return_token_ids:
             return {}
         sent = self._sent.get(answer.index)
@@ -268,7 +271,7 @@ class ChatCompletion(Completion):
         return deltas
 
     def _message(self, answer: Answer) -> dict[str, Any]:
-        """The whole message of an answer that was read to its end."""
+        """Returns the whole message of an answer that was read to its end."""
         reader = self._readers[answer.index]
         # An answer that is all reasoning or calls has no content; an empty one has an empty content.
         content = reader.content if reader.content or not (reader.calls or reader.reasoning) else None
@@ -279,7 +282,7 @@ class ChatCompletion(Completion):
         return message
 
     def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
-        """Log probabilities of what the newest text is made of. empty: also where that is nothing."""
+        """Returns log probabilities of what the newest text is made of. empty: also where that is nothing."""
         if answer.wanted is None:
             return None
         tokens = answer.take_shown()

@@ -108,7 +108,7 @@ class Observer:
 
     @property
     def arrived(self) -> float | None:
-        """When the current HTTP request came; None where there is none, or it is not observed."""
+        """Returns when the current HTTP request came; None where there is none, or it is not observed."""
         record = self._current.get()
         return None if record is None else record.arrived
 

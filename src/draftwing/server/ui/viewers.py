@@ -32,8 +32,8 @@ class Viewers:
         return len(self._viewers)
 
     def enter(self, client: str = "") -> object | None:
-        """One more viewer, who is to `leave` in any case; None where there are too many, or too many of this client.
-        client: the name of its key, if it has one."""
+        """Returns one more viewer, who is to `leave` in any case; None where there are too many, or too many of this
+        client. client: the name of its key, if it has one."""
         own = list(self._viewers.values()).count(client)
         if len(self) >= MAX_VIEWERS or (client and own >= MAX_OF_A_KEY):
             return None
