@@ -87,7 +87,7 @@ class TokenLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, value: float, top: Sequence[tuple[float, int]] = (), wanted: Sequence[float] = ()) -> TokenLogprobs:
-        """top: the best tokens as (value, id)."""
+        """Makes them of the best tokens `top` as (value, id)."""
         best, ids = array("d", [value for value, _ in top]), array("i", [id_ for _, id_ in top])
         return cls(value, best, ids, array("d", wanted))
 
@@ -322,17 +322,17 @@ class StepResult:
 
     @cached_property
     def depth(self) -> IntArray:
-        """[B, nodes]: 0 for the root and for nodes that were not proposed."""
+        """Returns [B, nodes]: 0 for the root and for nodes that were not proposed."""
         return self.mark & MARK_DEPTH
 
     @cached_property
     def verified(self) -> npt.NDArray[np.bool_]:
-        """[B, nodes]: draft nodes that the target ran, the root not counted."""
+        """Returns [B, nodes]: draft nodes that the target ran, the root not counted."""
         return ((self.mark & MARK_VERIFIED) != 0) & (self.depth > 0)
 
     @cached_property
     def source(self) -> IntArray:
-        """[B, nodes]: who proposed it, an index into `SOURCES`."""
+        """Returns [B, nodes]: who proposed it, an index into `SOURCES`."""
         return (self.mark >> MARK_SOURCE) & 3
 
     @cached_property
@@ -358,12 +358,13 @@ class StepResult:
 
     @cached_property
     def survival(self) -> npt.NDArray[np.float64]:
-        """[B, nodes]: the probability that it would be accepted, as it was estimated before; verified or not."""
+        """Returns [B, nodes]: the probability that it would be accepted, as it was estimated before; verified or
+        not."""
         return np.asarray((self.mark >> MARK_SURVIVAL) / MARK_ONE, np.float64)
 
     @cached_property
     def proposed(self) -> IntArray:
-        """[B]: draft nodes that were verified."""
+        """Returns [B]: draft nodes that were verified."""
         return np.count_nonzero(self.verified, axis=1)
 
 

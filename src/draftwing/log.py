@@ -77,7 +77,7 @@ def progress_bar(**settings: Any) -> tqdm[Any]:
 
 
 def configure_logging(level: str) -> None:
-    """One line per message on standard error, for the engine and uvicorn alike."""
+    """Writes one line per message to standard error, for the engine and uvicorn alike."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     for name in ("draftwing", "uvicorn"):

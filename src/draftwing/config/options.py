@@ -408,7 +408,7 @@ class Options:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """`allowed_hosts`, one by one."""
+        """Returns `allowed_hosts`, one by one."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
     @property

@@ -42,7 +42,7 @@ IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile
 
 
 def resolved(options: Options) -> Options:
-    """`Options.resolve`, of options whose values are each in range."""
+    """Does as `Options.resolve`, of options whose values are each in range."""
     check_device(options.device)
     if options.disable_overlap_schedule and options.enable_overlap:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
@@ -71,7 +71,7 @@ def resolved(options: Options) -> Options:
 
 
 def for_engine(options: Options, defaults: Defaults, architecture: str, carried: TreeShape | None) -> Options:
-    """`Options.for_engine`"""
+    """Does as `Options.for_engine`."""
     rows = options.max_running_requests or defaults.max_running_requests
     if defaults.graph_size:
         sizes: dict[str, Any] = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or defaults.graph_size, rows)}

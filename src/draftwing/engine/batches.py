@@ -48,7 +48,7 @@ class Batches:
         )
 
     def last_tokens(self, rows: Tensor, max_kv_len: int) -> DraftBatch:
-        """Plain decoding: trees of the rows' last tokens alone."""
+        """Returns trees of the rows' last tokens alone, for plain decoding."""
         (parent, alive), tree = self.roots(rows.shape[0])
         ids, kv_len, write_slots = self._ops.plain_inputs(self._table, rows)
         batch = Batch(

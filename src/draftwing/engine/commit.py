@@ -39,7 +39,7 @@ class CommitStage:
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
 
     def tree(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> Tensor:
-        """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
+        """Commits a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
             nodes = self._nodes(step, drafted, verified)
             edits = self._features.row_edits(nodes) if step.edited else None
@@ -51,7 +51,7 @@ class CommitStage:
         return self._accept(step, drafted, verified, target)
 
     def special(self, pending: Pending) -> tuple[Tensor, Logprobs]:
-        """Of a tree step in which rows ask for more."""
+        """Commits a tree step in which rows ask for more."""
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
@@ -108,8 +108,8 @@ class CommitStage:
         return done.packed
 
     def prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
-        """Result rows: one token for each final chunk, none for the others, which come last. So the first rows draw,
-        and batch indices of the plan's rows are also those of the rows that draw."""
+        """Commits a prefill and returns result rows: one token for each final chunk, none for the others, which come
+        last. So the first rows draw, and batch indices of the plan's rows are also those of the rows that draw."""
         final = [chunk.final for chunk in pending.plan.chunks]
         assert all(final[: sum(final)])
         plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified

@@ -102,7 +102,7 @@ class DraftKVBacklog:
         return rows * (MAX_BACKLOG * width * dtype.itemsize + 8) + places * width * dtype.itemsize
 
     def keep_by_slot(self, slots: Tensor, hidden: Tensor | None) -> None:
-        """The target has run over queries with these write slots [M]; hidden [M, T]: of them."""
+        """Keeps hidden states [M, T] of queries of the target by their write slots [M]."""
         if self._slots is not None:
             assert hidden is not None
             self._ops.put_rows(self._slots, slots, hidden)
@@ -113,14 +113,16 @@ class DraftKVBacklog:
             self._slots.index_fill_(0, slots, 0)
 
     def keep(self, rows: Tensor, before: Tensor, count: Tensor, hidden: Tensor | None, nodes: Tensor | None) -> None:
-        """A step that the drafter does not see has committed count [B] positions of rows [B], from before [B] on.
-        hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where Q = 1 and M = B."""
+        """Keeps states of a step that the drafter does not see, which has committed count [B] positions of rows [B],
+        from before [B] on. hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where
+        Q = 1 and M = B."""
         if self._slots is not None:
             hidden = nodes = None
         self._ops.keep_unseen(self._unseen, rows, before, count, hidden, nodes)
 
     def defer(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> None:
-        """A prefill has run over the chunks; hidden [M, T]: of their queries. Keeps those that are to be kept."""
+        """Takes a prefill that has run over the chunks; hidden [M, T]: of their queries. Keeps those that are to be
+        kept."""
         if self._prompts is None:
             return
         assert hidden is not None
@@ -129,7 +131,7 @@ class DraftKVBacklog:
                 self._prompts[chunk.kept : chunk.kept + span.length] = hidden[span.offset : span.offset + span.length]
 
     def reset(self, rows: Tensor, behind: int = 0) -> None:
-        """The drafter has seen all of these rows [B] but the newest positions, so many."""
+        """Notes that the drafter has seen all of these rows [B] but the newest positions, so many."""
         self._unseen.behind.index_fill_(0, rows, behind)
 
     def catch_up(self, who: DraftExtend, noisy: IntArray, drafts: bool) -> None:

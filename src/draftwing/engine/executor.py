@@ -107,7 +107,8 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, *guidance: Guides | None) -> Pending:
-        """guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if there are any."""
+        """Launches a step. guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if
+        there are any."""
         mine, *others = self.broadcast.step(plan, guidance or (None,))
         started = begun = self.device.mark()
         if plan.catch_up is not None and not plan.catch_up.late:
@@ -161,7 +162,7 @@ class Executor:
         return self.target.run(drafted.batch)[0]
 
     def set_rows(self, rows: IntArray, size: int) -> None:
-        """The rows that replays of graphs run, of so many; the others are the dummy."""
+        """Sets the rows that replays of graphs run, of so many; the others are the dummy."""
         self.graphs.set_rows(rows, size)
 
     def flush(self) -> None:
@@ -185,7 +186,7 @@ class Executor:
             self._backlog.clear(device_slots)
 
     def shorten_timeouts(self) -> None:
-        """All ranks have started: see `Ranks.hurry`."""
+        """Does as `Ranks.shorten_timeouts`, now that all ranks have started."""
         self.model.ranks.shorten_timeouts()
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class Executor:
         self.model.scatter_routes(on)
 
     def keep_calibration(self) -> None:
-        """For `restore_calibration`: what follows says nothing of a drafter."""
+        """Keeps what is known for `restore_calibration`: what follows says nothing of a drafter."""
         self._kept_calibration = [counts.clone() for counts in self.calibration]
 
     def restore_calibration(self) -> None:

@@ -23,7 +23,7 @@ class Heartbeat:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step."""
+        """Notes when a step begins and ends, around which it is entered."""
         self._compiling = False  # whatever became of a compiler that failed
         self._stepping = True
         try:

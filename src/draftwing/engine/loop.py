@@ -28,7 +28,7 @@ class Loop:
         return self._sched.idle and self._flying is None
 
     def turn(self) -> None:
-        """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
+        """Plans and launches a step, then commits the step before it (overlap) or itself (no overlap)."""
         if self._sched.needs_results:
             self._put_in_flight(None)
         plan = self._sched.plan()

@@ -123,7 +123,7 @@ class RequestFeatures:
         )
 
     def confidence(self, plan: Plan, rows: Tensor, confidence: Tensor) -> Tensor:
-        """`confidence` [B] with what the predictions promise."""
+        """Returns `confidence` [B] with what the predictions promise."""
         if not len(plan.predicted):
             return confidence
         at = self._rows_of(plan.predicted)
@@ -153,7 +153,7 @@ class RequestFeatures:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan, drawn: SampleInputs, target: Tensor, guidance: Guides | None) -> Tensor:
-        """`target` [B, N] with the tokens of edited rows drawn from their edited logits (`FORBIDDEN` where
+        """Returns `target` [B, N] with the tokens of edited rows drawn from their edited logits (`FORBIDDEN` where
         the edits left none), and with those that end reasoning whose budget is spent."""
         if not len(plan.edited) + len(plan.thinking):
             return target
@@ -254,7 +254,8 @@ class RequestFeatures:
     # -- log probabilities ------------------------------------------------------------------------------------------
 
     def path_logprobs(self, plan: Plan, drawn: SampleInputs, nodes: Tensor, tokens: Tensor) -> Download | None:
-        """nodes [B, P]: the nodes that the step's tokens [B, P] were drawn at."""
+        """Returns log probabilities of what a step gives. nodes [B, P]: those that the step's tokens [B, P] were drawn
+        at."""
         if not plan.logprobs:
             return None
         at = self._rows_of(np.asarray([i for i, _ in plan.logprobs]))
@@ -268,7 +269,8 @@ class RequestFeatures:
         return self._send(path_logprobs(logits, tokens[at], top, wanted, exact).flatten(1))
 
     def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
-        """hidden [M, H] and positions [M] of the plan's queries; offsets: of its chunks."""
+        """Returns log probabilities of prompts. hidden [M, H] and positions [M]: of the plan's queries; offsets: of its
+        chunks."""
         half = hidden.dtype.itemsize < 4
         sent = []
         for part in plan.prompt_parts:

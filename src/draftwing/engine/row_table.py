@@ -62,7 +62,7 @@ class RowTable(RowTensors):
         return self._step[1]
 
     def upload_state(self, plan: Plan) -> None:
-        """What a tree step changes of row state: often nothing."""
+        """Brings what a tree step changes of row state: often nothing."""
         self._give_states(plan)
         if plan.admits or plan.new_slots:
             self._send(_pack_state(plan, self.length))

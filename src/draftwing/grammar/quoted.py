@@ -173,7 +173,7 @@ class _Writer:
         return " ".join(out)
 
     def one_of(self, ranges: Ranges) -> str:
-        """One of these characters."""
+        """Returns an expression of one of these characters."""
         key = tuple(ranges)
         if key not in self._known:
             self._known[key] = self._one_of(ranges)

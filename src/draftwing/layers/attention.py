@@ -225,7 +225,7 @@ class Attention(Mixer):
         return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
+        """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""
         if self.reads_others:
             return
         kv = self._with_values(self.qkv.last(x, self._kv_rows))
@@ -234,7 +234,7 @@ class Attention(Mixer):
         self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """The same of what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
+        """Writes what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms = self.head_norms()
         if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return

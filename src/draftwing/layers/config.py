@@ -62,7 +62,7 @@ class ExpertConfig:
 
     @property
     def held(self) -> range:
-        """Those that this rank has something of."""
+        """Returns those that this rank has something of."""
         return range(self.count) if self.own is None else self.own
 
     def spread(self, ranks: Ranks) -> ExpertConfig:

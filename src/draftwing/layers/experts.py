@@ -81,7 +81,7 @@ class ExpertMLP(nn.Module):
         self.shared = self.shared_gate = None
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
-        """When the parts are packed."""
+        """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
         if gate_up and down and self._ranks.size == 1:
@@ -108,7 +108,7 @@ class ExpertMLP(nn.Module):
         return self._ranks.size == 1 and self._ops.mixes_under_norms
 
     def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, and its result under a norm; where `mixes_under_norms`."""
+        """Does as `forward`, and returns its result under a norm, too; where `mixes_under_norms`."""
         inner, routed = self._inner(x)
         with_shared = self._with_shared(x, residual)
         assert with_shared is not None
@@ -183,7 +183,7 @@ class Router(Linear):
     __call__ = forward
 
     def append_row(self, row: Tensor) -> None:
-        """row [1, in_features]: makes it the first of some more outputs, before it is packed."""
+        """Makes row [1, in_features] the first of some more outputs, before it is packed."""
         weight = self.weight.new_zeros(_MORE_OUTPUTS, self.in_features)
         weight[:1] = row
         self.weight = nn.Parameter(torch.cat((self.weight, weight)), False)

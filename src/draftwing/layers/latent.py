@@ -59,7 +59,7 @@ class LatentAttentionConfig(MixerConfig):
 
     @property
     def width(self) -> int:
-        """Of what a token keeps."""
+        """Returns the width of what a token keeps."""
         return self.latent + self.turned
 
     @property
@@ -94,7 +94,7 @@ class LatentAttentionConfig(MixerConfig):
         own, size, rank = self.spread(ranks), ranks.size, ranks.rank
 
         def share(each: int) -> Share:
-            """Of rows or columns, of which a head has so many."""
+            """Returns the share of rows or columns, of which a head has so many."""
             return Share(rank * own.heads * each, own.heads * each, size * own.heads * each)
 
         def all_of(rows: int) -> Cut:

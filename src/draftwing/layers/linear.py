@@ -88,7 +88,7 @@ class Linear(nn.Module):
         return self._ops.silu_mul(self.op(x, self.bias)) if out is None else out
 
     def dense_weight(self) -> Tensor:
-        """[out_features, in_features]; a copy where the operation does not store it as such."""
+        """Returns [out_features, in_features]; a copy where the operation does not store it as such."""
         return self.op.dense_weight()
 
     def rows(self, ids: Tensor) -> Tensor:

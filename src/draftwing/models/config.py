@@ -81,7 +81,7 @@ class ModelConfig:
 
     @property
     def per_layer(self) -> int:
-        """Size of the embedding that each layer has of its own, 0 where they have none."""
+        """Returns the size of the embedding that each layer has of its own, 0 where they have none."""
         return self.layers[0].per_layer
 
     @property

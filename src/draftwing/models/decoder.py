@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
             self.end.use(ops)
 
     def linears(self) -> list[Linear]:
-        """Those of mixer and MLP but for experts', in the order of their calls."""
+        """Returns those of mixer and MLP but for experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
         return [*self.mixer.linears(), *of_mlp]
 
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """What `forward` leaves for later queries, without its result."""
+        """Writes what `forward` leaves for later queries, without its result."""
         self.mixer.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -140,7 +140,8 @@ class DecoderLayer(nn.Module):
     def under(
         self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """`mix`, and its result under the norm that comes next: in one kernel where the device has one for it."""
+        """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
+        for it."""
         if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
             return self.mlp.under(norm, normed, x)
@@ -202,7 +203,7 @@ class DecoderModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Returns the type of activations."""
         return cast(Rope, self.ropes[0]).table.dtype
 
     @property
@@ -365,8 +366,8 @@ class DecoderModel(nn.Module):
                     part.scatter = self._scatter
 
     def scatter_routes(self, on: bool) -> None:
-        """Whether tokens go to experts at random from now on: what they give is worth nothing then, and takes the time
-        of tokens that have nothing in common. For a packed model; graphs know of it, too."""
+        """Sends tokens to experts at random from now on, or not: what they give is worth nothing then, and takes the
+        time of tokens that have nothing in common. For a packed model; graphs know of it, too."""
         if self._scatter is not None:
             self._scatter.fill_(int(on))
 

@@ -51,8 +51,8 @@ def folder_tensors(
     cuts: Mapping[str, Cut] | None = None,
     unread: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights. cuts: by
-    canonical name, where a part is wanted.  unread: says of a canonical name whether nothing is."""
+    """Yields (name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights.
+    cuts: by canonical name, where a part is wanted.  unread: says of a canonical name whether nothing is."""
     cuts = cuts or {}
     files = weight_files(folder)
     aside = [name for name in _like_weights(folder) if folder / name not in (_chosen(folder), *files)]

@@ -182,8 +182,8 @@ def tensors(
     predicting: bool = False,
     experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
-    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts in
-    MXFP4 stay so.
+    """Yields (Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts
+    in MXFP4 stay so.
 
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
     prediction layers come, in place of the model's own.  experts: those that come, None: all.

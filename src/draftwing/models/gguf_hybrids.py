@@ -125,7 +125,8 @@ def made(name: str, values: Tensor) -> Tensor:
 
 
 def taken_apart(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:
-    """(name, value) of a tensor, or of two in place of Qwen3-Next's, in which those of a key head lie together."""
+    """Yields (name, value) of a tensor, or of two in place of Qwen3-Next's, in which those of a key head lie
+    together."""
     match = _JOINED.fullmatch(name)
     if match is None:
         yield name, value

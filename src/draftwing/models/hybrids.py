@@ -37,7 +37,7 @@ def qwen_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: boo
 
 
 def lfm2_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Short convolutions, and attention where `layer_types` or `full_attn_idxs` says so."""
+    """Returns layers of short convolutions, and of attention where `layer_types` or `full_attn_idxs` says so."""
     named = fields.get("full_attn_idxs")
     if named is not None and not (isinstance(named, list) and all(type(one) is int for one in named)):
         raise fields.unlike("full_attn_idxs", "a list of layer numbers")

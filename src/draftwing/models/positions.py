@@ -94,7 +94,7 @@ def _check_beside(fields: Fields, given: Fields) -> None:
 
 
 def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = False) -> RopeConfig:
-    """One rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
+    """Returns one rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
     theta = scaling.number("rope_theta", 1, 1e15, theta)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     share = scaling.number("partial_rotary_factor", 0, 1, 1)

@@ -141,7 +141,7 @@ class Attend:
         return None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """What a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
+        """Does what a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
         raise NotImplementedError
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:

@@ -59,7 +59,7 @@ class MXRows(NamedTuple):
         return QuantizedRows(values[pairs.int()], 5, scales, None, 1, MX_BLOCK, None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns]: the values, computed in float32."""
+        """Returns [rows, columns]: the values, computed in float32."""
         step = max(1, _SLICE // max(1, self.columns))
         parts = zip(self.codes.split(step), self.exponents.split(step), strict=True)
         return torch.cat([MXRows(*part).integers().dense(dtype) for part in parts])
@@ -105,7 +105,7 @@ class QuantizedRows(NamedTuple):
         return values.repeat_interleave(self.wide, 1)[:, :columns] if values.shape[1] > 1 else values
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns]: the values, computed in float32."""
+        """Returns [rows, columns]: the values, computed in float32."""
         rows, columns = self.codes.shape
         out = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
         step = max(1, _SLICE // max(1, columns))

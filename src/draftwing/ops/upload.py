@@ -69,7 +69,7 @@ class Uploader:
                 sender.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target, on the device, becomes `source` in its dtype; source, mostly on the CPU, must not change before the
+        """Makes target, on the device, `source` in its dtype; source, mostly on the CPU, must not change before the
         context is left."""
         assert target.shape == source.shape
         if self._pool is None or not target.is_contiguous() or source.device.type != "cpu":

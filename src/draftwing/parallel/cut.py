@@ -101,7 +101,7 @@ class Order(NamedTuple):
     whole: int
 
     def places(self) -> Tensor:
-        """[n] int64: where each row or column that is read lies."""
+        """Returns [n] int64: where each row or column that is read lies."""
         return torch.cat([torch.arange(start, start + size) for start, size in self.runs])
 
     def of(self, name: str, value: Stored) -> Stored:

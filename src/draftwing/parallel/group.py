@@ -56,7 +56,7 @@ class Rendezvous:
     def join(
         self, size: int, device: torch.device, collectives: Collectives = "gloo", expert_parallel: bool = False
     ) -> Group:
-        """Rank 0 of so many."""
+        """Makes rank 0 of so many."""
         return Group(self._store, size, 0, device, collectives, expert_parallel)
 
 
@@ -68,7 +68,7 @@ def join(
     collectives: Collectives = "gloo",
     expert_parallel: bool = False,
 ) -> Group:
-    """Returns a rank from 1 on."""
+    """Makes a rank from 1 on."""
     return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives, expert_parallel)
 
 

@@ -93,7 +93,7 @@ class Allowance:
         self.answers = 0
 
     def token(self) -> None:
-        """One of the answers has one more."""
+        """Counts one more token of one of the answers."""
         self.left = min(self.left + TOKEN_SECONDS / min(self.answers, MAX_SHARES), SEARCH_SECONDS)
 
 

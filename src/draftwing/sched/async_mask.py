@@ -113,6 +113,6 @@ class AsyncMask:
 
 
 def await_any(pending: Collection[Future[ComputedMask]], seconds: float) -> None:
-    """Until one of them is done, or so long."""
+    """Waits until one of them is done, or so long."""
     if pending:
         wait(pending, seconds, FIRST_COMPLETED)

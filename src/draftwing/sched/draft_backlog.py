@@ -53,7 +53,7 @@ class DraftExtendPlanner:
             )
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
-        """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
+        """Notes that a tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
         if not self._lagging:
             return
         lags, reqs = shape in self._lagging, [req for req in reqs if not req.skipped]
@@ -75,27 +75,27 @@ class DraftExtendPlanner:
         return 1 + self._passes(far), sum(far)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
-        """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
+        """Notes that a chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
         return self._prompts.plan(req, length, final)
 
     def share(self, req: Req) -> None:
-        """The prompt's KV may be another request's from now on."""
+        """Notes that the prompt's KV may be another request's from now on."""
         self._prompts.share(req)
 
     def commit(self, step: int, shape: TreeShape, req: Req, count: int) -> None:
-        """The step of this number has committed `count` tokens of the request."""
+        """Notes that the step of this number has committed `count` tokens of the request."""
         if step >= req.caught_up and shape in self._lagging and not req.skipped:
             req.behind -= shape.max_commit - count
 
     def release(self, req: Req, cached: bool) -> None:
-        """The request is about to give its row away. cached: whether others may use its KV."""
+        """Notes that the request is about to give its row away. cached: whether others may use its KV."""
         self._prompts.release(req, cached)
         if cached and not self._prompts.sees_later:
             self._add(req)
         req.behind = 0
 
     def take_shown(self) -> tuple[DraftChunk, ...]:
-        """`Plan.shown` of the next plan."""
+        """Returns `Plan.shown` of the next plan."""
         return self._prompts.take()
 
     def take(self) -> DraftExtend | None:
@@ -110,7 +110,7 @@ class DraftExtendPlanner:
         return DraftExtend(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
 
     def clear(self) -> None:
-        """Nobody will use what has been released."""
+        """Forgets what has been released, as nobody will use it."""
         self._next = []
         self._prompts.take_texts()
 
@@ -146,7 +146,7 @@ class PromptBacklog(Protocol):
     late: bool = False  # whether its catch-ups are `DraftExtend.late`
 
     def stepped(self, lags: bool) -> None:
-        """A tree step is planned that the drafter does not see (`lags`), or for which it has seen all."""
+        """Notes that a tree step is planned that the drafter does not see (`lags`), or for which it has seen all."""
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
@@ -204,7 +204,8 @@ class HiddenStateBuffer(PromptBacklog):
         return kept.at + kept.length
 
     def release(self, req: Req, cached: bool) -> None:
-        """Others may use what is committed, as far as they may use anything: the drafter must have seen that."""
+        """Notes that others may use what is committed, as far as they may use anything: the drafter must have seen
+        that."""
         self._show(req.row, req.kv if cached else 0, self._released)
 
     def take(self) -> tuple[DraftChunk, ...]:
@@ -342,7 +343,7 @@ class HiddenStatePool(RecomputeFromTokens):
             self._due[req.row] = req.slots[: req.kv], first
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """One with a long answer, if there is any."""
+        """Returns one with a long answer, if there is any."""
         return [req for req in reqs if req.behind > 2 * UNSEEN][:1]
 
     def show(self, req: Req) -> None:

@@ -26,13 +26,13 @@ class InflightPrefixes:
         self._waiting: dict[tuple[int, bytes], set[Req]] = {}  # requests that were found to wait, by first tokens
 
     def add(self, req: Req, tokens: IntArray) -> None:
-        """Its prompt is computed from now on."""
+        """Notes that its prompt is computed from now on."""
         head, key = self._keys[req] = _head(req.salt, tokens), (req.salt, req.digest)
         self._by_head.setdefault(head, {})[req] = tokens
         self._by_all.setdefault(key, {})[req] = None
 
     def drop(self, req: Req) -> None:
-        """It is cached, or nobody computes it any more. Nothing happens where there is none."""
+        """Removes what is cached, or nobody computes any more. Nothing happens where there is none."""
         if req not in self._keys:
             return
         head, key = self._keys.pop(req)

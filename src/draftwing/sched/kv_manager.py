@@ -190,7 +190,7 @@ class KVManager:
     # -- from requests ----------------------------------------------------------------------------------------------
 
     def release(self, req: Req) -> None:
-        """The only function that takes what a request has: the committed prefix goes to the radix tree, all else that
+        """Takes what a request has, which nothing else does: the committed prefix goes to the radix tree, all else that
         is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
         self._inflight.drop(req)
@@ -251,13 +251,13 @@ class KVManager:
             self.states.drop_all()
 
     def quarantine(self, req: Req) -> None:
-        """Its logits are not finite, and it is about to be released. Neither its KV is kept nor what is cached and it
+        """Notes that its logits are not finite, before it is released. Neither its KV is kept nor what is cached and it
         may have read: some of it may be what spoils them."""
         self._quarantined.append(_owned(req))
         req.kv = 0
 
     def quarantine_cache(self) -> None:
-        """As `quarantine`, of what is cached and nobody reads."""
+        """Does as `quarantine`, of what is cached and nobody reads."""
         self._quarantined.append(self.radix.evict(self.radix.evictable))
         self.pool.free(self._quarantined[-1])
         if self.states is not None:
@@ -273,7 +273,8 @@ class KVManager:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """With nothing running, every slot is free or cached and every row is free: cheap enough for every pause."""
+        """Asserts that, with nothing running, every slot is free or cached and every row is free: cheap enough for
+        every pause."""
         owned = self.pool.available + self.radix.size
         assert owned == self.slots, f"{owned} slots are accounted for, the pool has {self.slots}"
         assert self.radix.locked == 0, "a lock outlived its request"
@@ -282,7 +283,8 @@ class KVManager:
         assert len(self._free_rows) == self._rows and not self.by_row, "a row was lost"
 
     def check_integrity(self) -> None:
-        """Every slot has exactly one owner, every row one holder, every lock its request. For tests: it is slow."""
+        """Asserts that every slot has exactly one owner, every row one holder, every lock its request. For tests: it is
+        slow."""
         running = list(self.by_row.values())
         slots = np.sort(np.concatenate([self.pool.free_slots(), self.radix.slots(), *map(_owned, running)]))
         assert len(slots) == self.slots, f"{len(slots)} slots are owned, the pool has {self.slots}"

@@ -29,7 +29,7 @@ def make_plan(
     shown: tuple[DraftChunk, ...],
     states: IntArray,
 ) -> Plan:
-    """chunks: one for each request, none for a tree; new_slots: by row."""
+    """Makes a plan. chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
     drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
     asking = [i for i in drawing if reqs[i].special]

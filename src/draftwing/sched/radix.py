@@ -71,8 +71,8 @@ class RadixCache:
         return node
 
     def match(self, tokens: IntArray, salt: int, limit: int) -> Match:
-        """Longest cached prefix of `tokens`, at most `limit` positions, of a model with recurrent layers the longest at
-        whose end there is a state. The node ends exactly at the match."""
+        """Returns the longest cached prefix of `tokens`, at most `limit` positions, of a model with recurrent layers
+        the longest at whose end there is a state. The node ends exactly at the match."""
         node = self.root(salt)
         if not self.enabled:
             return Match(node, np.empty(0, np.int64))
@@ -148,7 +148,7 @@ class RadixCache:
         return np.concatenate(out) if out else np.empty(0, np.int64)
 
     def slots(self) -> IntArray:
-        """Every slot in the tree, for integrity checks."""
+        """Returns every slot in the tree, for integrity checks."""
         parts = [node.slots for node in self.nodes()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 

@@ -99,14 +99,14 @@ class Req:
 
     @property
     def array(self) -> IntArray:
-        """`tokens`; kept, for one that waits is looked at before every step."""
+        """Returns `tokens`; kept, for one that waits is looked at before every step."""
         if len(self._array) != len(self.tokens):
             self._array, self._digest = np.asarray(self.tokens, np.int64), b""
         return self._array
 
     @property
     def digest(self) -> bytes:
-        """Of `tokens`: as good as they are to tell whether others are the same."""
+        """Returns a hash of `tokens`: as good as they are to tell whether others are the same."""
         array = self.array
         if not self._digest:
             self._digest = blake2b(array.tobytes(), digest_size=16).digest()
@@ -163,7 +163,7 @@ class Req:
 
     @property
     def next_prompt_logprob(self) -> int | None:
-        """First position of the prompt whose token's log probability is still wanted."""
+        """Returns the first position of the prompt whose token's log probability is still wanted."""
         wanted = self.request.logprobs
         if wanted is None or wanted.start < 0:
             return None
@@ -172,7 +172,7 @@ class Req:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Order of service: higher priority first, then in turns of their clients, then first come."""
+        """Returns the order of service: higher priority first, then in turns of their clients, then first come."""
         return (-self.request.priority, self.turn, self.arrival)
 
     @property

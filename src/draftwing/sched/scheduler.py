@@ -70,7 +70,8 @@ class Scheduler:
     # -- requests in, requests out ------------------------------------------------------------------------------
 
     def submit(self, req: Req) -> None:
-        """`req.max_total` must leave room for one step in the pool; the engine checks that before."""
+        """Takes a new request. `req.max_total` must leave room for one step in the pool; the engine checks that
+        before."""
         assert req.max_total + self.kv.room <= self.config.slots
         self._by_uid[req.uid] = req
         if req.grammar is not None:
@@ -89,7 +90,7 @@ class Scheduler:
             self._finish(req, {"type": "abort", "message": message})
 
     def refuse(self, req: Req) -> None:
-        """The end of a request that was never submitted."""
+        """Notes the end of a request that was never submitted."""
         reason = {"type": "abort", "message": "aborted"}
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
@@ -317,7 +318,7 @@ class Scheduler:
         return plan
 
     def guidance(self, plan: Plan) -> Guidance | None:
-        """For a plan just made: the host's part in it, if it has any."""
+        """Returns the host's part in a plan just made, if it has any."""
         if not len(plan.guided):
             return None
         reqs = [self.kv.by_row[row] for row in plan.rows[plan.guided].tolist()]
@@ -383,6 +384,6 @@ class Scheduler:
         return req is not None and req.arrival == arrival
 
     def check_integrity(self) -> None:
-        """As `KVManager.check_integrity`, and that those who hold rows are those who run."""
+        """Asserts as `KVManager.check_integrity` does, and that those who hold rows are those who run."""
         self.kv.check_integrity()
         assert set(self.kv.by_row.values()) == set(self.running)

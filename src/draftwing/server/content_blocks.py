@@ -62,7 +62,7 @@ class ContentBlocks(ABC):
 
     @abstractmethod
     def ended(self, answer: Answer | None) -> list[Event]:
-        """answer: None where another block follows."""
+        """Returns the events of a block's end. answer: None where another block follows."""
 
 
 def text_of(part: Part) -> str:

@@ -92,7 +92,7 @@ def error_response(request: Request, status: int, message: str, param: str | Non
 
 
 def json_response(content: bytes, status: int = 200) -> Response:
-    """content: JSON."""
+    """Returns a response of `content`, which is JSON."""
     return Response(content, status, media_type="application/json")
 
 
@@ -120,17 +120,17 @@ def stream_error(path: str, error: Exception) -> str:
 
 
 def event(data: Any, large: bool = False) -> str:
-    """One server-sent event. large: see `encode`."""
+    """Returns one server-sent event. large: see `encode`."""
     return f"data: {encode(data, large).decode()}\n\n"
 
 
 def named_event(name: str, data: dict[str, Any], large: bool = False) -> str:
-    """One server-sent event of a known type, which its data repeats. large: see `encode`."""
+    """Returns one server-sent event of a known type, which its data repeats. large: see `encode`."""
     return f"event: {name}\n{event({'type': name, **data}, large)}"
 
 
 def line(data: Any, large: bool = False) -> str:
-    """One line of a stream of JSON, as Ollama's clients read it. large: see `encode`."""
+    """Returns one line of a stream of JSON, as Ollama's clients read it. large: see `encode`."""
     return f"{encode(data, large).decode()}\n"
 
 
@@ -313,7 +313,7 @@ class Rendering(Protocol):
         """Returns the response to a finished generation."""
 
     def events(self) -> AsyncIterator[str]:
-        """Server-sent events while it runs."""
+        """Yields server-sent events while it runs."""
 
 
 async def respond(request: Request, rendering: Rendering, stream: bool | None, echoed: int = 0) -> Response:

@@ -245,7 +245,7 @@ class GenerationBody(Body):
 
     @functools.cached_property
     def ignored(self) -> tuple[str, ...]:
-        """See `ignored_fields`; found once, where the body is read, for it may be large."""
+        """Returns `ignored_fields`; found once, where the body is read, for it may be large."""
         return ignored_fields(self)
 
     @functools.cached_property
@@ -268,7 +268,7 @@ class GenerationBody(Body):
     def sampling(
         self, defaults: Mapping[str, Any], *, called: Mapping[str, str] | None = None, **fields: Any
     ) -> SamplingParams:
-        """Checked parameters. Raises RequestError.
+        """Returns checked parameters. Raises RequestError.
 
         defaults: of the model, for what is not given; without a length among them the context is the limit.
         fields: others that the body asks for by fields of its own.
@@ -366,7 +366,7 @@ class GenerationBody(Body):
 
 
 def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[list[int]], bool]:
-    """(prompts, batched) from a string, a list of strings, token ids, or lists of token ids."""
+    """Returns (prompts, batched) from a string, a list of strings, token ids, or lists of token ids."""
     single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
     prompts = [value] if single else value
     if not prompts or not all(prompts):

@@ -216,7 +216,7 @@ class Service:
         return self._translator.translate(grammar, field)
 
     def preparing(self) -> AbstractContextManager[None]:
-        """While a request is prepared, it counts as an answer that waits. Raises QueueFull where too many do."""
+        """Counts a request as an answer that waits, while it is prepared. Raises QueueFull where too many do."""
         return self.engine.quota.reserve(client_name(), 1)
 
     def check_room(self, count: int, held: int = 1) -> None:

@@ -47,7 +47,7 @@ class FairSemaphore:
             raise
 
     def release(self, client: str) -> None:
-        """A place that this client has taken."""
+        """Gives back a place that this client has taken."""
         self._held -= Counter([client])
         self._free += 1
         self._next()

@@ -158,7 +158,7 @@ class BlockDrafter(Drafter):
         self._constrained = rows, banned, noisy
 
     def unconstrain(self) -> None:
-        """There is no `propose` after `constrain`."""
+        """Undoes `constrain`, which no `propose` follows."""
         self._constrained = None
 
     # -- committed text ---------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
             self._draft_ids.copy_(draft_ids)  # recorded calls know where it is
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
-        """On a CPU chains, which are cheaper to draft."""
+        """Returns chains on a CPU, which are cheaper to draft."""
         return chain_menu(shape) if self.ops.records_calls else tree_menu(shape)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
     def unconstrain(self) -> None:
-        """There is no `propose` after `constrain`."""
+        """Undoes `constrain`, which no `propose` follows."""
         self._constrained = None
 
     # -- committed text ---------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class PairDrafter(Drafter):
         return self.model.head
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
-        """Trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
+        """Returns trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
         grown, copied = self.model.menu(shape), self.lookup.menu(self.copied)
         deep = TreeShape(max(shape.depth, self.copied.depth), shape.topk, max(shape.nodes, self.copied.nodes))
         alone = (one._replace(proposer=LOOKUP_ALONE) for one in copied[:-1])
@@ -90,11 +90,11 @@ class PairDrafter(Drafter):
         self.model.extend(seen)
 
     def watch(self, seen: SeenTokens) -> None:
-        """The lookup sees every step and every prompt."""
+        """Shows the lookup every step and every prompt."""
         self.lookup.extend(seen._replace(aux_hidden=None))
 
     def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
-        """Only the model ever lags."""
+        """Lets the model catch up, for only it ever lags."""
         self.model.catch_up(seen, drafts)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:

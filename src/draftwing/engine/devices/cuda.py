@@ -218,7 +218,7 @@ def nvlink(size: int) -> str:
 
 
 def links_of(table: str, gpus: Sequence[int]) -> str:
-    """table: of `nvidia-smi topo -m`.  gpus: as it counts them."""
+    """Returns the links in a table of `nvidia-smi topo -m`.  gpus: as it counts them."""
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
     rows = {line[0]: line[1:] for line in lines if line and "X" in line}  # "X" is what a GPU has with itself
     known = [gpu for gpu in gpus if f"GPU{gpu}" in rows]

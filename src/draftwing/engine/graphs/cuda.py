@@ -68,7 +68,7 @@ class GraphCache:
         self.later.clear()
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
-        """Under which a batch of `size` rows was captured, None if it was not."""
+        """Returns the key under which a batch of `size` rows was captured, None if it was not."""
         sizes = self._sizes_of.get(shape, ())
         at = bisect_left(sizes, size)
         return Key(shape, sizes[at]) if at < len(sizes) else None
@@ -114,7 +114,7 @@ class GraphCache:
         return output
 
     def finish(self, key: Key) -> None:
-        """All stages of the key are captured."""
+        """Notes that all stages of the key are captured."""
         sizes = self._sizes_of.setdefault(key.shape, [])
         if key.size not in sizes:
             insort(sizes, key.size)
@@ -143,6 +143,6 @@ def first_sizes(sizes: Sequence[int]) -> set[int]:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
+    """Returns batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
     sizes = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, largest, 32)]
     return [*(size for size in sizes if size < largest), largest] if largest else []

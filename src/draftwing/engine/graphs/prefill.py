@@ -132,7 +132,7 @@ class PrefillGraphs:
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
 
     def mixed_key(self, shape: TreeShape, rows: int) -> Key | None:
-        """Of the graphs of a step of so many rows that prompts may be beside; None: there are none."""
+        """Returns the key of graphs of a step of so many rows that prompts may be beside; None: there are none."""
         at = bisect_left(self._row_sizes, rows)
         key = Key(shape, self._row_sizes[at]) if at < len(self._row_sizes) else None
         return key if key is not None and self._beside(key) else None

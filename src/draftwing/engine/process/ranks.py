@@ -83,7 +83,7 @@ class RankProcesses(RemoteBroadcast):
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:
-        """Until every rank has its weights. Raises what one of them has raised, or RankDied."""
+        """Waits until every rank has its weights. Raises what one of them has raised, or RankDied."""
         for rank, plans in enumerate(self._plans, 1):
             try:
                 found = plans.recv()

@@ -50,8 +50,8 @@ def make_executor(
     drafter: Drafter | None,
     menu: tuple[TreeShape, ...],
 ) -> Made:
-    """Of options `for_engine`, around a loaded model. menu: what steps may draft.  Of several ranks all make theirs at
-    the same time. Raises ConfigError where there is no room."""
+    """Makes the executor of options `for_engine` around a loaded model. menu: what steps may draft.  Of several ranks
+    all make theirs at the same time. Raises ConfigError where there is no room."""
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     graph_size, kv_dtype = graph_size_of(options), precision.kv_dtype

@@ -191,7 +191,7 @@ def _fill(executor: Executor, rows: int, context: int, space: int, touched: bool
 
 @torch.inference_mode()
 def set_context(executor: Executor, rows: int, context: int) -> None:
-    """Of the first rows, as if nothing had been committed since."""
+    """Gives the first rows this context, as if nothing had been committed since."""
     executor.table.kv_len[:rows] = context
     if executor.table.states is not None:
         executor.table.states.length[:rows] = context

@@ -58,11 +58,11 @@ class Rig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Of the largest tree."""
+        """Returns nodes of the largest tree."""
         return max(shape.nodes for shape in self.menu)
 
     def states(self, slots: int, rows: int) -> RowStates | None:
-        """Those of recurrent layers, if there are any."""
+        """Returns those of recurrent layers, if there are any."""
         return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
 
     @property
@@ -85,7 +85,7 @@ class PoolSize(NamedTuple):
 
 
 def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolSize:
-    """length: of a row of the row table. Raises ConfigError where there is no room."""
+    """Decides how large the pool is. length: of a row of the row table. Raises ConfigError where there is no room."""
     slot_bytes = max(KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig), 1)
     fraction = options.state_memory_fraction if delta_specs(rig.layers) else 0.0
     if options.max_total_tokens:

@@ -120,12 +120,12 @@ class LinearOp:
         return self(x, bias)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller does it
-        with what a call gives."""
+        """Returns silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller
+        does it with what a call gives."""
         return None
 
     def dense_weight(self) -> Tensor:
-        """[out, in] in the dtype of x; a copy where it is not stored as such."""
+        """Returns [out, in] in the dtype of x; a copy where it is not stored as such."""
         raise NotImplementedError
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Dense(LinearOp):
         self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
 
     def copy_from(self, other: LinearOp) -> None:
-        """Its weight is a parameter."""
+        """Takes the weight of one whose weight is a parameter."""
 
 
 def as_dense(layer: Linear) -> Tensor:

@@ -124,7 +124,7 @@ class BlockHead(FeatureHead):
 
     @property
     def state_width(self) -> int:
-        """Size of what a node hands down to its children, 0: nothing."""
+        """Returns the size of what a node hands down to its children, 0: nothing."""
         return 0 if self.markov is None else self.markov.width
 
     def names(self) -> dict[str, ParamSlice]:

@@ -117,7 +117,7 @@ def eagle3_config(
 
 
 def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
-    """Residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
+    """Returns residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
 
     count: how many fc has columns for.  layers: of the target.
 

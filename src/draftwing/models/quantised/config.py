@@ -89,7 +89,7 @@ class Quantization:
     rules: tuple[Rule, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """module: its name with the `model.` prefix. None: it is not quantised."""
+        """Returns how a module is stored; module: its name with the `model.` prefix. None: it is not quantised."""
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 

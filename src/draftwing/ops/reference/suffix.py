@@ -58,7 +58,7 @@ BASE, FIRST, SECOND, OWNER, SALT = (
 
 
 def owners(count: int, secret: int) -> Tensor:
-    """[count] int64: 64 bits each, of which none says anything of another one or of their difference."""
+    """Returns [count] int64: 64 bits each, of which none says anything of another one or of their difference."""
     key = secret.to_bytes(8, "little")
     hashes = (blake2b(i.to_bytes(8, "little"), digest_size=8, key=key).digest() for i in range(count))
     return torch.tensor([int.from_bytes(one, "little", signed=True) for one in hashes])
@@ -68,7 +68,7 @@ SCORE_BITS: Final = 12  # of a probability's fraction, where they are summed
 
 
 def level_starts() -> Tensor:
-    """[LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.drafts.level_of`."""
+    """Returns [LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.drafts.level_of`."""
     return torch.sigmoid((torch.arange(1, LEVELS, dtype=torch.float64) - 0.5 - MIDDLE) / SLOPE).float()
 
 
@@ -153,7 +153,7 @@ class SuffixIndex:
     def insert(
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
-        """The trie learns tokens prefix_len + 1 .. prefix_len + count of each row: what followed the contexts that end
+        """Teaches the trie tokens prefix_len + 1 .. prefix_len + count of each row: what followed the contexts that end
         before them. rows, prefix_len, count [B]; limit: host bound of count; shared: whether requests of the same salt
         learn them, too."""
         real = torch.where(rows < self.rows, count, 0)

@@ -32,8 +32,8 @@ class TreeOps:
     device: torch.device
 
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Plain decoding: ids, positions (which are kv_len) and write slots of the rows' last tokens, [B] int64
-        each."""
+        """Returns, for plain decoding, ids, positions (which are kv_len) and write slots of the rows' last tokens, [B]
+        int64 each."""
         ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
         return ids, kv_len, table.page_table[rows, kv_len]
 
@@ -113,7 +113,7 @@ def powers_of(chance: int, count: int) -> list[int]:
 
 
 def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:
-    """[B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
+    """Returns [B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
     return position_words(rows, kv_len[:, None])[:, 0, 0].long() & ((1 << FRACTION_BITS) - 1)
 
 

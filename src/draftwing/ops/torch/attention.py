@@ -53,7 +53,7 @@ class Buffers:
         self._outgrown: list[Tensor] = []  # CUDA graphs captured with them go on using them
 
     def take(self, name: str, rows: int, columns: int) -> Tensor:
-        """[rows, columns] float32: ones at first, later what the last user left."""
+        """Returns [rows, columns] float32: ones at first, later what the last user left."""
         kept = self._kept.get((name, columns))
         if kept is None or kept.shape[0] < rows:
             if kept is not None and kept.is_cuda:

@@ -53,7 +53,7 @@ class LayerOps(ExpertOps):
     def mix_norm(
         self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`mix`, and `rms_norm` of it: [M, n] each"""
+        """Returns `mix`, and `rms_norm` of it: [M, n] each."""
         x = self.mix(y, routed, residual)
         return x, self.rms_norm(x, weight, eps)
 
@@ -263,7 +263,7 @@ class LayerOps(ExpertOps):
         return None
 
     def side_work(self) -> SideWork | None:
-        """None where a device does one thing after the other."""
+        """Returns what runs beside other work, None where a device does one thing after the other."""
         return None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
@@ -295,7 +295,8 @@ class LayerOps(ExpertOps):
         return None
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:
-        """Decoder layers that follow each other in one call, None where this device, or these layers, have none.
+        """Returns what runs decoder layers that follow each other in one call, None where this device, or these layers,
+        have none.
 
         kept: layers whose outputs the caller wants, counted from 1, besides that of the last.
         """

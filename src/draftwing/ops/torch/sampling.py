@@ -45,7 +45,7 @@ class SamplingOps:
         rescoring: Rescoring | None,
         edits: Edits | None = None,
     ) -> Tensor:
-        """`sample` with what the rows [B] of the table ask for: the next token of every node, [B, N].
+        """Does as `sample`, with what the rows [B] of the table ask for: the next token of every node, [B, N].
 
         drawing: read where `draws_by_row` is False; filtered: whether any row has top-k, top-p or min-p, read where it
         is True. rescoring: of logits that are rounded to a half type. edits: what is done to the logits before, where

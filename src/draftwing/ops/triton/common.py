@@ -54,7 +54,7 @@ _LAUNCH: dict[str, dict[str, Any]] = {}
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
+    """Returns keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
     known = _LAUNCH.get(device.type)
     if known is None:
         known = _LAUNCH[device.type] = _options(device.type)
@@ -62,7 +62,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 def ordinary_options(device: torch.device) -> dict[str, Any]:
-    """Those of a launch that waits for all before it; the kernel is written as all others are."""
+    """Returns those of a launch that waits for all before it; the kernel is written as all others are."""
     options = launch_options(device)
     return options | {"launch_pdl": False} if options["PDL"] else options
 

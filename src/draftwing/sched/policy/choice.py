@@ -70,7 +70,7 @@ class ShapeChoice:
             req.skipped = not seen
 
     def answered(self, req: Req) -> None:
-        """A request has its whole answer."""
+        """Learns from a request that has its whole answer."""
         if self._draft_prefill is not None:
             self._draft_prefill.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
@@ -133,11 +133,11 @@ class ShapeChoice:
         return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
-        """The tree step of this number is planned for these requests, right behind a prefill or not."""
+        """Notes that the tree step of this number is planned for these requests, right behind a prefill or not."""
         self._planned[step] = self._observable(reqs), behind_prefill
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
-        """A step has ended. live: the request of each of its rows that still has it."""
+        """Learns from a step that has ended. live: the request of each of its rows that still has it."""
         passes, positions = 0, 0
         if (seen := plan.catch_up) is not None:
             passes, positions = seen.passes, sum(part.length for part in seen.texts)

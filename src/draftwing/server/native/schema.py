@@ -57,7 +57,7 @@ class GenerateRequest(
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
+        """Returns checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
         RequestError. defaults: of the model, for what is not given."""
         processors = self._each("custom_logit_processor", prompts)
         given = self.sampling_params or {}

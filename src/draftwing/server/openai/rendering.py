@@ -22,8 +22,8 @@ from draftwing.text.token_text import TokenTexts
 def usage(
     prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False, ended: bool = True
 ) -> dict[str, Any]:
-    """speculates: report how many drafts were accepted, rejected; once all answers are finished.  ended: whether they
-    are: before, it is not known what of their prompts was cached."""
+    """Returns `usage`. speculates: report how many drafts were accepted, rejected; once all answers are finished.
+    ended: whether they are: before, it is not known what of their prompts was cached."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
     reasoning = sum(answer.reasoning_tokens for answer in answers)
     found: dict[str, Any] = {
@@ -48,7 +48,7 @@ def usage(
 
 
 def cached_tokens(answers: Sequence[Answer]) -> int:
-    """Prompt tokens of finished answers that were in the cache before the first answer to each prompt."""
+    """Returns prompt tokens of finished answers that were in the cache before the first answer to each prompt."""
     least: dict[int, int] = {}  # by the list that the answers to a prompt share
     for answer in answers:
         prompt, cached = id(answer.request.prompt_ids), answer.meta.get("cached_tokens", 0)

@@ -9,8 +9,8 @@ from draftwing.text.answer import Answer
 
 
 def timings_and_metrics(answer: Answer, record: AnswerRecord, speculates: bool) -> dict[str, Any]:
-    """`timings` as llama.cpp has it, and `metrics.speculative_decoding` as vLLM has it. Without the first for an answer
-    that ended before its first token, and without the second where nothing was verified."""
+    """Returns `timings` as llama.cpp has it, and `metrics.speculative_decoding` as vLLM has it. Without the first for
+    an answer that ended before its first token, and without the second where nothing was verified."""
     found: dict[str, Any] = {}
     if record.first is not None:
         found["timings"] = _timings(answer, record, speculates)
