@@ -154,14 +154,14 @@ class DraftDeferral(NamedTuple):
 
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
     once.  most: positions of one pass.  from_tokens: the drafter needs a text's tokens alone, so nothing is kept, and
-    there may be prompts that it does not see.  lag: about as many positions of an answer it may lack then.
+    there may be prompts that it does not see.  backlog: about as many positions of an answer it may lack then.
     by_slot: what it needs is kept beside each KV slot, so it sees nothing at all while nothing is drafted.
     """
 
     places: int = 0
     most: int = 0
     from_tokens: bool = False
-    lag: int = MAX_TEXT_BACKLOG
+    backlog: int = MAX_TEXT_BACKLOG
     by_slot: bool = False
 
 

@@ -312,7 +312,7 @@ def assemble(
             ahead=SLOTS_AHEAD,
             draws_alike=not device.ops.draws_by_row,
             edits_by_row=device.ops.edits_by_row,
-            lagging=frozenset(filter(drafter.skips_extend, policy.menu)) if drafter is not None else frozenset(),
+            skips_extend=frozenset(filter(drafter.skips_extend, policy.menu)) if drafter is not None else frozenset(),
             deferral=executor.deferral,
             credited=options.drafter_spec.credited,
             states=StateSizes(states) if states else None,

@@ -88,9 +88,9 @@ class CommitStage:
         prefix_len = batch.prefix_len if trees is None else trees.prefix_len[: len(step.rows)]
         if self._simulation is not None:
             target = self._simulation(self._ops, draft, tree, target, step.rows, prefix_len)
-        drafter, lags = self._drafter, self._drafter is not None and self._drafter.skips_extend(step.shape)
+        drafter, skips = self._drafter, self._drafter is not None and self._drafter.skips_extend(step.shape)
         with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
-        if lags:  # else it is the root alone, or lies with the slots
+        if skips:  # else it is the root alone, or lies with the slots
             with_path &= step.shape.depth > 0 and self._backlog is not None and not self._backlog.by_slot
         done = self._ops.commit(
             self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
@@ -101,7 +101,7 @@ class CommitStage:
         if self._backlog is not None:
             self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
-            self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
+            self._show(drafter, skips, step, done, prefix_len, verified.aux_hidden, place)
         if drafter is not None and not drafter.fixed_confidence:
             bound = step.bound + step.shape.max_commit
             drafter.confidence(self._table, step.rows, bound, out=done.packed[:, CONFIDENCE])
@@ -208,7 +208,7 @@ class CommitStage:
         return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, *asked)
 
     def _show(
-        self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
+        self, drafter: Drafter, skips: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
         place: Tensor | None,
     ) -> None:  # fmt: skip
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens, or keeps what it will need.
@@ -217,7 +217,7 @@ class CommitStage:
         nodes = None if path is None else path.nodes
         if nodes is not None and place is not None:
             nodes = self._ops.take_rows(place.view(-1, 1), nodes).flatten()
-        if lags:
+        if skips:
             assert self._backlog is not None
             self._backlog.keep(rows, before, done.count, aux_hidden, nodes)
             path = None
@@ -225,7 +225,7 @@ class CommitStage:
             aux_hidden = self._ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
         batch = self._batches.accepted(rows, before, path, width, step.bound + width)
         seen = SeenTokens(self._table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
-        if lags:
+        if skips:
             drafter.watch(seen._replace(aux_hidden=None))
         else:
             drafter.extend(seen)

@@ -2,7 +2,7 @@
 
 A step without drafts of a model keeps what the drafter will need (`keep`): how far it is behind in each row, and the
 target's auxiliary hidden states of these positions. To catch up is one pass of the drafter over all that it has not
-seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the lag and says when
+seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the backlog and says when
 (`sched.draft_backlog`).
 
 Of the chunks of a prompt the same is kept (`defer`), of as many positions as there are places for, which the host gives

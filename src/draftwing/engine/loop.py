@@ -1,5 +1,5 @@
-"""The only loop. Overlap is a lag of one step: step N is launched before the result of step N-1 is looked at, so
-host work hides under device work. Without overlap the same lines run with a lag of zero."""
+"""The only loop. With overlap step N is launched before the result of step N-1 is looked at, so host work
+hides under device work. Without it the same lines look at each result at once."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
@@ -245,8 +245,8 @@ class ExpertLinear(Linear):
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
-            logger.warning("%s: no kernel for its quantised weights; multiplied out to %s", mode.name, what)
-            self.weight = nn.Parameter(multiplied_out(groups, self._dtype), False)
+            logger.warning("%s: no kernel for its quantised weights; dequantised to %s", mode.name, what)
+            self.weight = nn.Parameter(dequantised(groups, self._dtype), False)
             self.op = InferenceDense(self)
         if ops.reads_routes:
             self.op = self._gemm = EachExpert(self._each(ops, mode), self)

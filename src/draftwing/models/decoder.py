@@ -21,7 +21,7 @@ from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import LinearOp, PackMode
-from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
+from draftwing.layers.linear_ops.groups import dequantise_beside_attention
 from draftwing.layers.mixer import Mixer
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
@@ -354,7 +354,7 @@ class DecoderModel(nn.Module):
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        multiply_out_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
+        dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
         out_norms = any(layer.out_norms for layer in self.config.layers)
         if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -384,9 +384,9 @@ def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:
-    """`LayerOps.whole_layers`, where all of them can be told to it."""
-    told = [layer for layer in layers if layer is not None]
-    return ops.whole_layers(told, kept) if len(told) == len(layers) else None
+    """Returns `LayerOps.whole_layers` of layers that all have weights for it, else None."""
+    weights = [layer for layer in layers if layer is not None]
+    return ops.whole_layers(weights, kept) if len(weights) == len(layers) else None
 
 
 def use_between(module: nn.Module, ops: LayerOps) -> None:

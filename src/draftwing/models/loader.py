@@ -257,7 +257,7 @@ def fill_parameters(
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     missing, unused = set(table), []
-    multiplied_out: Counter[tuple[str, str]] = Counter()  # bytes
+    dequantised: Counter[tuple[str, str]] = Counter()  # bytes
     with Uploader(device) as uploader:
         for name, tensor in tensors:
             part = table.get(name)
@@ -284,7 +284,7 @@ def fill_parameters(
             elif isinstance(tensor, QuantizedRows | MXRows):
                 label, before = tensor.label, tensor.nbytes
                 tensor = tensor.dense(param.dtype)
-                multiplied_out += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
+                dequantised += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
             wide = param.is_floating_point()
             # Values of 8 bits mean nothing without scales, which nobody has named.
             if not (tensor.is_floating_point() and tensor.itemsize > 1 if wide else tensor.dtype == param.dtype):
@@ -293,10 +293,10 @@ def fill_parameters(
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
             uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.changes else tensor)
-    for label in sorted({label for label, _ in multiplied_out}):
+    for label in sorted({label for label, _ in dequantised}):
         logger.info(
-            "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",
-            label, multiplied_out[label, "out"] / 1e9, multiplied_out[label, "in"] / 1e9,
+            "matrices in %s are dequantised, which takes %.2f GB in place of %.2f",
+            label, dequantised[label, "out"] / 1e9, dequantised[label, "in"] / 1e9,
         )  # fmt: skip
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")

@@ -62,8 +62,8 @@ class AsyncMask:
         self._left -= seconds
 
     def ready(self) -> bool:
-        """Returns whether the next token can be drawn now. Raises RequestError when the grammar has become too complex,
-        or has taken too long."""
+        """Takes a mask that was worked out, or begins to work one out, and returns whether the next token can be drawn
+        now. Raises RequestError when the grammar has become too complex, or has taken too long."""
         if self._task is not None:
             if not self._task.done():
                 return False

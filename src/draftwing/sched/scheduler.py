@@ -62,7 +62,7 @@ class Scheduler:
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
-        self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
+        self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)

@@ -94,7 +94,7 @@ class PairDrafter(Drafter):
         self.lookup.extend(seen._replace(aux_hidden=None))
 
     def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
-        """Lets the model catch up, for only it ever lags."""
+        """Lets the model catch up, for only it ever has a backlog."""
         self.model.catch_up(seen, drafts)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:

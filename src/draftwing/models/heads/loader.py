@@ -122,7 +122,7 @@ def load_draft_head(
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _multiplied_out(_draft_weights(path, target.config), path, dtype, target.config)
+        weights = _dequantised(_draft_weights(path, target.config), path, dtype, target.config)
     kind = head_kind(weights, path, target.config)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
@@ -371,9 +371,7 @@ def _draft_weights(path: Path, target: ModelConfig) -> dict[str, Tensor]:
     return weights
 
 
-def _multiplied_out(
-    weights: dict[str, Tensor], path: Path, dtype: torch.dtype, target: ModelConfig
-) -> dict[str, Tensor]:
+def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, target: ModelConfig) -> dict[str, Tensor]:
     """Returns the weights of a head, of which none is quantised any more: how the device holds them is said by their
     format."""
     some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
