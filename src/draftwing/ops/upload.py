@@ -18,8 +18,8 @@ from torch import Tensor
 
 from draftwing.machine import processors
 
-CHUNK_BYTES = 16 << 20
-THREADS = 8
+CHUNK_BYTES = 16 << 20  # of a tensor, that a thread copies at a time
+THREADS = 8  # at most, that copy for a GPU
 WAITING_BYTES = 256 << 20  # of chunks that are not sent yet
 _LARGE = 4 << 20  # bytes from which on threads are worth starting
 

@@ -27,7 +27,7 @@ from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
-MAX_TOOLS = 512
+MAX_TOOLS = 512  # of one request
 MAX_NAME = 256  # characters
 MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.

@@ -32,7 +32,7 @@ from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024  # of one request
 MAX_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of hints and of fields that are not built; others have none but null.

@@ -40,7 +40,7 @@ T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
 MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
-_MAX_LOGGED_MODELS = 100
+_MAX_LOGGED_MODELS = 100  # names of other models that are asked for, each logged once
 _ANSWERS_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
 # Until the next turn, where somebody is served: its processor is one of the engine's, whose threads wait for each
 # other.

@@ -19,7 +19,7 @@ from draftwing.server.edge.keys import client_name
 T = TypeVar("T")
 MAX_INLINE_SIZE = 4096  # numbers, and characters that are read, at once: some milliseconds
 MAX_SHORT_SIZE = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
-REST_FACTOR = 9
+REST_FACTOR = 9  # times what reading a large body took: so long no other one is read for its client
 
 
 class FairSemaphore:
@@ -107,8 +107,8 @@ class WorkerPools:
 
     async def read(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which reads a large body on the event loop: one at a time, and after each
-        nothing of it for `REST` times as long, so that whoever sends them again and again leaves most of the time to
-        others."""
+        nothing of it for `REST_FACTOR` times as long, so that whoever sends them again and again leaves most of the
+        time to others."""
         client = client_name()
         await self._reading.acquire(client)
         begun = time.perf_counter()

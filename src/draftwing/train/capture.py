@@ -32,7 +32,7 @@ from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 256 << 20
+SHARD_BYTES = 256 << 20  # of hidden states in one file
 BATCH_TOKENS = 16384  # of one forward, padding included
 _WINDOW = 64  # batches whose sequences are sorted by length together
 

@@ -27,7 +27,7 @@ CONTEXTS = (1024, 4096)  # tokens of each row
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
 STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
 SIZES = (4, 16)  # batches beside that of one row
-CPU_CONTEXT = 1024
+CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
 
 
 @contextmanager

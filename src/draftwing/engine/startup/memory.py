@@ -32,7 +32,7 @@ from draftwing.spec.prediction import PredictedOutput
 
 log = logging.getLogger("draftwing")
 
-CPU_POOL_BYTES = 2 << 30
+CPU_POOL_BYTES = 2 << 30  # of the pool and states on a CPU by default; a quarter of what is free at most
 GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit

@@ -29,7 +29,7 @@ LENGTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of contexts, up to the
 # For each token that followed a context, so many occurrences are taken to be of tokens that have not been seen there:
 # as often as text of chats and code went on in another way. What others said says less.
 ESCAPE: Final = (2.3, 1.0, 0.6, 0.35, 0.28, 0.22, 0.18, 0.1, 0.06, 0.05, 0.03)
-OTHERS: Final = 2.0
+OTHERS: Final = 2.0  # times that many, where the tokens are of other requests
 WAYS: Final = 8  # tokens of a bucket, the newest first
 BACK: Final = 3  # contexts that a node's children come from
 

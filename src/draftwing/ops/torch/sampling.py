@@ -18,7 +18,7 @@ from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
 from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
 
-CANDIDATES = 8
+CANDIDATES = 8  # best tokens of a node, among which `exact` logits choose
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
 Exact = Callable[[Tensor, Tensor | None], Tensor]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between two snapshots
-MAX_VIEWERS = 32
+MAX_VIEWERS = 32  # of all keys together: each makes an event a second
 MAX_OF_A_KEY = 8  # viewers with one key
 
 Snapshot = dict[str, Any]

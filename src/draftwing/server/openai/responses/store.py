@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-MAX_RESPONSES = 1024
+MAX_RESPONSES = 1024  # that are stored at a time; the oldest go
 SECONDS = 3600.0  # since a response was stored, or gone on from
 LOOK_SECONDS = 60.0  # between two looks for what is older
 _BYTES = 2048  # that a response takes besides its JSON, at most
