@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.linear import Linear, row_parallel
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
@@ -20,7 +20,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
-    from draftwing.layers.config import LayerConfig
+    pass
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,8 @@ class AttentionConfig(MixerConfig):
         gates = [(head * size + self.head_dim, self.head_dim) for head in heads]
         return ordered(0, (*gates, *queries.runs), self.heads * size)
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> Attention:
-        return Attention(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> Attention:
+        return Attention(self, place)
 
 
 class Attention(Mixer):
@@ -169,28 +167,19 @@ class Attention(Mixer):
 
     needs_chunks = False
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
-        """layer: whose mixer it is. pool_layer: of its keys and values, counted from the model's first. in_size: of the
-        input."""
+    def __init__(self, config: AttentionConfig, place: Placement) -> None:
         super().__init__()
-        self.pool_layer, self.shape = pool_layer, config.shape
+        layer, dtype, device = place.layer, place.dtype, place.device
+        self.pool_layer, self.shape = place.pool_layer, config.shape
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
         self.gated = config.gated
         self.values_are_keys = config.values_are_keys
         k_rows = self.kv_heads * self.head_dim
         self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
-        q_rows, hidden, form = self.heads * self.head_dim, layer.hidden, layer.weight_format
+        q_rows = self.heads * self.head_dim
         self._gates = q_rows if config.gated else 0  # the first outputs
-        self.qkv = Linear(in_size, self._gates + q_rows + self._kv_rows, config.qkv_bias, dtype, device, form)
+        self.qkv = place.linear(self._gates + q_rows + self._kv_rows, bias=config.qkv_bias)
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
         q_size, k_size = (q_rows, k_rows) if config.whole_norms else (self.head_dim, self.head_dim)
@@ -201,7 +190,7 @@ class Attention(Mixer):
         assert not (self.whole_norms and (self.reads_others or self.gated))
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
         assert not self.values_are_keys or self.v_norm or self.reads_others
-        self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
+        self.o = place.out(q_rows, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._scalar = config.window, config.scalar

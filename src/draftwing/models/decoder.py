@@ -22,7 +22,7 @@ from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import LinearOp, PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
-from draftwing.layers.mixer import Mixer
+from draftwing.layers.mixer import Mixer, Placement
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
@@ -58,9 +58,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
         self.attn_norm = norm() if norms_input else None
-        self.mixer = config.mixer.build(
-            config, -1 if pool_layer is None else pool_layer, dtype, device, in_size or config.hidden
-        )
+        at = -1 if pool_layer is None else pool_layer
+        self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
         self.mlp_norm = norm()
         self.mlp_out_norm = norm() if config.out_norms else None
