@@ -95,8 +95,7 @@ class LinearOp:
         return None
 
     def groups(self) -> PackedGroups | MXRows | None:
-        """Returns the weight, not packed yet, as it stays quantised in groups; None where it is to be multiplied
-        out."""
+        """Returns the weight, not packed yet, as it stays quantised in groups; None where it is dequantised."""
         return None
 
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:

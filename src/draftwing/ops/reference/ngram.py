@@ -177,8 +177,8 @@ class NGramIndex:
         self.gap.index_fill_(0, rows, -1)
 
     def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
-        """Takes the newest count [B] tokens into the memory, of rows that had prefix_len [B] enter the memory; limit:
-        host bound of count."""
+        """Takes the newest count [B] tokens into the memory, of rows that had prefix_len [B]; limit: host bound of
+        count."""
         self.memory.insert(table.tokens, rows, prefix_len, count, limit)
 
     def remember(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
