@@ -302,31 +302,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if activation not in known:
         raise _refused(key, activation, name)
     trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
-    attention_bias = fields.flag("attention_bias", family.bias)
+    hidden = fields.whole("hidden_size", high=WIDEST)
+    attention = _attention(fields, family, hidden)
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts)
     max_positions = context(rope, trained)
     norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
-    scalar = family.attention_scalar
-    head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
-    rotary = rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0
-    rope = replace(rope, dims=rotary)
-    attention = AttentionConfig(
-        heads,
-        kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
-        head_dim=head_dim,
-        sinks=family.sinks,
-        scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
-        qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
-        o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
-        qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
-        whole_norms=family.qk_norm == "whole",
-        gated=family.gated,
-        rotary=rotary,
-    )
+    rope = replace(rope, dims=attention.rotary)
     layer = LayerConfig(
         hidden,
         attention,
@@ -361,6 +345,26 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
+    )
+
+
+def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
+    """Returns attention without a window, with the sizes of the whole model. hidden: the model's size."""
+    heads, scalar = fields.whole("num_attention_heads", high=WIDEST), family.attention_scalar
+    head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
+    bias = fields.flag("attention_bias", family.bias)
+    return AttentionConfig(
+        heads,
+        kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
+        head_dim=head_dim,
+        sinks=family.sinks,
+        scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
+        qkv_bias=bias if family.qkv_bias == "key" else bool(family.qkv_bias),
+        o_bias=bias if family.o_bias == "key" else bool(family.o_bias),
+        qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
+        whole_norms=family.qk_norm == "whole",
+        gated=family.gated,
+        rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
     )
 
 
