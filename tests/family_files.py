@@ -26,7 +26,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 2
 
 def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Path]:
     """A model of transformers, and its files, with a prediction layer or an assistant of the same format where it has
-    one. Its weights are those of the files, multiplied out."""
+    one. Its weights are those of the files, dequantised."""
     theirs, helper = made(family, {**(WIDE if form == "Q4_K" else {}), **sizes})
     extra: dict[str, Tensor] = {}
     if family in PREDICTING:

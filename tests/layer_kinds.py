@@ -14,7 +14,7 @@ from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
@@ -39,14 +39,12 @@ class StateConfig(MixerConfig):
 class InOut(Mixer):
     """Two matrices around what lies in the pool."""
 
-    def __init__(
-        self, width: int, rows: int, layer: LayerConfig, pool_layer: int, dtype: Any, device: Any, inputs: int
-    ):
+    def __init__(self, width: int, rows: int, place: Placement):
         """rows: of the first matrix."""
         super().__init__()
-        self.pool_layer = pool_layer
-        self.into = Linear(inputs, rows, False, dtype, device, layer.weight_format)
-        self.out = Linear(width, layer.hidden, False, dtype, device, layer.weight_format)
+        self.pool_layer = place.pool_layer
+        self.into = place.linear(rows)
+        self.out = place.out(width)
 
     def linears(self) -> list[Linear]:
         return [self.into, self.out]
@@ -65,8 +63,8 @@ class RecurrenceConfig(StateConfig):
             StoredMatrix("recurrence.out_proj", "out", 0, hidden, False, Cut(1, Share(0, self.width, self.width))),
         ]
 
-    def build(self, *layer: Any) -> Recurrence:
-        return Recurrence(self.width, 2 * self.width, *layer)
+    def build(self, place: Placement) -> Recurrence:
+        return Recurrence(self.width, 2 * self.width, place)
 
 
 class Recurrence(InOut):
@@ -94,14 +92,14 @@ class ConvolutionConfig(StateConfig):
             StoredVector("conv.taps", "taps", 3),
         ]
 
-    def build(self, *layer: Any) -> Convolution:
-        return Convolution(self.width, self.width, *layer)
+    def build(self, place: Placement) -> Convolution:
+        return Convolution(self.width, self.width, place)
 
 
 class Convolution(InOut):
-    def __init__(self, width: int, rows: int, layer: LayerConfig, pool_layer: int, dtype: Any, *rest: Any) -> None:
-        super().__init__(width, rows, layer, pool_layer, dtype, *rest)
-        self.taps = nn.Parameter(torch.zeros(3, width, dtype=dtype, device=rest[0]))
+    def __init__(self, width: int, rows: int, place: Placement) -> None:
+        super().__init__(width, rows, place)
+        self.taps = nn.Parameter(torch.zeros(3, width, dtype=place.dtype, device=place.device))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         own, (batch, kept) = self.into(x).float(), attend.state(self.pool_layer)
@@ -142,34 +140,24 @@ class DeltaConfig(MixerConfig):
             StoredVector("delta.norm", "norm", self.spec.value_dim),
         ]
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> DeltaNet:
-        return DeltaNet(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> DeltaNet:
+        return DeltaNet(self, place)
 
 
 class DeltaNet(Mixer):
-    def __init__(
-        self,
-        config: DeltaConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
+    def __init__(self, config: DeltaConfig, place: Placement) -> None:
         super().__init__()
         self.before_attention = 3
-        self.pool_layer, spec, self.form = pool_layer, config.spec, layer.weight_format
+        self.pool_layer, spec, self.form = place.pool_layer, config.spec, place.layer.weight_format
         self.heads = spec.value_heads
         self.qkv, self.z, self.ba = (
-            Linear(in_size, size, False, dtype, device, layer.weight_format)
+            place.linear(size)
             for size in (spec.channels, config.width, 32)  # as many as one tile of a product has
         )
-        self.out = Linear(config.width, layer.hidden, False, dtype, device, layer.weight_format)
-        self.conv = nn.Parameter(torch.zeros(spec.channels, spec.conv_width, dtype=dtype, device=device))
-        self.decay, self.dt_bias = (nn.Parameter(torch.zeros(self.heads, device=device)) for _ in range(2))
-        self.norm = nn.Parameter(torch.ones(spec.value_dim, device=device))
+        self.out = place.out(config.width)
+        self.conv = nn.Parameter(torch.zeros(spec.channels, spec.conv_width, dtype=place.dtype, device=place.device))
+        self.decay, self.dt_bias = (nn.Parameter(torch.zeros(self.heads, device=place.device)) for _ in range(2))
+        self.norm = nn.Parameter(torch.ones(spec.value_dim, device=place.device))
 
     def linears(self) -> list[Linear]:
         return [self.ba, self.qkv, self.z, self.out]

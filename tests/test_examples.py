@@ -110,7 +110,7 @@ def test_contributing_add_a_device(model: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One checkpoint in 8 bits and one multiplied out: the text is the same."""
+    """One checkpoint in 8 bits and one dequantised: the text is the same."""
     code, line = blocks("Add a weight format")
     model = str(write_target(tmp_path / "model"))
     (tmp_path / "int8_rows.py").write_text(code)

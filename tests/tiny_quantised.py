@@ -240,7 +240,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 
 
 def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
-    """Rewrites the matrices `*_proj*` of a checkpoint; returns all its tensors with these multiplied out, float32.
+    """Rewrites the matrices `*_proj*` of a checkpoint; returns all its tensors with these dequantised, float32.
 
     writer: of a module; None: it stays as it is.
     """

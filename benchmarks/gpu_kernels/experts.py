@@ -31,7 +31,7 @@ from timing import read_rate, replay_us
 from torch import Tensor
 
 from draftwing.engine.startup import precompile
-from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.ops.contracts import Routed, Routing
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
@@ -235,7 +235,7 @@ def act(gate_up: Tensor, limit: float) -> Tensor:
 
 def check(model: Model, kind: str) -> None:
     layer = layer_of(model, kind)
-    matrices = [multiplied_out(w, HALF) if not isinstance(w, Tensor) else w for w in layer]
+    matrices = [dequantised(w, HALF) if not isinstance(w, Tensor) else w for w in layer]
     gemms = [ExpertGemm(w, model.count) for w in layer]
     wrong = []
     for tokens, exact in ((1, False), (9, False), (40, False), (200, True), (200, False)):

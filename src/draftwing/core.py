@@ -51,7 +51,7 @@ class TreeShape(NamedTuple):
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """What a user asks for: steps, topk, draft tokens."""
+        """Returns what a user asks for: steps, topk, draft tokens."""
         return self[:3]
 
     @property
@@ -60,7 +60,7 @@ class TreeShape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Nodes that the target verifies for each row on average."""
+        """Returns nodes that the target verifies for each row on average."""
         return self.verified or self.nodes
 
 
@@ -87,7 +87,7 @@ class TokenLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, value: float, top: Sequence[tuple[float, int]] = (), wanted: Sequence[float] = ()) -> TokenLogprobs:
-        """top: the best tokens as (value, id)."""
+        """Makes them of the best tokens `top` as (value, id)."""
         best, ids = array("d", [value for value, _ in top]), array("i", [id_ for _, id_ in top])
         return cls(value, best, ids, array("d", wanted))
 
@@ -97,7 +97,7 @@ class TokenLogprobs(NamedTuple):
 
     @property
     def top(self) -> list[tuple[float, int]]:
-        """The best tokens as (value, id), from the best down."""
+        """Returns the best tokens as (value, id), from the best down."""
         return list(zip(self.best, self.best_ids, strict=True))
 
 
@@ -125,7 +125,7 @@ class Admission(NamedTuple):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the request, not counting output carried over a preemption."""
+        """Returns tokens of the request, not counting output carried over a preemption."""
         return len(self.request.prompt_ids)
 
 
@@ -154,14 +154,14 @@ class DraftDeferral(NamedTuple):
 
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
     once.  most: positions of one pass.  from_tokens: the drafter needs a text's tokens alone, so nothing is kept, and
-    there may be prompts that it does not see.  lag: about as many positions of an answer it may lack then.
+    there may be prompts that it does not see.  backlog: about as many positions of an answer it may lack then.
     by_slot: what it needs is kept beside each KV slot, so it sees nothing at all while nothing is drafted.
     """
 
     places: int = 0
     most: int = 0
     from_tokens: bool = False
-    lag: int = MAX_TEXT_BACKLOG
+    backlog: int = MAX_TEXT_BACKLOG
     by_slot: bool = False
 
 
@@ -232,7 +232,7 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """The plans of one forward, in the order in which they are committed."""
+        """Returns the plans of one forward, in the order in which they are committed."""
         return (self,) if self.beside is None else (self, self.beside)
 
     @property
@@ -242,7 +242,7 @@ class Plan:
 
     @cached_property
     def special(self) -> bool:
-        """Whether it asks for more than drafting, sampling and filtering."""
+        """Returns whether it asks for more than drafting, sampling and filtering."""
         return bool(
             len(self.edited)
             or len(self.guided)
@@ -322,28 +322,28 @@ class StepResult:
 
     @cached_property
     def depth(self) -> IntArray:
-        """[B, nodes]: 0 for the root and for nodes that were not proposed."""
+        """Returns [B, nodes]: 0 for the root and for nodes that were not proposed."""
         return self.mark & MARK_DEPTH
 
     @cached_property
     def verified(self) -> npt.NDArray[np.bool_]:
-        """[B, nodes]: draft nodes that the target ran, the root not counted."""
+        """Returns [B, nodes]: draft nodes that the target ran, the root not counted."""
         return ((self.mark & MARK_VERIFIED) != 0) & (self.depth > 0)
 
     @cached_property
     def source(self) -> IntArray:
-        """[B, nodes]: who proposed it, an index into `SOURCES`."""
+        """Returns [B, nodes]: who proposed it, an index into `SOURCES`."""
         return (self.mark >> MARK_SOURCE) & 3
 
     @cached_property
     def accepted_source(self) -> list[list[int]]:
-        """Who proposed the accepted drafts of each row, in their order."""
+        """Returns who proposed the accepted drafts of each row, in their order."""
         rows = zip(self.mark.tolist(), self.order.tolist(), self.count.tolist(), strict=True)
         return [[marks[node] >> MARK_SOURCE & 3 for node in order[1:count]] for marks, order, count in rows]
 
     @cached_property
     def proposed_by(self) -> list[list[int]]:
-        """Draft nodes of each row that were verified, by source: [B][4]."""
+        """Returns draft nodes of each row that were verified, by source: [B][4]."""
         if self.mark.size > FEW_MARKS:
             rows = len(self.mark)
             cell = self.source + len(SOURCES) * np.arange(rows)[:, None]
@@ -358,12 +358,13 @@ class StepResult:
 
     @cached_property
     def survival(self) -> npt.NDArray[np.float64]:
-        """[B, nodes]: the probability that it would be accepted, as it was estimated before; verified or not."""
+        """Returns [B, nodes]: the probability that it would be accepted, as it was estimated before; verified or
+        not."""
         return np.asarray((self.mark >> MARK_SURVIVAL) / MARK_ONE, np.float64)
 
     @cached_property
     def proposed(self) -> IntArray:
-        """[B]: draft nodes that were verified."""
+        """Returns [B]: draft nodes that were verified."""
         return np.count_nonzero(self.verified, axis=1)
 
 

@@ -57,7 +57,7 @@ class GGUFFile:
         return len(self.data) + sum(part.size for part in self.parts)
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
+        """Returns the tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
         return self.decoded(name, self.raw(name)).reshape(self.tensors[name].shape)
 
     def decoded(self, name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -77,7 +77,8 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: {name} has the unknown type {type_id}") from None
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor as it is stored: [rows, bytes per row]; raises CheckpointError where it is not all there."""
+        """Returns the tensor as it is stored: [rows, bytes per row]; raises CheckpointError where it is not all
+        there."""
         for part in self.parts:
             if name in part.tensors:
                 return part.raw(name)
@@ -108,7 +109,7 @@ def is_quantized(type_id: int) -> bool:
 
 
 def block_values(kind: str) -> int:
-    """Values of a block of this type, by GGML's name."""
+    """Returns values of a block of this type, by GGML's name."""
     return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
 
 
@@ -229,7 +230,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 
 def _together(first: GGUFFile, *others: GGUFFile) -> GGUFFile:
-    """The first part, with the tensors of all."""
+    """Returns the first part, with the tensors of all."""
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate((first, *others)):
         for key, expected in ((_PART, number), (_COUNT, 1 + len(others))):

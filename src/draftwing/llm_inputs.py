@@ -89,7 +89,7 @@ class Inputs:
         wishes: RequestOptions,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> GenerationRequest:
-        """The request of a text, of token ids or of one conversation, for one answer."""
+        """Returns the request of a text, of token ids or of one conversation, for one answer."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             requests = self.of_chats(prompt, params, wishes, chat_template_kwargs)
         elif _single(prompt):
@@ -161,7 +161,8 @@ def _single(prompts: Any) -> bool:
 
 
 def _messages(conversation: Any) -> list[Message]:
-    """A checked conversation, with lists of text parts joined. What the template makes of it is its own matter."""
+    """Returns a checked conversation, with lists of text parts joined. What the template makes of it is its own
+    matter."""
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RequestError(f"a conversation must be a list of messages; found {show(conversation)}", "messages")
     checked: list[Message] = []
@@ -178,7 +179,7 @@ def _messages(conversation: Any) -> list[Message]:
 
 
 def _text(parts: list[Any], where: str) -> str:
-    """The text of a content that is a list of text parts, as over HTTP."""
+    """Returns the text of a content that is a list of text parts, as over HTTP."""
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind != "text":
@@ -189,7 +190,7 @@ def _text(parts: list[Any], where: str) -> str:
 
 
 def _checked_wishes(tokenizer: Tokenizer, wishes: RequestOptions) -> GenerationRequest:
-    """A request with all that is asked besides sampling, but for drafts. Raises RequestError."""
+    """Returns a request with all that is asked besides sampling, but for drafts. Raises RequestError."""
     unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")

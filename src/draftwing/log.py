@@ -15,7 +15,8 @@ BAR_SECONDS = 2.0  # that work lasts before it gets a bar
 
 
 def visible(text: str) -> str:
-    """Text with escapes in place of what does not print: controls of terminals, ends of lines, marks of direction."""
+    """Returns text with escapes in place of what does not print: controls of terminals, ends of lines, marks of
+    direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
@@ -65,7 +66,8 @@ class Forgiving:
 
 
 def progress_bar(**settings: Any) -> tqdm[Any]:
-    """A bar on standard error, if that is a terminal, of work that takes more than `BAR_SECONDS`. settings: tqdm's."""
+    """Returns a bar on standard error, if that is a terminal, of work that takes more than `BAR_SECONDS`. settings:
+    tqdm's."""
     from tqdm import tqdm  # late: the command line needs none
 
     file = Forgiving(sys.stderr)
@@ -75,7 +77,7 @@ def progress_bar(**settings: Any) -> tqdm[Any]:
 
 
 def configure_logging(level: str) -> None:
-    """One line per message on standard error, for the engine and uvicorn alike."""
+    """Writes one line per message to standard error, for the engine and uvicorn alike."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     for name in ("draftwing", "uvicorn"):

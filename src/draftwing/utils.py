@@ -16,8 +16,8 @@ import urllib.error
 import urllib.request
 
 Process = subprocess.Popen[bytes]
-START_SECONDS = 600.0
-STOP_SECONDS = 45.0
+START_SECONDS = 600.0  # for a server to load its model and compile kernels
+STOP_SECONDS = 45.0  # for a server to end, after which it is killed
 _MODULES = re.compile(r"\b(?:sglang|draftwing)\.launch_server\b")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _PYTHONS = ("python", "python3")

@@ -106,7 +106,7 @@ def test_text_that_the_host_knows_is_seen_as_a_prompt_is(on_cpu: Any, lag: int, 
     assert len(found) == len(expected) >= 40
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*pair, **NEAR)
-    assert max(map(len, passes)) >= 2 and max(map(max, passes)) >= deferral.lag // 16, "rows together"
+    assert max(map(len, passes)) >= 2 and max(map(max, passes)) >= deferral.backlog // 16, "rows together"
     assert max(map(sum, passes)) <= deferral.most
 
 

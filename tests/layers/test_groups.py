@@ -1,4 +1,4 @@
-"""Weights that stay quantised: parts of a fused matrix, groups in the order of activations, what is multiplied out."""
+"""Weights that stay quantised: parts of a fused matrix, groups in the order of activations, what is dequantised."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_matrices_are_multiplied_out_beside_attention(
     ]
     every, x = [linear for layer in layers for linear in layer], inputs(201)
     before = [linear(x) for linear in every]
-    of_groups.multiply_out_beside_attention([([first.op], [one.op for one in rest]) for first, *rest in layers])
+    of_groups.dequantise_beside_attention([([first.op], [one.op for one in rest]) for first, *rest in layers])
     for busy, count in ((True, [0] * 6), (False, [3, 2, 1, 2, 1, 0])):
         side.busy = busy
         for i, linear in enumerate(every):

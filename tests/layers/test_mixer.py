@@ -12,7 +12,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.latent import LatentAttentionConfig
-from draftwing.layers.mixer import MixerConfig
+from draftwing.layers.mixer import MixerConfig, Placement
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.ops.attention import FULL, Attend, AttentionKind
 
@@ -61,7 +61,7 @@ class NotedOp:
 )
 def test_matrices_are_in_the_order_of_their_calls(config: MixerConfig) -> None:
     """And attention follows those that are said to be before it."""
-    mixer, attend = config.build(LayerConfig(HIDDEN, config, 96), 0, torch.float32, CPU, HIDDEN), Noting()
+    mixer, attend = config.build(Placement(LayerConfig(HIDDEN, config, 96), 0, torch.float32, CPU, HIDDEN)), Noting()
     for part in mixer.parameters():
         part.data.zero_()
     mixer.requires_grad_(False)

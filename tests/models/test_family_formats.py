@@ -1,5 +1,5 @@
 """Every kind of step of a family in every format, chunks of a prompt, single tokens and nodes of a tree, on one rank
-and on two, against transformers with the same weights multiplied out."""
+and on two, against transformers with the same weights dequantised."""
 
 from __future__ import annotations
 

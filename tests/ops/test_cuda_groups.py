@@ -1,4 +1,4 @@
-"""GEMMs with quantised weights on a GPU: a row has the bits that the matrix multiplied out gives, in any batch. What
+"""GEMMs with quantised weights on a GPU: a row has the bits that the dequantised matrix gives, in any batch. What
 they compute is tested without one, too, in test_cuda_groups_host.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The kernels of gemm_groups.cu in C++ on the CPU (gemm_host.cpp): the bits are those of gemm.cu's smallest kernel with
-the matrix multiplied out, whatever tile and batch. What only a GPU can tell is in test_cuda_groups.py."""
+the dequantised matrix, whatever tile and batch. What only a GPU can tell is in test_cuda_groups.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.ops.contracts import Routed, Routing
 from draftwing.ops.groups import PackedGroups, pack
 from draftwing.ops.torch.experts import ExpertOps
@@ -259,12 +259,12 @@ KINDS = ["dense", "mxfp4", "mxfp4 of 96 columns", "int4 of 32", "int4 of 64 with
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> None:
-    """Against the matrix multiplied out, in float64; and each row alone has the same bits."""
+    """Against the dequantised matrix, in float64; and each row alone has the same bits."""
     if kind in ("int8", "fp8") and dtype == torch.float16:
         pytest.skip("no such weights with activations in float16")
     columns = 96 if kind == "mxfp4 of 96 columns" else 128  # half a chunk at the end
     weight = on(weights_of(kind, COUNT * 96, columns, dtype), triton_ops.device)
-    matrix = weight if isinstance(weight, Tensor) else multiplied_out(weight, dtype)
+    matrix = weight if isinstance(weight, Tensor) else dequantised(weight, dtype)
     gemm = triton_ops.expert_gemm(weight, COUNT)
     assert gemm is not None
     logits, bias = made(triton_ops, 9, COUNT, seed=11), made(triton_ops, COUNT * 96, seed=12, dtype=dtype)

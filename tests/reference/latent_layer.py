@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash's prediction layer in float64, of the tensors of a checkpoint: keys and values are multiplied out, a
+"""GLM-4.7-Flash's prediction layer in float64, of the tensors of a checkpoint: keys and values are computed, a
 text is run whole, expert by expert."""
 
 from __future__ import annotations

@@ -93,13 +93,13 @@ def plans() -> list[Plan]:
         span(SHAPE),
         16,
         initial_confidence=1,
-        lagging=frozenset([SHAPE]),
+        skips_extend=frozenset([SHAPE]),
         deferral=DraftDeferral(64, 16),
         states=StateSizes(24, 8, 4),
         mixes=lambda shape, rows: rows == 1,
     )
     sched = Scheduler(config, policy, spans)
-    device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging, with_states=True)
+    device = ToyDevice(8, 60, lookahead=0, tail=0, skips_extend=config.skips_extend, with_states=True)
     found = []
     for reqs in (everything(), [penalised()]):
         for req in reqs:

@@ -401,7 +401,7 @@ def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_co
 def test_of_a_copy_that_is_shared_the_drafter_sees_what_it_has_not_seen():
     """It made its keys of b's prompt in slots that are given away for those of a, of which it saw nothing."""
     config = SchedulerConfig(
-        200, 4, TREE.nodes, 30, lagging=frozenset([PLAIN]), deferral=DraftDeferral(0, 100, from_tokens=True)
+        200, 4, TREE.nodes, 30, skips_extend=frozenset([PLAIN]), deferral=DraftDeferral(0, 100, from_tokens=True)
     )
     sched = Scheduler(config, FixedShape(TREE), {shape: shape.nodes for shape in FixedShape(TREE).menu})
     for uid, last in (("a", 100), ("b", 101)):

@@ -124,18 +124,18 @@ class Serving(RuleBasedStateMachine):
         ahead=st.sampled_from([0, 6]),
         chunk=st.sampled_from([5, 16, 64]),
         radix=st.sampled_from([True, True, True, False]),
-        lagging=st.sampled_from(LAGGING),
-        lag=st.sampled_from([5, 9, 32]),
+        skips_extend=st.sampled_from(LAGGING),
+        max_backlog=st.sampled_from([5, 9, 32]),
     )
     def start(
         self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool,
-        lagging: tuple[TreeShape, ...], lag: int,
+        skips_extend: tuple[TreeShape, ...], max_backlog: int,
     ) -> None:  # fmt: skip
         shapes, deferral = MENUS[menu], self.deferral
         spans = {shape: max(span(shape), tail) for shape in shapes}
         room = max(spans.values()) + max(shape.max_commit for shape in shapes)
         slots = CONTEXT + room + spare  # at the least, one request fits
-        behind = frozenset(lagging)
+        behind = frozenset(skips_extend)
         if deferral.from_tokens:
             lookahead = 0
         if deferral.by_slot:
@@ -149,15 +149,17 @@ class Serving(RuleBasedStateMachine):
             tail,
             radix,
             ahead=ahead,
-            lagging=behind,
-            lag=lag,
+            skips_extend=behind,
+            max_backlog=max_backlog,
             deferral=deferral,
             states=(states := STATES[(rows + spare // 5 + chunk) % len(STATES)]),
             mixes=MIXES[(rows + spare // 3) % len(MIXES)],
         )
         self.policy = AnyShape(shapes)
         self.sched = Scheduler(config, self.policy, spans)
-        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail, behind, lag, deferral, states is not None)
+        self.device = ToyDevice(
+            rows, CONTEXT + room, lookahead, tail, behind, max_backlog, deferral, states is not None
+        )
         self.flying: list[Plan] = []
         self.asked: dict[str, Asked] = {}
 
@@ -213,7 +215,7 @@ class Serving(RuleBasedStateMachine):
             self.commit()
         self.policy.next = shape
         self.sched._prefills._waited = 100 * (shape % 2 == 1)
-        if self.sched.config.deferral.by_slot and self.sched.config.lagging:
+        if self.sched.config.deferral.by_slot and self.sched.config.skips_extend:
             self.sched._catch_ups._prompts._rested = 100 * (shape % 3 > 0)
         before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size
         plan = self.sched.plan()

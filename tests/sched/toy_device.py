@@ -85,12 +85,12 @@ class Tree:
 
 class ToyDevice:
     def __init__(
-        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (),
-        lag: int = MAX_BACKLOG, deferral: DraftDeferral = NO_DEFERRAL, with_states: bool = False,
+        self, rows: int, entries: int, lookahead: int, tail: int, skips_extend: Collection[TreeShape] = (),
+        max_backlog: int = MAX_BACKLOG, deferral: DraftDeferral = NO_DEFERRAL, with_states: bool = False,
     ) -> None:  # fmt: skip
-        """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with.
+        """entries: of a page-table row; skips_extend: shapes after which the drafter has something to catch up with.
         with_states: there are recurrent layers, whose state of some tokens is these tokens."""
-        self.lookahead, self.tail, self.lagging, self.lag = lookahead, tail, lagging, lag
+        self.lookahead, self.tail, self.skips_extend, self.max_backlog = lookahead, tail, skips_extend, max_backlog
         self.seen: Counter[str] = Counter()
         self._queue: list[bytes] = []
         self._table = np.full((rows, entries), -1)
@@ -100,7 +100,7 @@ class ToyDevice:
         self._draft_kv: dict[int, tuple[int, ...]] = {}
         self.kept_of_one = [0] * rows  # positions of the last chunk that was kept
         self._behind = [0] * rows  # positions that the drafter has not seen
-        self._kept = [[-1] * lag for _ in range(rows)]  # those whose hidden states are kept
+        self._kept = [[-1] * max_backlog for _ in range(rows)]  # those whose hidden states are kept
         self._from_tokens, self._skipped = deferral.from_tokens, [False] * rows
         self._by_slot = deferral.by_slot  # then hidden states lie where the KV does
         self._places: dict[int, tuple[int, int]] = {}  # the same of prompts: row and position
@@ -234,16 +234,20 @@ class ToyDevice:
         assert len(set(rows)) == len(rows), "a row catches up twice"
         for row in rows:
             n, behind = self._kv_len[row], self._behind[row]
-            assert 0 < behind <= who.behind <= self.lag and n <= who.max_kv_len, "further behind than the host believes"
+            assert 0 < behind <= who.behind <= self.max_backlog and n <= who.max_kv_len, (
+                "further behind than the host believes"
+            )
             start = n - behind
             if self._by_slot:
                 self._read(row, n)
             elif not self._from_tokens:
-                assert [self._kept[row][p % self.lag] for p in range(start, n)] == [*range(start, n)], "kept too long"
+                assert [self._kept[row][p % self.max_backlog] for p in range(start, n)] == [*range(start, n)], (
+                    "kept too long"
+                )
             self._check_drafter(row, max(min(start, start + 1 - self.lookahead), 0))
             self._observe(row, start, n, start + 1)
             self._behind[row] = 0
-            self.seen["far behind"] += behind > self.lag // 2
+            self.seen["far behind"] += behind > self.max_backlog // 2
 
     def _see(self, part: DraftChunk) -> None:
         row, start, length, at = part
@@ -307,7 +311,7 @@ class ToyDevice:
         n, tokens, seed, nodes = self._kv_len[row], self._tokens[row], self._seed[row], plan.shape.nodes
         assert n == len(tokens) - 1 and n <= plan.max_kv_len, "the row is longer than the host believes"
         self._read(row, n)
-        lags = plan.shape in self.lagging
+        lags = plan.shape in self.skips_extend
         if not lags and not self._skipped[row]:
             self._check_drafter(row, n)
             assert not self._behind[row]
@@ -332,7 +336,7 @@ class ToyDevice:
             if self._from_tokens or self._by_slot:
                 self._leave_unseen(row, n, n + len(path))
             for p in range(n, n + plan.shape.max_commit):
-                self._kept[row][p % self.lag] = p if p < n + len(path) else -1
+                self._kept[row][p % self.max_backlog] = p if p < n + len(path) else -1
         else:
             self._observe(row, n, n + len(path), n + 1)
         self.seen["permuted"] += order != sorted(order)

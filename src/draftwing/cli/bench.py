@@ -138,8 +138,8 @@ def counted(progress: Progress, where: str, total: int) -> Ended:
 
 
 def load_prompts(path: str | None, count: int) -> list[str]:
-    """`count` prompts, from a file of JSON lines (a string, or an object with `prompt` or `turns`) or built in; they
-    are repeated when there are fewer."""
+    """Returns `count` prompts, from a file of JSON lines (a string, or an object with `prompt` or `turns`) or built in;
+    they are repeated when there are fewer."""
     prompts: Sequence[str] = PROMPTS
     if path is not None:
         try:

@@ -15,7 +15,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.train.data import Skipped, first_turns
 from draftwing.train.evaluate import Trial, evaluate, prompts_digest
 
-TOLERANCE = 0.03
+TOLERANCE = 0.03  # relative: a length that is further from the one in the card is another one
 Emit = Callable[[dict[str, Any]], None]
 
 

@@ -47,7 +47,7 @@ class Client:
             pass
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The data of each event until [DONE]; raises ServerError for an error among them."""
+        """Yields the data of each event until [DONE]; raises ServerError for an error among them."""
         with self._answer("POST", path, {**body, "stream": True}) as answer:
             for line in answer:
                 data = line.strip().removeprefix(b"data: ")

@@ -140,7 +140,7 @@ def _name(flag: str) -> str:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, argparse.ArgumentParser]]:
-    """The parser, what runs each command, and the parser of each command."""
+    """Returns the parser, what runs each command, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="draftwing", description="Serves large language models with exact tree-based speculative decoding."
     )

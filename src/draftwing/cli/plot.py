@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 def plot(records: Sequence[Record], title: str) -> str:
-    """The picture of all records of a run, as `engine.benchmark.record_of` and `sweep` give them.
+    """Returns the picture of all records of a run, as `engine.benchmark.record_of` and `sweep` give them.
 
     title: what was measured.
     """
@@ -175,7 +175,7 @@ def _bar(x: float, bottom: float, width: float, value: float | None, highest: fl
 def heat_map(
     box: Box, title: str, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[int, int], float]
 ) -> list[str]:
-    """A table of factors by (row, column), blue above 1 and orange below; the best has a frame."""
+    """Returns a table of factors by (row, column), blue above 1 and orange below; the best has a frame."""
     parts = [_card(box), _text(box.x + 16, box.y + 26, title, weight=600)]
     left, top = box.x + 16 + LABEL, box.y + 46
     width = min((box.width - LABEL - 32) / len(columns), 92)
@@ -233,7 +233,8 @@ def _text(
 
 
 def _scale(value: float) -> tuple[float, list[float]]:
-    """The end of an axis that reaches `value`, and its ticks: at most six, of 1, 2 or 5 times a power of ten."""
+    """Returns the end of an axis that reaches `value`, and its ticks: at most six, of 1, 2 or 5 times a power of
+    ten."""
     if value <= 0:
         return 1.0, [0.0, 1.0]
     power = 10 ** math.floor(math.log10(value / 5))

@@ -58,7 +58,7 @@ class Found:
 
 
 def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
-    """Resolved options of every shape of the grid that is possible, each once, none first."""
+    """Yields resolved options of every shape of the grid that is possible, each once, none first."""
     plain = {name: value for name, value in options.items() if not name.startswith("speculative_")}
     if not Options.from_kwargs(**options).resolve().drafts:
         raise ConfigError("--sweep needs --speculative-algorithm, whose shapes it measures")
@@ -127,7 +127,7 @@ def sweep(
 
 
 def _choice(engine: Engine, batch: int, throughput: float, best: float) -> list[str]:
-    """Lines on what the engine did by itself. best: throughput of the best fixed shape, or of no drafts."""
+    """Returns lines on what the engine did by itself. best: throughput of the best fixed shape, or of no drafts."""
     load = f"{counted_requests(batch)} at once"
     lines = [f"chosen by the engine at {load}: {throughput / best:.2f} of the best fixed throughput"]
     if engine.explainer is None or engine.explainer.busiest is None:

@@ -36,7 +36,7 @@ class ApiKey:
 
 
 def read_keys(options: Options) -> tuple[ApiKey, ...]:
-    """All keys that clients may have; none where everyone may use the server. Raises ConfigError."""
+    """Returns all keys that clients may have; none where everyone may use the server. Raises ConfigError."""
     keys: list[ApiKey] = []
     if options.api_key_file is not None:
         if options.api_key is not None:

@@ -72,7 +72,7 @@ def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never:
 
 
 def _brief(text: str) -> str:
-    """The first clause of an option's text, and its default if that is short."""
+    """Returns the first clause of an option's text, and its default if that is short."""
     default = _DEFAULT.search(text)
     return re.split(r"[;.] | \(default", text)[0] + (default[0] if default else "")
 

@@ -86,7 +86,7 @@ class DrafterSpec:
 
     @property
     def credited(self) -> tuple[tuple[str, ...], ...]:
-        """Whom a draft counts for, by its source (`core.SOURCES`)."""
+        """Returns whom a draft counts for, by its source (`core.SOURCES`)."""
         if self.own:
             return ((self.name,),) * len(SOURCES)
         names = tuple(part.name for part in self.parts or (self,) if part.build is not None)
@@ -192,7 +192,8 @@ TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not
 
 
 def find_drafter(asked: str | type[Any]) -> DrafterSpec:
-    """The drafter of this name, two of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class itself.
+    """Returns the drafter of this name, two of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class
+    itself.
 
     Raises ConfigError for a name that nobody has, for drafters that make no pair, for a class that cannot be imported,
     and for one that is no drafter.
@@ -217,7 +218,7 @@ def _named(asked: str) -> DrafterSpec | None:
 
 
 def _pair(asked: str) -> DrafterSpec:
-    """A drafter with a model and a lookup, which draft one tree together; in either order."""
+    """Returns a drafter with a model and a lookup, which draft one tree together; in either order."""
     parts = [_named(name.strip()) for name in asked.split("+")]
     models = [spec for spec in parts if spec is not None and spec.draft_model]
     lookups = [spec for spec in parts if spec is not None and spec.matched]
@@ -240,7 +241,8 @@ def _pair(asked: str) -> DrafterSpec:
 
 
 def training(algorithm: str) -> Training:
-    """How the heads that `draftwing train --algorithm` names are trained. Raises ConfigError for other names."""
+    """Returns how the heads that `draftwing train --algorithm` names are trained. Raises ConfigError for other
+    names."""
     found = TRAINED[algorithm].training if algorithm in TRAINED else None
     if found is None:
         raise ConfigError(f"algorithm must be one of {', '.join(TRAINED)}; found {algorithm!r}")
@@ -248,7 +250,7 @@ def training(algorithm: str) -> Training:
 
 
 def head_drafter(kind: str) -> DrafterSpec:
-    """The drafter whose own heads are of this kind."""
+    """Returns the drafter whose own heads are of this kind."""
     return next(spec for spec in DRAFTERS if spec.heads[:1] == (kind,))
 
 
@@ -276,7 +278,7 @@ def _own(cls: Any, name: str) -> DrafterSpec:
 
 
 def shipped_head(model: str, drafter: DrafterSpec) -> Path | None:
-    """The folder of the head for `--model model` that is part of this package, if any."""
+    """Returns the folder of the head for `--model model` that is part of this package, if any."""
     if model not in MODELS or not drafter.heads:
         return None
     folder = HEADS / model / drafter.heads[0]
@@ -291,6 +293,6 @@ def published_head(model: str, drafter: DrafterSpec) -> HubModel | None:
 
 
 def token_map_in(folder: Path) -> Path | None:
-    """The file of the tokens that the head in a folder may draft, if it lies there."""
+    """Returns the file of the tokens that the head in a folder may draft, if it lies there."""
     maps = (folder / name for name in TOKEN_MAPS)
     return next((file for file in maps if file.is_file()), None)

@@ -408,12 +408,12 @@ class Options:
 
     @property
     def has_key(self) -> bool:
-        """Whether every client of a server needs a key."""
+        """Returns whether every client of a server needs a key."""
         return self.api_key is not None or self.api_key_file is not None
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """`allowed_hosts`, one by one."""
+        """Returns `allowed_hosts`, one by one."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
     @property
@@ -422,7 +422,7 @@ class Options:
 
     @property
     def processors(self) -> tuple[int, ...]:
-        """Processors that threads are pinned to; empty without `cpu_affinity`. Raises ConfigError."""
+        """Returns processors that threads are pinned to; empty without `cpu_affinity`. Raises ConfigError."""
         try:
             return numbered(self.cpu_affinity) if self.cpu_affinity else ()
         except ValueError as error:
@@ -448,18 +448,18 @@ class Options:
 
     @property
     def drafter(self) -> str:
-        """The drafter's name; for resolved options."""
+        """Returns the drafter's name; for resolved options."""
         asked = self.speculative_algorithm
         return asked if isinstance(asked, str) else self.drafter_spec.name
 
     @property
     def drafts(self) -> bool:
-        """Whether there is speculation; for resolved options."""
+        """Returns whether there is speculation; for resolved options."""
         return self.drafter != NO_DRAFTER.name
 
     @property
     def speculative_shape(self) -> TreeShape:
-        """The largest draft tree; for resolved options, with a head only after `for_engine`."""
+        """Returns the largest draft tree; for resolved options, with a head only after `for_engine`."""
         steps, topk, nodes = (getattr(self, name) for name in TREE)
         if steps is None and not self.drafts:
             return PLAIN

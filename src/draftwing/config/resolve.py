@@ -42,7 +42,7 @@ IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile
 
 
 def resolved(options: Options) -> Options:
-    """`Options.resolve`, of options whose values are each in range."""
+    """Does as `Options.resolve`, of options whose values are each in range."""
     check_device(options.device)
     if options.disable_overlap_schedule and options.enable_overlap:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
@@ -71,7 +71,7 @@ def resolved(options: Options) -> Options:
 
 
 def for_engine(options: Options, defaults: Defaults, architecture: str, carried: TreeShape | None) -> Options:
-    """`Options.for_engine`"""
+    """Does as `Options.for_engine`."""
     rows = options.max_running_requests or defaults.max_running_requests
     if defaults.graph_size:
         sizes: dict[str, Any] = {"cuda_graph_max_bs": min(options.cuda_graph_max_bs or defaults.graph_size, rows)}
@@ -132,8 +132,8 @@ def _speculation(options: Options) -> Options:
 
 
 def _default(options: Options) -> DrafterSpec | None:
-    """Who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`). Nobody for
-    random weights: what a head has learnt of the true ones says nothing of them."""
+    """Returns who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`).
+    Nobody for random weights: what a head has learnt of the true ones says nothing of them."""
     if options.dummy or options.speculative_draft_model_path is not None:
         return NO_DRAFTER
     if shipped_head(options.model, DEFAULT) is not None:
@@ -172,7 +172,7 @@ def _unread(options: Options, drafter: DrafterSpec, draft: str | None) -> set[st
 def _with_tree(
     options: Options, drafter: DrafterSpec, architecture: str = "", carried: TreeShape | None = None
 ) -> Options:
-    """Options with the numbers of a tree, and whether every step has it."""
+    """Returns options with the numbers of a tree, and whether every step has it."""
     if drafter.build is not None:
         given, llama = _given(options), drafter.llama_tree if architecture == "LlamaForCausalLM" else None
         if drafter.parts:

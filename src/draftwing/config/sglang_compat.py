@@ -96,7 +96,7 @@ def take(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Options that SGLang's environment variables ask for."""
+    """Returns options that SGLang's environment variables ask for."""
     options: dict[str, Any] = {}
     if _true(environ, "SGLANG_ENABLE_SPEC_V2"):
         logger.warning("SGLANG_ENABLE_SPEC_V2 is read as --enable-overlap; any --speculative-eagle-topk works with it")

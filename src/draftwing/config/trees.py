@@ -28,13 +28,14 @@ Given = tuple[int | None, int | None, int | None]  # steps, topk and draft token
 
 
 def max_nodes(steps: int, topk: int) -> int:
-    """Nodes that tree expansion offers, the root included: topk at level 1, then topk children of topk nodes."""
+    """Returns nodes that tree expansion offers, the root included: topk at level 1, then topk children of topk
+    nodes."""
     return 1 + topk + (steps - 1) * topk**2
 
 
 def grown_shape(given: Given, default: TreeShape) -> TreeShape:
-    """The tree of tree expansion: level 1 has topk nodes, every further level topk children of topk nodes. Raises
-    ConfigError for numbers that no such tree has."""
+    """Returns the tree of tree expansion: level 1 has topk nodes, every further level topk children of topk nodes.
+    Raises ConfigError for numbers that no such tree has."""
     if given == (None, None, None):
         return default
     asked = given[2]
@@ -54,7 +55,8 @@ def grown_shape(given: Given, default: TreeShape) -> TreeShape:
 
 
 def matched_shape(given: Given, default: TreeShape) -> TreeShape:
-    """The tree of matches: any of so many nodes. Raises ConfigError for more steps than nodes below the root."""
+    """Returns the tree of matches: any of so many nodes. Raises ConfigError for more steps than nodes below the
+    root."""
     steps, topk, nodes = given
     topk = topk or default.topk
     if nodes is None:
@@ -80,9 +82,9 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 
 
 def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
-    """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
-    steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer tokens, and
-    a chain without a correction by the tokens above. None where it says nothing, as most do.
+    """Returns the tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1,
+    4]}}`, in steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer
+    tokens, and a chain without a correction by the tokens above. None where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -115,8 +117,8 @@ def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
 
 
 def from_anchor(config: Mapping[str, Any]) -> bool:
-    """Whether the first row of a block, the newest token's, predicts the token after it, from flat keys. A missing key
-    means yes to DeepSpec, whose heads have a Markov head, and no to the others."""
+    """Returns whether the first row of a block, the newest token's, predicts the token after it, from flat keys. A
+    missing key means yes to DeepSpec, whose heads have a Markov head, and no to the others."""
     said = [config[key] for key in ("sample_from_anchor", "shift_label") if config.get(key) is not None]
     return bool(said[0]) if said else bool(config.get("markov_rank")) and "speculators_model_type" not in config
 
@@ -137,8 +139,8 @@ def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
 
 
 def checked_shape(value: Any, where: str) -> TreeShape:
-    """The tree of a list of steps, topk and draft tokens. Raises ConfigError, beginning with `where`, if none has
-    these."""
+    """Returns the tree of a list of steps, topk and draft tokens. Raises ConfigError, beginning with `where`, if none
+    has these."""
     is_shape = (
         isinstance(value, list)
         and len(value) == len(TREE)

@@ -44,13 +44,13 @@ class EngineInfo:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The defaults without the length, for APIs that have one of their own."""
+        """Returns the defaults without the length, for APIs that have one of their own."""
         return {name: value for name, value in self.defaults.items() if name != "max_new_tokens"}
 
     @property
     def floor(self) -> float:
-        """Seconds that reading the target's weights from memory takes, which no step can be below unless caches hold a
-        part of them; 0: not known."""
+        """Returns seconds that reading the target's weights from memory takes, which no step can be below unless caches
+        hold a part of them; 0: not known."""
         return sum(self.weight_bytes.values()) / self.read_rate if self.read_rate else 0.0
 
     @property
@@ -59,7 +59,7 @@ class EngineInfo:
 
     @cached_property
     def shape(self) -> TreeShape:
-        """The largest tree that is drafted."""
+        """Returns the largest tree that is drafted."""
         return self.options.speculative_shape
 
     @property
@@ -67,20 +67,21 @@ class EngineInfo:
         return self.shape.depth > 0
 
     def deadline(self, arrived: float | None) -> float | None:
-        """When a request that came at `arrived` is aborted, both as `GenerationRequest.arrived`; None: never."""
+        """Returns when a request that came at `arrived` is aborted, both as `GenerationRequest.arrived`; None:
+        never."""
         timeout = self.options.request_timeout
         return None if timeout is None else timeout + (time.monotonic() if arrived is None else arrived)
 
     def drafting(self, predicted: bool) -> tuple[str, SpecLimits]:
-        """The algorithm that drafts for a request, and its largest tree. predicted: whether the request brings a
-        prediction, which is a way of drafting of its own."""
+        """Returns the algorithm that drafts for a request, and its largest tree. predicted: whether the request brings
+        a prediction, which is a way of drafting of its own."""
         if predicted and not self.speculates:
             return "prediction", SpecLimits(*PREDICTED.tree)
         depth, topk, nodes = self.shape.tree
         return self.options.drafter, SpecLimits(depth, topk, nodes)
 
     def admit(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with its `terms`; one that has them is not looked at again.
+        """Returns the request with its `terms`; one that has them is not looked at again.
 
         Raises RequestError, naming the field as `/generate` does, for one that can never run.
 

@@ -34,7 +34,7 @@ class Batches:
         self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def prompts(self, plan: Plan, upload: Upload, tail: int) -> Batch:
-        """A prefill's chunks; tail: page-table entries past a prompt's end that the drafter may write."""
+        """Returns a prefill's chunks; tail: page-table entries past a prompt's end that the drafter may write."""
         table = self._table
         return Batch(
             rows=upload.rows,
@@ -48,7 +48,7 @@ class Batches:
         )
 
     def last_tokens(self, rows: Tensor, max_kv_len: int) -> DraftBatch:
-        """Plain decoding: trees of the rows' last tokens alone."""
+        """Returns trees of the rows' last tokens alone, for plain decoding."""
         (parent, alive), tree = self.roots(rows.shape[0])
         ids, kv_len, write_slots = self._ops.plain_inputs(self._table, rows)
         batch = Batch(
@@ -81,8 +81,8 @@ class Batches:
         return DraftBatch(draft, batch, tree, ranked.mark)
 
     def accepted(self, rows: Tensor, before: Tensor, path: AcceptedPath | None, width: int, bound: int) -> Batch:
-        """The accepted paths, chains of `width` tokens; before [B]: kv_len before the step; bound: of it now. Without
-        paths which rows went on, and from where, is all that the batch has."""
+        """Returns the accepted paths, chains of `width` tokens; before [B]: kv_len before the step; bound: of it now.
+        Without paths which rows went on, and from where, is all that the batch has."""
         if path is None:
             nothing = rows[:0]
             return Batch(rows, nothing, nothing, nothing, self._table.page_table, before)

@@ -35,7 +35,7 @@ class Sample:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, tokens: int) -> None:
-        """`tokens`: so far."""
+        """Notes that a request has so many `tokens` so far."""
         self.end = time.monotonic()
         if tokens and not self.tokens:
             self.first = self.end
@@ -53,7 +53,7 @@ class Target(Protocol):
     """What is measured."""
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a conversation with one question."""
+        """Returns ids of a conversation with one question."""
 
     def run(
         self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
@@ -62,7 +62,7 @@ class Target(Protocol):
         """Answers all prompts, at most `concurrency` at once. drafts: False asks for none with each request."""
 
     def drafter(self) -> str | None:
-        """Who drafts, where requests can be asked not to be drafted for; None: nobody, or it is not known."""
+        """Returns who drafts, where requests can be asked not to be drafted for; None: nobody, or it is not known."""
 
     def flush(self) -> None:
         """Forgets what earlier runs left in caches."""
@@ -74,7 +74,7 @@ class Target(Protocol):
         """Returns seconds that the target's device takes to read its weights; 0 where that is not known."""
 
     def stages(self) -> dict[str, float]:
-        """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""
+        """Returns mean milliseconds of each stage of a step since the last call; empty where they are not known."""
 
 
 class Local:
@@ -124,7 +124,7 @@ class Local:
         return self._engine.info.floor
 
     def stages(self) -> dict[str, float]:
-        """The stages are those of decode steps that were measured; `host` is the time between two steps of any kind."""
+        """Returns those of decode steps that were measured; `host` is the time between two steps of any kind."""
         before, now = self._before, self._engine.stats()
         self._before = now
         measured = now["staged_steps"] - before["staged_steps"]
@@ -191,7 +191,7 @@ def _by_depth(histograms: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds: mean, median and 99th percentile."""
+    """Returns milliseconds: mean, median and 99th percentile."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

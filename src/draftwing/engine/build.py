@@ -26,7 +26,7 @@ from draftwing.engine.startup.checks import capability, check_draft_files, check
 from draftwing.engine.startup.cost_file import CostFile, cost_file
 from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
 from draftwing.engine.startup.exactness import keeps_bits
-from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.executor import Made, make_executor
 from draftwing.engine.startup.laps import Laps
 from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, rows_of
@@ -120,21 +120,7 @@ def build(
     rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
     lap = Laps()
     device, config = pick_device(options.device), load_config(path)
-    check_target(options, path, config)
-    options = with_own_layers(options, path, config)
-    drafter_spec = options.drafter_spec
-    draft_path = draft_path_of(options)
-    carried = None
-    if drafter_spec.heads:
-        carried = carried_shape(draft_path or path, device.kind, drafter_spec.tree)
-    options = options.for_engine(device.defaults, config.architecture, carried)
-    if draft_path is not None:
-        check_draft_files(options, draft_path, config)
-        if drafter_spec.same_tokenizer and tokenizer and not options.dummy:
-            check_draft_tokenizer(options, draft_path, tokenizer)
-    if options.tp_size > 1:
-        device.set_threads(None)
-        options = spread(options, config, device)
+    options, draft_path = _for_engine(options, path, config, device, tokenizer)
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
     device.set_threads(options.num_threads, options.processors)
@@ -184,6 +170,25 @@ def build(
         raise blamed from error
 
 
+def _for_engine(
+    options: Options, path: Path, config: ModelConfig, device: Device, tokenizer: Tokenizer | None
+) -> tuple[Options, Path | None]:
+    """Returns options `for_engine` and the draft model's path, once the files of both models are checked."""
+    check_target(options, path, config)
+    options = with_own_layers(options, path, config)
+    spec, draft_path = options.drafter_spec, draft_path_of(options)
+    carried = carried_shape(draft_path or path, device.kind, spec.tree) if spec.heads else None
+    options = options.for_engine(device.defaults, config.architecture, carried)
+    if draft_path is not None:
+        check_draft_files(options, draft_path, config)
+        if spec.same_tokenizer and tokenizer and not options.dummy:
+            check_draft_tokenizer(options, draft_path, tokenizer)
+    if options.tp_size > 1:
+        device.set_threads(None)
+        options = spread(options, config, device)
+    return options, draft_path
+
+
 def check_device(options: Options, device: Device) -> None:
     """Raises ConfigError for what options ask for and the device cannot give."""
     if options.deterministic and not device.ops.batch_invariant:
@@ -199,7 +204,7 @@ def check_device(options: Options, device: Device) -> None:
 
 
 def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
-    """The share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
+    """Returns the share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
     options, device = setup.options, pick_device(setup.options.device, setup.rank)
     device.set_threads(options.num_threads or 1)
     config = load_config(setup.path)
@@ -214,7 +219,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
 
 
 def spread(options: Options, config: ModelConfig, device: Device) -> Options:
-    """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
+    """Returns options of an engine with several ranks. Raises ConfigError for what cannot have them."""
     size = options.tp_size
     if options.enable_expert_parallel and config.experts is None:
         raise ConfigError("--enable-expert-parallel: expected a model with experts; this one has none, leave it out")
@@ -237,7 +242,7 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
 
 
 def mixes_of(options: Options, executor: Executor) -> Mixes | None:
-    """Which steps can have parts of prompts in their forward, if that is asked for; None: none. Logs why."""
+    """Returns which steps can have parts of prompts in their forward, if that is asked for; None: none. Logs why."""
     if not options.enable_mixed_chunk:
         return None
     mixes = executor.target.mixes
@@ -260,14 +265,14 @@ def assemble(
     file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model. file: where costs of steps are kept.  broadcast: tells
-    the other ranks, which have made their executors, too."""
+    """Returns the engine of options `for_engine` around a loaded model. file: where costs of steps are kept.
+    broadcast: tells the other ranks, which have made their executors, too."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
     lap = Laps()
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     lap("memory, KV pool and tables")
-    executor, pool, context, pool_tokens, spans, graph_size, states = made
+    executor, pool, context, pool_tokens, _, graph_size, states = made
     rows = rows_of(options, states)
     options = replace(options, max_running_requests=rows)  # what a server says of itself
     executor.broadcast = broadcast
@@ -298,31 +303,42 @@ def assemble(
             quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
             kept = file.compared(costs, kept, quiet)
         policy.cost = costs = kept or costs
-    sched = Scheduler(
-        SchedulerConfig(
-            slots=pool_tokens,
-            max_rows=rows,
-            max_span=max(spans.values()),
-            vocab=model.config.vocab_size,
-            chunk_tokens=chunk if chunk > 0 else pool_tokens,
-            lookahead=drafter.lookahead if drafter is not None else 0,
-            tail=drafter.tail if drafter is not None else 0,
-            radix=not options.disable_radix_cache,
-            initial_confidence=drafter.initial_confidence if drafter is not None else 0,
-            ahead=SLOTS_AHEAD,
-            draws_alike=not device.ops.draws_by_row,
-            edits_by_row=device.ops.edits_by_row,
-            lagging=frozenset(filter(drafter.skips_extend, policy.menu)) if drafter is not None else frozenset(),
-            deferral=executor.deferral,
-            credited=options.drafter_spec.credited,
-            states=StateSizes(states) if states else None,
-            mixes=mixes,
-            prefill_sizes=tuple(executor.prefills.sizes) if executor.prefills is not None else (),
-            mixed_sizes=tuple(executor.prefills.mixed_sizes) if executor.prefills is not None else (),
-        ),
-        policy,
-        spans,
-    )
+    sched = Scheduler(_scheduler_config(options, made, drafter, policy, mixes), policy, made.spans)
     return Parts(
         options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file
+    )
+
+
+def _scheduler_config(
+    options: Options, made: Made, drafter: Drafter | None, policy: ShapePolicy, mixes: Mixes | None
+) -> SchedulerConfig:
+    """Returns what the scheduler needs to know of the host's half. options: with the requests that may run."""
+    executor, chunk, rows = made.executor, options.chunked_prefill_size, options.max_running_requests
+    assert chunk and rows, "they have a value on every device"
+    ops, prefills = executor.device.ops, executor.prefills
+    config = SchedulerConfig(
+        slots=made.pool_tokens,
+        max_rows=rows,
+        max_span=max(made.spans.values()),
+        vocab=executor.model.config.vocab_size,
+        chunk_tokens=chunk if chunk > 0 else made.pool_tokens,
+        radix=not options.disable_radix_cache,
+        ahead=SLOTS_AHEAD,
+        draws_alike=not ops.draws_by_row,
+        edits_by_row=ops.edits_by_row,
+        deferral=executor.deferral,
+        credited=options.drafter_spec.credited,
+        states=StateSizes(made.states) if made.states else None,
+        mixes=mixes,
+        prefill_sizes=() if prefills is None else tuple(prefills.sizes),
+        mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),
+    )
+    if drafter is None:
+        return config
+    return replace(
+        config,
+        lookahead=drafter.lookahead,
+        tail=drafter.tail,
+        initial_confidence=drafter.initial_confidence,
+        skips_extend=frozenset(filter(drafter.skips_extend, policy.menu)),
     )

@@ -39,7 +39,7 @@ class CommitStage:
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
 
     def tree(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> Tensor:
-        """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
+        """Commits a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
             nodes = self._nodes(step, drafted, verified)
             edits = self._features.row_edits(nodes) if step.edited else None
@@ -51,7 +51,7 @@ class CommitStage:
         return self._accept(step, drafted, verified, target)
 
     def special(self, pending: Pending) -> tuple[Tensor, Logprobs]:
-        """Of a tree step in which rows ask for more."""
+        """Commits a tree step in which rows ask for more."""
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
@@ -73,7 +73,7 @@ class CommitStage:
         )  # fmt: skip
 
     def _queries(self, drafted: DraftBatch, verified: Verified) -> SampleInputs:
-        """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
+        """Returns nodes of several rows, each as a row of its own; these rows ask for nothing special."""
         batch, (_, tree) = drafted.batch, self._batches.roots(drafted.batch.ids.shape[0])
         hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
         return SampleInputs(
@@ -88,9 +88,9 @@ class CommitStage:
         prefix_len = batch.prefix_len if trees is None else trees.prefix_len[: len(step.rows)]
         if self._simulation is not None:
             target = self._simulation(self._ops, draft, tree, target, step.rows, prefix_len)
-        drafter, lags = self._drafter, self._drafter is not None and self._drafter.skips_extend(step.shape)
+        drafter, skips = self._drafter, self._drafter is not None and self._drafter.skips_extend(step.shape)
         with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
-        if lags:  # else it is the root alone, or lies with the slots
+        if skips:  # else it is the root alone, or lies with the slots
             with_path &= step.shape.depth > 0 and self._backlog is not None and not self._backlog.by_slot
         done = self._ops.commit(
             self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
@@ -101,15 +101,15 @@ class CommitStage:
         if self._backlog is not None:
             self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
-            self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
+            self._show(drafter, skips, step, done, prefix_len, verified.aux_hidden, place)
         if drafter is not None and not drafter.fixed_confidence:
             bound = step.bound + step.shape.max_commit
             drafter.confidence(self._table, step.rows, bound, out=done.packed[:, CONFIDENCE])
         return done.packed
 
     def prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
-        """Result rows: one token for each final chunk, none for the others, which come last. So the first rows draw,
-        and batch indices of the plan's rows are also those of the rows that draw."""
+        """Commits a prefill and returns result rows: one token for each final chunk, none for the others, which come
+        last. So the first rows draw, and batch indices of the plan's rows are also those of the rows that draw."""
         final = [chunk.final for chunk in pending.plan.chunks]
         assert all(final[: sum(final)])
         plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified
@@ -170,7 +170,7 @@ class CommitStage:
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
     ) -> tuple[Tensor, Download | None]:
-        """The token after each final chunk [F], and the log probabilities that are wanted of them."""
+        """Returns the token after each final chunk [F], and the log probabilities that are wanted of them."""
         table = self._table
         rows = upload.rows[: upload.final.numel()]
         position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
@@ -199,7 +199,7 @@ class CommitStage:
     def _sample(
         self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs, edits: Edits | None = None
     ) -> Tensor:
-        """A token for every node, [B, N]."""
+        """Returns a token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:
@@ -208,7 +208,7 @@ class CommitStage:
         return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, *asked)
 
     def _show(
-        self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
+        self, drafter: Drafter, skips: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
         place: Tensor | None,
     ) -> None:  # fmt: skip
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens, or keeps what it will need.
@@ -217,7 +217,7 @@ class CommitStage:
         nodes = None if path is None else path.nodes
         if nodes is not None and place is not None:
             nodes = self._ops.take_rows(place.view(-1, 1), nodes).flatten()
-        if lags:
+        if skips:
             assert self._backlog is not None
             self._backlog.keep(rows, before, done.count, aux_hidden, nodes)
             path = None
@@ -225,7 +225,7 @@ class CommitStage:
             aux_hidden = self._ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
         batch = self._batches.accepted(rows, before, path, width, step.bound + width)
         seen = SeenTokens(self._table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
-        if lags:
+        if skips:
             drafter.watch(seen._replace(aux_hidden=None))
         else:
             drafter.extend(seen)

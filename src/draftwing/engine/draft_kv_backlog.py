@@ -2,7 +2,7 @@
 
 A step without drafts of a model keeps what the drafter will need (`keep`): how far it is behind in each row, and the
 target's auxiliary hidden states of these positions. To catch up is one pass of the drafter over all that it has not
-seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the lag and says when
+seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the backlog and says when
 (`sched.draft_backlog`).
 
 Of the chunks of a prompt the same is kept (`defer`), of as many positions as there are places for, which the host gives
@@ -102,7 +102,7 @@ class DraftKVBacklog:
         return rows * (MAX_BACKLOG * width * dtype.itemsize + 8) + places * width * dtype.itemsize
 
     def keep_by_slot(self, slots: Tensor, hidden: Tensor | None) -> None:
-        """The target has run over queries with these write slots [M]; hidden [M, T]: of them."""
+        """Keeps hidden states [M, T] of queries of the target by their write slots [M]."""
         if self._slots is not None:
             assert hidden is not None
             self._ops.put_rows(self._slots, slots, hidden)
@@ -113,14 +113,16 @@ class DraftKVBacklog:
             self._slots.index_fill_(0, slots, 0)
 
     def keep(self, rows: Tensor, before: Tensor, count: Tensor, hidden: Tensor | None, nodes: Tensor | None) -> None:
-        """A step that the drafter does not see has committed count [B] positions of rows [B], from before [B] on.
-        hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where Q = 1 and M = B."""
+        """Keeps states of a step that the drafter does not see, which has committed count [B] positions of rows [B],
+        from before [B] on. hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where
+        Q = 1 and M = B."""
         if self._slots is not None:
             hidden = nodes = None
         self._ops.keep_unseen(self._unseen, rows, before, count, hidden, nodes)
 
     def defer(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> None:
-        """A prefill has run over the chunks; hidden [M, T]: of their queries. Keeps those that are to be kept."""
+        """Takes a prefill that has run over the chunks; hidden [M, T]: of their queries. Keeps those that are to be
+        kept."""
         if self._prompts is None:
             return
         assert hidden is not None
@@ -129,7 +131,7 @@ class DraftKVBacklog:
                 self._prompts[chunk.kept : chunk.kept + span.length] = hidden[span.offset : span.offset + span.length]
 
     def reset(self, rows: Tensor, behind: int = 0) -> None:
-        """The drafter has seen all of these rows [B] but the newest positions, so many."""
+        """Notes that the drafter has seen all of these rows [B] but the newest positions, so many."""
         self._unseen.behind.index_fill_(0, rows, behind)
 
     def catch_up(self, who: DraftExtend, noisy: IntArray, drafts: bool) -> None:

@@ -69,7 +69,7 @@ class CacheNamespaces:
         self._forgotten: dict[str, int] = {}  # how often each client was that has ever asked
 
     def of(self, request: GenerationRequest) -> int:
-        """63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
+        """Returns 63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
         return self.named(request.client, request.cache_salt)
 
     def named(self, client: str, cache_salt: str | None) -> int:
@@ -80,7 +80,7 @@ class CacheNamespaces:
         return self._hash([client, cache_salt, forgotten])
 
     def forget(self, client: str) -> None:
-        """From now on the client's requests share nothing with those before."""
+        """Lets the client's requests share nothing with those before from now on."""
         if client in self._forgotten:
             self._forgotten[client] += 1
 
@@ -280,7 +280,7 @@ class Engine:
         return self._loop.idle and self._input.empty
 
     def step(self, block: bool = False) -> list[Output]:
-        """One turn of the loop. block: with nothing to do, wait for a request first."""
+        """Runs one turn of the loop. block: with nothing to do, wait for a request first."""
         if block and self._loop.idle:
             self._wait()
         with self._turning, self._heartbeat.step():

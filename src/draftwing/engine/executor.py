@@ -107,7 +107,8 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, *guidance: Guides | None) -> Pending:
-        """guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if there are any."""
+        """Launches a step. guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if
+        there are any."""
         mine, *others = self.broadcast.step(plan, guidance or (None,))
         started = begun = self.device.mark()
         if plan.catch_up is not None and not plan.catch_up.late:
@@ -150,8 +151,8 @@ class Executor:
 
     @torch.inference_mode()
     def states(self, plan: Plan, draft: Draft | None = None) -> Tensor:
-        """The target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody drafts,
-        nothing is committed, and no other rank is told."""
+        """Returns the target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody
+        drafts, nothing is committed, and no other rank is told."""
         if plan.kind == "prefill":
             return self.target.run(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
         rows, _ = self.table.upload_step(plan)
@@ -161,7 +162,7 @@ class Executor:
         return self.target.run(drafted.batch)[0]
 
     def set_rows(self, rows: IntArray, size: int) -> None:
-        """The rows that replays of graphs run, of so many; the others are the dummy."""
+        """Sets the rows that replays of graphs run, of so many; the others are the dummy."""
         self.graphs.set_rows(rows, size)
 
     def flush(self) -> None:
@@ -185,7 +186,7 @@ class Executor:
             self._backlog.clear(device_slots)
 
     def shorten_timeouts(self) -> None:
-        """All ranks have started: see `Ranks.hurry`."""
+        """Does as `Ranks.shorten_timeouts`, now that all ranks have started."""
         self.model.ranks.shorten_timeouts()
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class Executor:
         self.model.scatter_routes(on)
 
     def keep_calibration(self) -> None:
-        """For `restore_calibration`: what follows says nothing of a drafter."""
+        """Keeps what is known for `restore_calibration`: what follows says nothing of a drafter."""
         self._kept_calibration = [counts.clone() for counts in self.calibration]
 
     def restore_calibration(self) -> None:
@@ -255,12 +256,12 @@ class Executor:
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """Returns how many graphs there are."""
         return len(self.graphs) + (len(self.prefills) if self.prefills is not None else 0)
 
     @property
     def replays(self) -> int:
-        """How often one of them, or on a CPU a recorded stage, was replayed."""
+        """Returns how often one of them, or on a CPU a recorded stage, was replayed."""
         prefills = self.prefills
         return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
 
@@ -326,7 +327,7 @@ class Executor:
     def _finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
-        """The packed result, as in `Committed`."""
+        """Returns the packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered, step.edited)
         return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
@@ -353,7 +354,7 @@ class Executor:
         return self.drafter.propose(DraftStep(self.table, rows, shape, max_kv_len, noisy, edits))
 
     def _traced(self, plan: Plan, step: TreeStep, drafted: DraftBatch) -> Download | None:
-        """The drafts of the rows that the plan wants traced."""
+        """Returns the drafts of the rows that the plan wants traced."""
         if not len(plan.traced) or not step.shape.depth:
             return None
         return fetch_drafts(self.device, plan, drafted.draft)
@@ -383,7 +384,7 @@ class Executor:
         return pending._replace(verified=self.target.prefill(pending))
 
     def _upload_prefill(self, plan: Plan, marks: tuple[Any, Any], guidance: Guides | None) -> Pending:
-        """All that comes before the target's forward. marks: as `Pending.started`."""
+        """Returns all that comes before the target's forward. marks: as `Pending.started`."""
         upload = self.table.upload(plan)
         marks = marks[0], self._show(plan, marks[1])
         batch = self._batches.prompts(plan, upload, self._tail)

@@ -17,13 +17,13 @@ class Heartbeat:
 
     @property
     def now(self) -> int | None:
-        """A number that changes while the engine gets on. None: nothing has to happen, or a compiler runs, which may
-        take any time."""
+        """Returns a number that changes while the engine gets on. None: nothing has to happen, or a compiler runs,
+        which may take any time."""
         return self._done if self._stepping and not self._compiling else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step."""
+        """Notes when a step begins and ends, around which it is entered."""
         self._compiling = False  # whatever became of a compiler that failed
         self._stepping = True
         try:

@@ -51,7 +51,8 @@ class InputQueue:
             self._changed.notify()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until there is something to take, or for so many seconds; returns whether there is, or `wake` was called."""
+        """Waits until there is something to take, or for so many seconds; returns whether there is, or `wake` was
+        called."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._woken or not self._empty, seconds)
             self._woken = False
@@ -64,7 +65,7 @@ class InputQueue:
 
     @property
     def new(self) -> int:
-        """New requests."""
+        """Returns new requests."""
         return len(self._new)
 
     def take_new(self, count: int) -> list[Req]:

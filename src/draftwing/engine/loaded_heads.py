@@ -52,5 +52,5 @@ class LoadedHeads:
 
 
 def take_head(executor: Executor, number: int) -> None:
-    """`LoadedHeads.take`, for all ranks."""
+    """Does as `LoadedHeads.take`, for all ranks."""
     executor.heads.take(number)

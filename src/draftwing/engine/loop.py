@@ -1,5 +1,5 @@
-"""The only loop. Overlap is a lag of one step: step N is launched before the result of step N-1 is looked at, so
-host work hides under device work. Without overlap the same lines run with a lag of zero."""
+"""The only loop. With overlap step N is launched before the result of step N-1 is looked at, so host work
+hides under device work. Without it the same lines look at each result at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loop:
         return self._sched.idle and self._flying is None
 
     def turn(self) -> None:
-        """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
+        """Plans and launches a step, then commits the step before it (overlap) or itself (no overlap)."""
         if self._sched.needs_results:
             self._put_in_flight(None)
         plan = self._sched.plan()

@@ -36,9 +36,9 @@ class Precision(NamedTuple):
 def pick_precision(
     options: Options, device: Device, checkpoint: torch.dtype | None, quantised: bool = False
 ) -> Precision:
-    """What `--dtype`, `--quantization` and `--kv-cache-dtype` come to on this device. checkpoint: what the weights were
-    saved in, None where it does not say; quantised: as the config says. Raises ConfigError for what the device cannot
-    do."""
+    """Returns what `--dtype`, `--quantization` and `--kv-cache-dtype` come to on this device. checkpoint: what the
+    weights were saved in, None where it does not say; quantised: as the config says. Raises ConfigError for what the
+    device cannot do."""
     kind = _block_kind(options, device)
     if kind is None:
         asked = pick_dtype(options.dtype, device, checkpoint)
@@ -68,7 +68,7 @@ def pick_dtype(name: str, device: Device, checkpoint: torch.dtype | None) -> tor
 
 
 def _block_kind(options: Options, device: Device) -> str | None:
-    """The kind of blocks that weights are quantised to, None where they stay as they are."""
+    """Returns the kind of blocks that weights are quantised to, None where they stay as they are."""
     asked, known = options.quantization, device.ops.block_kinds
     if asked == "none" or (asked == "auto" and (options.dtype != "auto" or not known)):
         return None
@@ -89,7 +89,7 @@ def _block_kind(options: Options, device: Device) -> str | None:
 
 
 def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFormat:
-    """The format of weights that do not become blocks."""
+    """Returns the format of weights that do not become blocks."""
     if options.quantization == "none" or not device.ops.keeps_groups:
         return DENSE
     scheme = options.quantization if options.quantization in SCHEMES else None

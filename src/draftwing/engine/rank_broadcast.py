@@ -37,25 +37,25 @@ class RankBroadcast:
     """Stands for it in an engine with one rank: nothing is sent."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Every other rank calls the function of a module, or the method of a class, with its executor first."""
+        """Has every other rank call the function of a module, or the method of a class, with its executor first."""
 
     def step(self, plan: Plan, guidance: Sequence[Guides | None]) -> Sequence[Guides | None]:
-        """Every other rank runs the step. guidance: of each of `Plan.parts`. Returns what this one is to ask in place
-        of it."""
+        """Has every other rank run the step. guidance: of each of `Plan.parts`. Returns what this one is to ask in
+        place of it."""
         return guidance
 
     def wait_loaded(self) -> None:
-        """Until every other rank has its weights. Raises what one of them has raised."""
+        """Waits until every other rank has its weights. Raises what one of them has raised."""
 
     def load_head(self, heads: LoadedHeads, number: int, folder: Path | None) -> None:
-        """Every rank loads a draft head beside its steps. heads: of this one.  folder: as of `Drafter.read_head`.
-        Raises what one of them has raised: then none keeps it. Not for several threads at once."""
+        """Has every rank load a draft head while it goes on with its steps. heads: of this one.  folder: as of
+        `Drafter.read_head`. Raises what one of them has raised: then none keeps it. Not for several threads at once."""
         heads.load(number, folder)
 
     digest: Digest | None = None  # of this rank, where ranks are compared
 
     def watch(self) -> None:
-        """The engine is ready: from now on a rank that hangs is noticed."""
+        """Notes that the engine is ready: from now on a rank that hangs is noticed."""
 
     def blame(self, error: BaseException) -> BaseException:
         """Returns what is to be raised in place of an error of this rank, which may be that another one is gone."""
@@ -97,7 +97,7 @@ class RemoteBroadcast(RankBroadcast, ABC):
 
     @abstractmethod
     def send(self, message: Any) -> None:
-        """To all other ranks, in order."""
+        """Sends to all other ranks, in order."""
 
     def check(self) -> None:
         """Raises DraftwingError where it is known by now that ranks have drawn other tokens. Waits for nothing."""
@@ -112,7 +112,7 @@ class RemoteBroadcast(RankBroadcast, ABC):
 
 
 def numbers_of(plan: Plan) -> Plan:
-    """The plan without what of a request is no number, which no device needs."""
+    """Returns the plan without what of a request is no number, which no device needs."""
     admits = tuple(map(_numbers_of, plan.admits))
     assert plan.beside is None or not plan.beside.admits, "they come with the first part"
     return replace(plan, admits=admits) if admits else plan
@@ -213,5 +213,5 @@ class Follower:
                     self._answer(known)
 
     def on_result(self, flying: InFlight) -> None:
-        """A step's result is nobody's here, but what it came in is used again."""
+        """Drops a step's result, which is nobody's here, but what it came in is used again."""
         flying.wait()

@@ -93,7 +93,7 @@ class RequestFeatures:
         self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
 
     def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guides | None) -> Draft:
-        """The draft with predicted text in it, within the requests' limits, and as the host wants it."""
+        """Returns the draft with predicted text in it, within the requests' limits, and as the host wants it."""
         shape = plan.shape
         if len(plan.predicted):
             longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
@@ -123,7 +123,7 @@ class RequestFeatures:
         )
 
     def confidence(self, plan: Plan, rows: Tensor, confidence: Tensor) -> Tensor:
-        """`confidence` [B] with what the predictions promise."""
+        """Returns `confidence` [B] with what the predictions promise."""
         if not len(plan.predicted):
             return confidence
         at = self._rows_of(plan.predicted)
@@ -153,7 +153,7 @@ class RequestFeatures:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan, drawn: SampleInputs, target: Tensor, guidance: Guides | None) -> Tensor:
-        """`target` [B, N] with the tokens of edited rows drawn from their edited logits (`FORBIDDEN` where
+        """Returns `target` [B, N] with the tokens of edited rows drawn from their edited logits (`FORBIDDEN` where
         the edits left none), and with those that end reasoning whose budget is spent."""
         if not len(plan.edited) + len(plan.thinking):
             return target
@@ -192,8 +192,8 @@ class RequestFeatures:
         masks: Masks | None,
         guidance: Guides | None,
     ) -> Tensor:
-        """The tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits processor,
-        or none has."""
+        """Returns the tokens, with `FORBIDDEN`. which: batch indices, `at` on the device. All of them have a logits
+        processor, or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
         bits = self._masks_of(which, plan, masks)
@@ -254,7 +254,8 @@ class RequestFeatures:
     # -- log probabilities ------------------------------------------------------------------------------------------
 
     def path_logprobs(self, plan: Plan, drawn: SampleInputs, nodes: Tensor, tokens: Tensor) -> Download | None:
-        """nodes [B, P]: the nodes that the step's tokens [B, P] were drawn at."""
+        """Returns log probabilities of what a step gives. nodes [B, P]: those that the step's tokens [B, P] were drawn
+        at."""
         if not plan.logprobs:
             return None
         at = self._rows_of(np.asarray([i for i, _ in plan.logprobs]))
@@ -268,7 +269,8 @@ class RequestFeatures:
         return self._send(path_logprobs(logits, tokens[at], top, wanted, exact).flatten(1))
 
     def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
-        """hidden [M, H] and positions [M] of the plan's queries; offsets: of its chunks."""
+        """Returns log probabilities of prompts. hidden [M, H] and positions [M]: of the plan's queries; offsets: of its
+        chunks."""
         half = hidden.dtype.itemsize < 4
         sent = []
         for part in plan.prompt_parts:
@@ -312,7 +314,8 @@ def _floats(download: Download) -> npt.NDArray[np.float64]:
 
 
 def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
-    """The most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token 0."""
+    """Returns the most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token
+    0."""
     longest = max(len(one.token_ids) for one in params)
     ids = np.zeros((len(params), longest), np.int64)
     for row, one in enumerate(params):

@@ -62,7 +62,7 @@ class RowTable(RowTensors):
         return self._step[1]
 
     def upload_state(self, plan: Plan) -> None:
-        """What a tree step changes of row state: often nothing."""
+        """Brings what a tree step changes of row state: often nothing."""
         self._give_states(plan)
         if plan.admits or plan.new_slots:
             self._send(_pack_state(plan, self.length))
@@ -116,8 +116,8 @@ def _admission_words(admit: Admission) -> IntArray:
 
 
 def _pack_state(plan: Plan, length: int) -> list[IntArray]:
-    """What changes row state: slot positions and slots, token positions and tokens, admissions. Positions are flat
-    indices into [rows, length]."""
+    """Returns what changes row state: slot positions and slots, token positions and tokens, admissions. Positions are
+    flat indices into [rows, length]."""
     empty = np.empty(0, np.int64)
     slot_at, slots, token_at, tokens = [empty], [empty], [empty], [empty]
     for admit in plan.admits:
@@ -133,12 +133,12 @@ def _pack_state(plan: Plan, length: int) -> list[IntArray]:
 
 
 def _sampling_groups(plan: Plan) -> list[IntArray]:
-    """The rows, and the fields of `SamplingGroups`."""
+    """Returns the rows, and the fields of `SamplingGroups`."""
     return [plan.rows, plan.noisy, plan.filtered, plan.banning]
 
 
 def _pack_chunks(plan: Plan) -> list[IntArray]:
-    """The fields of `Upload` that are about chunks."""
+    """Returns the fields of `Upload` that are about chunks."""
     empty = np.empty(0, np.int64)
     kv_len, token_rows, positions, last, final = [empty], [empty], [empty], [], []
     offset = 0

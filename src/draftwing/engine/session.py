@@ -63,7 +63,8 @@ class Session:
         return list(prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw))
 
     def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:
-        """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
+        """Yields each answer that made progress, with its new text (empty while a character or stop string is
+        incomplete)."""
         by_uid = {answer.request.uid: answer for answer in answers}
         for output in self.run(answer.request for answer in answers):
             answer = by_uid[output.uid]

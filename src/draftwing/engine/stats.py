@@ -58,14 +58,14 @@ class StatusLine:
         self.sums = StepSums()
 
     def look(self, now: float, seconds: float) -> None:
-        """After a step of so many seconds, which `sums` has counted."""
+        """Looks at the load after a step of so many seconds, which `sums` has counted."""
         if self._began is None:
             self._began = now - seconds
         if now >= max(self._began, self._logged) + self._seconds:
             self._log(now)
 
     def rest(self, now: float) -> None:
-        """There is nothing to do."""
+        """Notes that there is nothing to do."""
         self._began = None
         if self.sums.busy and now >= self._logged + self._seconds:
             self._log(now)
@@ -281,7 +281,7 @@ class Reporter:
         return self._interval, self._status.sums
 
     def pause(self) -> None:
-        """There is nothing to do: the time until the next result is not the host's."""
+        """Notes that there is nothing to do: the time until the next result is not the host's."""
         self._watched = None
         self._status.rest(self._clock())
 

@@ -37,7 +37,7 @@ class TargetForward:
 
     @property
     def keeps_kv_alone(self) -> bool:
-        """Whether all layers of the target that keep anything keep keys and values."""
+        """Returns whether all layers of the target that keep anything keep keys and values."""
         return all(isinstance(spec, KVSpec) for spec in self._model.kv_layers)
 
     def mixes(self, shape: TreeShape, rows: int) -> int:

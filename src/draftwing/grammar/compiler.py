@@ -48,7 +48,7 @@ def _matcher(vocabulary: Vocabulary, text: str) -> Any:
 
 
 def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
-    """The library's state before the first token, and why it cannot be used."""
+    """Returns the library's state before the first token, and why it cannot be used."""
     matcher = _matcher(vocabulary, text)
     if matcher.is_error():
         return matcher, reason(matcher)
@@ -62,7 +62,7 @@ def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
 
 
 def _explained(vocabulary: Vocabulary, grammar: Grammar, why: str) -> str:
-    """Why it cannot be used, in words and with the place in a schema."""
+    """Returns why it cannot be used, in words and with the place in a schema."""
 
     def fails(schema: dict[str, Any]) -> str | None:
         matcher = _matcher(vocabulary, schema_document(schema))

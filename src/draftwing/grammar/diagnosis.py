@@ -80,7 +80,7 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
     root = moved(made, _ROOT)
 
     def why(pointers: Sequence[str]) -> str | None:
-        """Why schemas in it fail: of several one that is needed."""
+        """Returns why schemas in it fail: of several one that is needed."""
         if time.monotonic() > deadline:
             return None
         parts = {str(i): {"$ref": _ROOT + pointer} for i, pointer in enumerate(pointers)}
@@ -106,8 +106,8 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
 
 
 def _inside(schema: Any, made: Any, pointer: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """The schemas that the one at `pointer` consists of, in both of its forms: where, and how that is reported. Of a
-    reference what it stands for."""
+    """Yields the schemas that the one at `pointer` consists of, in both of its forms: where, and how that is reported.
+    Of a reference what it stands for."""
     given, here = pointed(schema, f"#{pointer}"), pointed(made, f"#{pointer}")
     if not isinstance(given, dict) or not isinstance(here, dict):
         return
@@ -151,7 +151,7 @@ def _escaped(name: str) -> str:
 
 
 def schemas_in(form: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """The schemas in a structural tag, and where."""
+    """Returns the schemas in a structural tag, and where."""
     if isinstance(form, list):
         return [one for i, item in enumerate(form) for one in schemas_in(item, (*path, str(i)))]
     if not isinstance(form, dict):

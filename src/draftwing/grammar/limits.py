@@ -108,7 +108,7 @@ def lark_regex(pattern: str) -> str:
 
 
 def check_multiples(text: str) -> None:
-    """text: a grammar in the library's language. Raises GrammarError where all `multipleOf` in it are too much: the
+    """Checks a grammar in the library's language. Raises GrammarError where all `multipleOf` in it are too much: the
     library builds the automaton of each, for seconds and gigabytes, and none of its limits counts that. Of those that
     hold for one number (`allOf`, `$ref`, ..) it builds that of their least common multiple; which these are is not
     looked for."""

@@ -108,7 +108,7 @@ class _Writer:
         return " ".join(out) + (f"\n{_IGNORED} ::= ({' '.join(ignored[1:])})*" if ignores else "")
 
     def _part(self, token: re.Match[str]) -> tuple[str, bool]:
-        """A part of a rule, and whether it is a terminal."""
+        """Returns a part of a rule, and whether it is a terminal."""
         if token["text"] is not None:
             return self._literal(token), True
         if token["regex"] is not None:
@@ -173,7 +173,7 @@ class _Writer:
         return " ".join(out)
 
     def one_of(self, ranges: Ranges) -> str:
-        """One of these characters."""
+        """Returns an expression of one of these characters."""
         key = tuple(ranges)
         if key not in self._known:
             self._known[key] = self._one_of(ranges)
@@ -195,8 +195,8 @@ class _Writer:
 
 
 def _tokens(grammar: str) -> Iterator[re.Match[str]]:
-    """What a grammar in Lark is made of. Raises GrammarError at the first thing that is not known: behind a `/` without
-    another one, say, each next one would be looked for to the end of the text."""
+    """Yields what a grammar in Lark is made of. Raises GrammarError at the first thing that is not known: behind a `/`
+    without another one, say, each next one would be looked for to the end of the text."""
     for token in _TOKEN.finditer(grammar):
         if token["other"] is not None:
             raise GrammarError(f"{token.group()[:40]!r} is not supported in Lark here")
@@ -209,7 +209,7 @@ def _named(name: str) -> str:
 
 
 def _text(written: str) -> str:
-    """The text of a literal in Lark."""
+    """Returns the text of a literal in Lark."""
     try:
         text = json.loads(re.sub(r"\\x([0-9a-fA-F]{2})|\\.", lambda m: rf"\u00{m[1]}" if m[1] else m[0], written))
     except ValueError:

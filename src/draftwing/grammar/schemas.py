@@ -121,7 +121,7 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _types(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The types that it names; None for any."""
+    """Returns the types that it names; None for any."""
     kinds = schema.get("type")
     return kinds if isinstance(kinds, list) or kinds is None else [kinds]
 
@@ -152,7 +152,7 @@ class _Rewriter:
         return made
 
     def _other(self, value: Any, data: bool = False) -> Any:
-        """The value of a keyword that nobody knows, or data: no schema unless something refers to it."""
+        """Returns the value of a keyword that nobody knows, or data: no schema unless something refers to it."""
         if isinstance(value, list):
             return [self._other(one, data) for one in value]
         if not isinstance(value, dict):
@@ -235,7 +235,7 @@ class _Rewriter:
         return found
 
     def _followed(self, names: Any) -> Any:
-        """The schema that a schema of references alone stands for."""
+        """Returns the schema that a schema of references alone stands for."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(names, dict) or not isinstance(reference := names.get("$ref"), str):
                 break

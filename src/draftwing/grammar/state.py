@@ -17,7 +17,8 @@ Mask = npt.NDArray[np.uint32]  # [W], W = ceil(V / 32): bit i % 32 of word i // 
 
 
 def reason(matcher: Any) -> str:
-    """What the library says about an error of its matcher. What it says about a bug of its own is for the log."""
+    """Returns what the library says about an error of its matcher. What it says about a bug of its own is for the
+    log."""
     message: str = matcher.get_error()
     if "panic: " in message or "panicked at" in message:
         logger.error("the grammar library failed: %.2000s", message)

@@ -59,7 +59,7 @@ class Translator:
 
 
 def schema_document(schema: Mapping[str, Any]) -> str:
-    """A schema that is in the library's language."""
+    """Returns a schema that is in the library's language."""
     return _document(json_schema=json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False))
 
 
@@ -97,7 +97,7 @@ def _parse(text: str) -> Any:
 
 
 def refusal(grammar: Grammar, why: str, param: str | None) -> RequestError:
-    """The error for a grammar that came in the field `param`, by default of its kind's name."""
+    """Returns the error for a grammar that came in the field `param`, by default of its kind's name."""
     name = param or _PARAMS.get(grammar.kind, grammar.kind)
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     short = " ".join(lines)[:_REASON_CHARS]

@@ -32,7 +32,7 @@ class KVSpec(NamedTuple):
     shared: bool = False
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
-        """Index 0 of the second axis holds keys, index 1 values."""
+        """Returns the tensor's shape: index 0 of its second axis holds keys, index 1 values."""
         return self.kv_heads, 1 if self.shared else 2, self.head_dim + (SCALE_BYTES if pool == torch.int8 else 0)
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
@@ -138,12 +138,12 @@ class KVPool:
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
-        """dtype: of keys and values."""
+        """Returns bytes of one slot in all layers. dtype: of keys and values."""
         return sum(math.prod(spec.shape_in(dtype)) * spec.dtype_in(dtype).itemsize for spec in layers)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
-        if it is the dummy."""
+        """Writes to slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a
+        slot only if it is the dummy."""
         spec = self.layers[layer]
         both = k.unsqueeze(2) if isinstance(spec, KVSpec) and spec.shared else torch.stack((k, v), 2)
         if self.dtype == torch.int8:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), begin with a
-    cache line, and have one behind their end: kernels read whole vectors."""
+    """Returns zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages), begin
+    with a cache line, and have one behind their end: kernels read whole vectors."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)

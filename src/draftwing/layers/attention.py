@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.linear import Linear, row_parallel
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
@@ -20,7 +20,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
-    from draftwing.layers.config import LayerConfig
+    pass
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,8 @@ class AttentionConfig(MixerConfig):
         gates = [(head * size + self.head_dim, self.head_dim) for head in heads]
         return ordered(0, (*gates, *queries.runs), self.heads * size)
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> Attention:
-        return Attention(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> Attention:
+        return Attention(self, place)
 
 
 class Attention(Mixer):
@@ -169,28 +167,19 @@ class Attention(Mixer):
 
     needs_chunks = False
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
-        """layer: whose mixer it is. pool_layer: of its keys and values, counted from the model's first. in_size: of the
-        input."""
+    def __init__(self, config: AttentionConfig, place: Placement) -> None:
         super().__init__()
-        self.pool_layer, self.shape = pool_layer, config.shape
+        layer, dtype, device = place.layer, place.dtype, place.device
+        self.pool_layer, self.shape = place.pool_layer, config.shape
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
         self.gated = config.gated
         self.values_are_keys = config.values_are_keys
         k_rows = self.kv_heads * self.head_dim
         self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
-        q_rows, hidden, form = self.heads * self.head_dim, layer.hidden, layer.weight_format
+        q_rows = self.heads * self.head_dim
         self._gates = q_rows if config.gated else 0  # the first outputs
-        self.qkv = Linear(in_size, self._gates + q_rows + self._kv_rows, config.qkv_bias, dtype, device, form)
+        self.qkv = place.linear(self._gates + q_rows + self._kv_rows, bias=config.qkv_bias)
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
         q_size, k_size = (q_rows, k_rows) if config.whole_norms else (self.head_dim, self.head_dim)
@@ -201,14 +190,14 @@ class Attention(Mixer):
         assert not (self.whole_norms and (self.reads_others or self.gated))
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
         assert not self.values_are_keys or self.v_norm or self.reads_others
-        self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), layer.ranks)
+        self.o = place.out(q_rows, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._scalar = config.window, config.scalar
 
     @property
     def kind(self) -> AttentionKind:
-        """What the injected attention is told of this layer."""
+        """Returns what the injected attention is told of this layer."""
         return AttentionKind(self._window, self.sinks, self._scalar, reads=self.reads_others)
 
     def linears(self) -> list[Linear]:
@@ -225,7 +214,7 @@ class Attention(Mixer):
         return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
+        """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""
         if self.reads_others:
             return
         kv = self._with_values(self.qkv.last(x, self._kv_rows))
@@ -234,7 +223,7 @@ class Attention(Mixer):
         self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """The same of what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
+        """Writes what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms = self.head_norms()
         if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
@@ -270,7 +259,7 @@ class Attention(Mixer):
         return self.ops.concat_columns(*normed, v)
 
     def head_norms(self) -> HeadNorms | None:
-        """The norms of heads of queries and keys, where they have any."""
+        """Returns the norms of heads of queries and keys, where they have any."""
         if self.q_norm is None or self.whole_norms:
             return None
         k_norm = self.q_norm if self.k_norm is None else self.k_norm  # there are no keys where there is no norm of them

@@ -62,7 +62,7 @@ class ExpertConfig:
 
     @property
     def held(self) -> range:
-        """Those that this rank has something of."""
+        """Returns those that this rank has something of."""
         return range(self.count) if self.own is None else self.own
 
     def spread(self, ranks: Ranks) -> ExpertConfig:
@@ -121,7 +121,7 @@ class LayerConfig:
 
     @property
     def weights(self) -> int:
-        """Values in its matrices."""
+        """Returns values in its matrices."""
         experts, values = self.experts, 2 * self.hidden * self.per_layer
         if experts is None or experts.beside:
             values += 3 * self.hidden * self.ffn

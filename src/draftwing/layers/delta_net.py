@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.linear import Linear, row_parallel
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
-    from draftwing.layers.config import LayerConfig
+    pass
 
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 
@@ -138,34 +138,24 @@ class DeltaNetConfig(MixerConfig):
         runs = [(head * 2 * each + at, each) for at in (0, each) for head in heads]
         return ordered(0, runs, 2 * self.value_heads)
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> GatedDeltaNet:
-        return GatedDeltaNet(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> GatedDeltaNet:
+        return GatedDeltaNet(self, place)
 
 
 class GatedDeltaNet(Mixer):
     """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
 
-    def __init__(
-        self,
-        config: DeltaNetConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
+    def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         super().__init__()
-        self.pool_layer, self.spec, self._eps = pool_layer, config.keeps(), layer.norm.eps
-        spec, form = self.spec, layer.weight_format
-        self.qkvz = Linear(in_size, spec.channels + config.made, False, dtype, device, form)
-        self.ba: Linear | None = Linear(in_size, 2 * spec.value_heads, False, dtype, device, form)
+        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        spec = self.spec
+        self.qkvz = place.linear(spec.channels + config.made)
+        self.ba: Linear | None = place.linear(2 * spec.value_heads)
         self.before_attention = 2
-        self.out = row_parallel(Linear(config.made, layer.hidden, False, dtype, device, form), layer.ranks)
+        self.out = place.out(config.made)
 
         def wide(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device), False)
+            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
 
         self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
         self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)

@@ -25,7 +25,7 @@ class Embedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The table as a parameter, of a dense format."""
+        """Returns the table as a parameter, of a dense format."""
         return self.table.weight
 
     def pack(self, ops: LayerOps) -> None:

@@ -16,7 +16,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
@@ -81,7 +81,7 @@ class ExpertMLP(nn.Module):
         self.shared = self.shared_gate = None
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
-        """When the parts are packed."""
+        """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
         if gate_up and down and self._ranks.size == 1:
@@ -108,14 +108,14 @@ class ExpertMLP(nn.Module):
         return self._ranks.size == 1 and self._ops.mixes_under_norms
 
     def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, and its result under a norm; where `mixes_under_norms`."""
+        """Does as `forward`, and returns its result under a norm, too; where `mixes_under_norms`."""
         inner, routed = self._inner(x)
         with_shared = self._with_shared(x, residual)
         assert with_shared is not None
         return self._ops.mix_norm(self.down(inner, routed), routed, with_shared, norm.weight, norm.eps)
 
     def _with_shared(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        """The residual stream and what the expert of all rows adds to it."""
+        """Returns the residual stream and what the expert of all rows adds to it."""
         if self.shared is None:
             return residual
         if self.shared_gate is None:
@@ -183,7 +183,7 @@ class Router(Linear):
     __call__ = forward
 
     def append_row(self, row: Tensor) -> None:
-        """row [1, in_features]: makes it the first of some more outputs, before it is packed."""
+        """Makes row [1, in_features] the first of some more outputs, before it is packed."""
         weight = self.weight.new_zeros(_MORE_OUTPUTS, self.in_features)
         weight[:1] = row
         self.weight = nn.Parameter(torch.cat((self.weight, weight)), False)
@@ -245,8 +245,8 @@ class ExpertLinear(Linear):
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
-            logger.warning("%s: no kernel for its quantised weights; multiplied out to %s", mode.name, what)
-            self.weight = nn.Parameter(multiplied_out(groups, self._dtype), False)
+            logger.warning("%s: no kernel for its quantised weights; dequantised to %s", mode.name, what)
+            self.weight = nn.Parameter(dequantised(groups, self._dtype), False)
             self.op = InferenceDense(self)
         if ops.reads_routes:
             self.op = self._gemm = EachExpert(self._each(ops, mode), self)
@@ -286,11 +286,11 @@ class ExpertLinear(Linear):
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
 
     def each_gemm(self) -> list[FewRowsGemm | None]:
-        """The device's GEMM of each expert; none where it takes them together."""
+        """Returns the device's GEMM of each expert; none where it takes them together."""
         return [one.op.few_rows for one in self.op.each] if isinstance(self.op, EachExpert) else []
 
     def _each(self, ops: LayerOps, mode: PackMode) -> list[Linear]:
-        """A packed layer for each expert."""
+        """Returns a packed layer for each expert."""
         rows, dense = self.out_features // self.count, None
         bias = None if self.bias is None else self.bias.view(self.count, -1)
         layers = []

@@ -13,11 +13,11 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.experts import ExpertLinear
-from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.formats import head_format
 from draftwing.layers.linear_ops.packed_blocks import sizes_of
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention import Attend, AttentionKind, HeadShape
 from draftwing.ops.contracts import HeadProducts, Routed
@@ -26,7 +26,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
-    from draftwing.layers.config import LayerConfig
+    pass
 
 _EPS = 1e-6  # of the norms of latents, whatever a config says of the others
 
@@ -59,7 +59,7 @@ class LatentAttentionConfig(MixerConfig):
 
     @property
     def width(self) -> int:
-        """Of what a token keeps."""
+        """Returns the width of what a token keeps."""
         return self.latent + self.turned
 
     @property
@@ -94,7 +94,7 @@ class LatentAttentionConfig(MixerConfig):
         own, size, rank = self.spread(ranks), ranks.size, ranks.rank
 
         def share(each: int) -> Share:
-            """Of rows or columns, of which a head has so many."""
+            """Returns the share of rows or columns, of which a head has so many."""
             return Share(rank * own.heads * each, own.heads * each, size * own.heads * each)
 
         def all_of(rows: int) -> Cut:
@@ -141,10 +141,8 @@ class LatentAttentionConfig(MixerConfig):
                 runs.append((first, self.turned))
         return ordered(0, runs, whole)
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> LatentAttention:
-        return LatentAttention(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> LatentAttention:
+        return LatentAttention(self, place)
 
 
 class HeadLinear(ExpertLinear):
@@ -176,7 +174,7 @@ class HeadLinear(ExpertLinear):
             del self.weight
 
     def routed(self, x: Tensor) -> Routed | None:
-        """What `forward` is given of x [M, ..]."""
+        """Returns what `forward` is given of x [M, ..]."""
         return None if isinstance(self.op, HeadsOp) else self._ops.every_expert(len(x), self.count, x.device)
 
     def forward(self, x: Tensor, routed: Routed | None) -> Tensor:  # type: ignore[override]
@@ -216,26 +214,18 @@ class LatentAttention(Mixer):
     needs_chunks = False
     before_attention = 2
 
-    def __init__(
-        self,
-        config: LatentAttentionConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
+    def __init__(self, config: LatentAttentionConfig, place: Placement) -> None:
         super().__init__()
-        self.config, self.pool_layer, self.shape = config, pool_layer, config.shape
-        heads, hidden, form = config.heads, layer.hidden, layer.weight_format
-        wide = config.query_latent
-        self.down = Linear(in_size, wide + config.width, config.bias, dtype, device, form)
-        self.query = Linear(wide or in_size, heads * (config.plain + config.turned), False, dtype, device, form)
+        self.config, self.pool_layer, self.shape = config, place.pool_layer, config.shape
+        layer, dtype, device = place.layer, place.dtype, place.device
+        heads, wide, form = config.heads, config.query_latent, head_format(layer.weight_format)
+        self.down = place.linear(wide + config.width, bias=config.bias)
+        self.query = place.linear(heads * (config.plain + config.turned), wide)
         self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None
         self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
-        self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, head_format(form))
-        self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, head_format(form))
-        self.o = row_parallel(Linear(heads * config.values, hidden, config.bias, dtype, device, form), layer.ranks)
+        self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, form)
+        self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, form)
+        self.o = place.out(heads * config.values, config.bias)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 
     def linears(self) -> list[Linear]:

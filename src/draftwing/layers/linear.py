@@ -88,11 +88,11 @@ class Linear(nn.Module):
         return self._ops.silu_mul(self.op(x, self.bias)) if out is None else out
 
     def dense_weight(self) -> Tensor:
-        """[out_features, in_features]; a copy where the operation does not store it as such."""
+        """Returns [out_features, in_features]; a copy where the operation does not store it as such."""
         return self.op.dense_weight()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight: ids [..., K] -> [..., K, in_features]"""
+        """Returns rows of the weight: ids [..., K] -> [..., K, in_features]"""
         return self.op.rows(ids)
 
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -101,14 +101,15 @@ class Linear(nn.Module):
 
 
 def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
-    """The layer, whose inputs are this rank's share, with outputs that are sums over the ranks once it is packed."""
+    """Returns the layer, whose inputs are this rank's share, with outputs that are sums over the ranks once it is
+    packed."""
     if ranks.size > 1:
         linear.joined = lambda op, ops: RowParallel(op, ops, ranks)
     return linear
 
 
 def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
-    """The layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
+    """Returns the layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
     if ranks.size > 1:
         linear.joined = lambda op, ops: VocabParallel(op, ops, ranks, whole)
     return linear

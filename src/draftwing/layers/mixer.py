@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, row_parallel
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.cut import Cut, Order
@@ -75,6 +75,28 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
+class Placement(NamedTuple):
+    """Where a mixer stands.
+
+    layer: whose mixer it is.  pool_layer: where it finds its entries, counted from the model's first.  dtype, device:
+    of its parameters.  in_size: of its input.
+    """
+
+    layer: LayerConfig
+    pool_layer: int
+    dtype: torch.dtype
+    device: torch.device
+    in_size: int
+
+    def linear(self, outputs: int, inputs: int = 0, bias: bool = False) -> Linear:
+        """Makes a matrix in the layer's format. inputs: 0: those of the mixer."""
+        return Linear(inputs or self.in_size, outputs, bias, self.dtype, self.device, self.layer.weight_format)
+
+    def out(self, inputs: int, bias: bool = False) -> Linear:
+        """Makes the last matrix, whose outputs are the layer's: sums over the ranks."""
+        return row_parallel(self.linear(self.layer.hidden, inputs, bias), self.layer.ranks)
+
+
 class MixerConfig(ABC):
     """What a mixer is built from: a frozen dataclass, one for each kind of mixer.
 
@@ -101,11 +123,8 @@ class MixerConfig(ABC):
         """Returns which tensors of a checkpoint fill it on this rank; called of the config of the whole model."""
 
     @abstractmethod
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> Mixer:
-        """Makes the mixer, its weights not filled. layer: whose mixer this is.  pool_layer: where it finds its entries,
-        counted from the model's first.  in_size: of its input."""
+    def build(self, place: Placement) -> Mixer:
+        """Makes the mixer, its weights not filled."""
 
     def check(self) -> None:  # noqa: B027 (most have nothing to check)
         """Raises CheckpointError for sizes that cannot be."""

@@ -48,7 +48,7 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """The factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
+    """Returns the factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
 
 
@@ -59,7 +59,7 @@ def _log(x: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
-    """[head_dim / 2]: radians per position of each pair, 0 of those that stay; the same bits on every machine.
+    """Returns [head_dim / 2]: radians per position of each pair, 0 of those that stay; the same bits on every machine.
 
     The llama3 rule keeps short wavelengths, divides long ones by `factor` and interpolates between
     `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`. YaRN (Peng et al. 2023,
@@ -95,7 +95,7 @@ def _yarn_share(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     """[head_dim / 2]: how much of each pair's frequency is the divided one, from 0 to 1."""
 
     def pair_of(turns: float) -> float:
-        """The pair that turns so often over the original context."""
+        """Returns the pair that turns so often over the original context."""
         return head_dim * _log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * _log(config.theta))
 
     low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
@@ -110,8 +110,8 @@ def _yarn_share(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
 def rope_table(
     config: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """[positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and stored in
-    `dtype`; the same bits on every machine. positions: at most `MAX_POSITIONS`."""
+    """Returns [positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and
+    stored in `dtype`; the same bits on every machine. positions: at most `MAX_POSITIONS`."""
     freq = inverse_frequencies(config, head_dim)
     place = np.arange(positions, dtype=np.float32)[:, None]
     blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
@@ -154,7 +154,7 @@ _COS = [(-1.0) ** k / math.factorial(2 * k) for k in range(9)]
 
 
 def cos_sin(angle: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosine and sine of angles in [0, 2^20] radians, in float64 and rounded to float32.
+    """Returns cosine and sine of angles in [0, 2^20] radians, in float64 and rounded to float32.
 
     torch and numpy have other code for each instruction set, which rounds in other ways; sums and products have one
     result everywhere.

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import StateSpec
-from draftwing.layers.linear import Linear, row_parallel
-from draftwing.layers.mixer import Mixer, MixerConfig, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 if TYPE_CHECKING:
-    from draftwing.layers.config import LayerConfig
+    pass
 
 
 @dataclass(frozen=True)
@@ -57,31 +57,20 @@ class ShortConvConfig(MixerConfig):
             StoredVector("conv.conv.weight", "conv", own, Cut(0, share) if ranks.size > 1 else None),
         ]
 
-    def build(
-        self, layer: LayerConfig, pool_layer: int, dtype: torch.dtype, device: torch.device, in_size: int
-    ) -> ShortConv:
-        return ShortConv(self, layer, pool_layer, dtype, device, in_size)
+    def build(self, place: Placement) -> ShortConv:
+        return ShortConv(self, place)
 
 
 class ShortConv(Mixer):
     """out(c * conv(b * x)), where b, c and x are one GEMM and the convolution is of each channel by itself."""
 
-    def __init__(
-        self,
-        config: ShortConvConfig,
-        layer: LayerConfig,
-        pool_layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_size: int,
-    ) -> None:
+    def __init__(self, config: ShortConvConfig, place: Placement) -> None:
         super().__init__()
-        self.pool_layer = pool_layer
-        wide = torch.promote_types(dtype, torch.float32)
-        self.into = Linear(in_size, 3 * config.channels, False, dtype, device, layer.weight_format)
-        self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=device))
-        out = Linear(config.channels, layer.hidden, False, dtype, device, layer.weight_format)
-        self.out = row_parallel(out, layer.ranks)
+        self.pool_layer = place.pool_layer
+        wide = torch.promote_types(place.dtype, torch.float32)
+        self.into = place.linear(3 * config.channels)
+        self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=place.device))
+        self.out = place.out(config.channels)
 
     def linears(self) -> list[Linear]:
         return [self.into, self.out]

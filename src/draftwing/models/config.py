@@ -71,8 +71,8 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its heads
-        would be without latents."""
+        """Returns attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its
+        heads would be without latents."""
         mixers = [layer.mixer for layer in self.layers]
         latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
         if latent is not None:
@@ -81,7 +81,7 @@ class ModelConfig:
 
     @property
     def per_layer(self) -> int:
-        """Size of the embedding that each layer has of its own, 0 where they have none."""
+        """Returns the size of the embedding that each layer has of its own, 0 where they have none."""
         return self.layers[0].per_layer
 
     @property
@@ -95,12 +95,12 @@ class ModelConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Values in the matrices of the layers."""
+        """Returns values in the matrices of the layers."""
         return sum(layer.weights for layer in self.layers)
 
     @property
     def matrix_weights(self) -> int:
-        """Values in all matrices that memory must hold: of the layers, the embedding and the head."""
+        """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.layer_weights + vocab + self.hidden_size * self.per_layer * self.num_layers
 
@@ -180,7 +180,7 @@ class Family(NamedTuple):
 
     @property
     def turns_parts(self) -> bool:
-        """Whether a part of each head may be turned."""
+        """Returns whether a part of each head may be turned."""
         return "partial_rotary_factor" in self.reads
 
 
@@ -287,7 +287,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
+    """Returns the `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
     config = language_model(config)
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
@@ -302,31 +302,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if activation not in known:
         raise _refused(key, activation, name)
     trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
-    attention_bias = fields.flag("attention_bias", family.bias)
+    hidden = fields.whole("hidden_size", high=WIDEST)
+    attention = _attention(fields, family, hidden)
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts)
     max_positions = context(rope, trained)
     norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
-    scalar = family.attention_scalar
-    head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
-    rotary = rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0
-    rope = replace(rope, dims=rotary)
-    attention = AttentionConfig(
-        heads,
-        kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
-        head_dim=head_dim,
-        sinks=family.sinks,
-        scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
-        qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
-        o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
-        qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
-        whole_norms=family.qk_norm == "whole",
-        gated=family.gated,
-        rotary=rotary,
-    )
+    rope = replace(rope, dims=attention.rotary)
     layer = LayerConfig(
         hidden,
         attention,
@@ -361,6 +345,26 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
+    )
+
+
+def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
+    """Returns attention without a window, with the sizes of the whole model. hidden: the model's size."""
+    heads, scalar = fields.whole("num_attention_heads", high=WIDEST), family.attention_scalar
+    head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
+    bias = fields.flag("attention_bias", family.bias)
+    return AttentionConfig(
+        heads,
+        kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
+        head_dim=head_dim,
+        sinks=family.sinks,
+        scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
+        qkv_bias=bias if family.qkv_bias == "key" else bool(family.qkv_bias),
+        o_bias=bias if family.o_bias == "key" else bool(family.o_bias),
+        qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
+        whole_norms=family.qk_norm == "whole",
+        gated=family.gated,
+        rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
     )
 
 
@@ -413,12 +417,12 @@ _ACTIVATIONS = {
 
 
 def _reads(family: Family, key: str) -> bool:
-    """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
+    """Returns whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
     return key in family.reads or key in expert_fields.counts(family.experts)
 
 
 def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:
-    """What `quantization_config` says: a format of its own, or one that is read into any other."""
+    """Returns what `quantization_config` says: a format of its own, or one that is read into any other."""
     quantization = fields.get("quantization_config")
     if quantization is None:
         return DENSE, None

@@ -21,8 +21,8 @@ from draftwing.layers.experts import ExpertLinear, ExpertMLP, ExpertsBeside
 from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import LinearOp, PackMode
-from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
-from draftwing.layers.mixer import Mixer
+from draftwing.layers.linear_ops.groups import dequantise_beside_attention
+from draftwing.layers.mixer import Mixer, Placement
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
@@ -58,9 +58,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
         self.attn_norm = norm() if norms_input else None
-        self.mixer = config.mixer.build(
-            config, -1 if pool_layer is None else pool_layer, dtype, device, in_size or config.hidden
-        )
+        at = -1 if pool_layer is None else pool_layer
+        self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
         self.mlp_norm = norm()
         self.mlp_out_norm = norm() if config.out_norms else None
@@ -85,7 +84,7 @@ class DecoderLayer(nn.Module):
             self.end.use(ops)
 
     def linears(self) -> list[Linear]:
-        """Those of mixer and MLP but for experts', in the order of their calls."""
+        """Returns those of mixer and MLP but for experts', in the order of their calls."""
         of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
         return [*self.mixer.linears(), *of_mlp]
 
@@ -95,9 +94,9 @@ class DecoderLayer(nn.Module):
         return ops[:before], ops[before:]
 
     def weights(self) -> LayerWeights | None:
-        """What `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts, GELU,
-        wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and values
-        of its own, no gate and no norms but those of heads of queries and keys."""
+        """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
+        GELU, wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and
+        values of its own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
             return None
@@ -129,7 +128,7 @@ class DecoderLayer(nn.Module):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        """What `forward` leaves for later queries, without its result."""
+        """Writes what `forward` leaves for later queries, without its result."""
         self.mixer.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -140,7 +139,8 @@ class DecoderLayer(nn.Module):
     def under(
         self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """`mix`, and its result under the norm that comes next: in one kernel where the device has one for it."""
+        """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
+        for it."""
         if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
             return self.mlp.under(norm, normed, x)
@@ -202,7 +202,7 @@ class DecoderModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Returns the type of activations."""
         return cast(Rope, self.ropes[0]).table.dtype
 
     @property
@@ -216,7 +216,7 @@ class DecoderModel(nn.Module):
 
     @property
     def needs_chunks(self) -> bool:
-        """Whether some layer does, see `Mixer`."""
+        """Returns whether some layer does, see `Mixer`."""
         return any(layer.mixer.needs_chunks for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def set_max_positions(self, positions: int) -> None:
@@ -286,8 +286,8 @@ class DecoderModel(nn.Module):
         return x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
-        """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final
-        norm alone."""
+        """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after
+        the final norm alone."""
         kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -321,12 +321,12 @@ class DecoderModel(nn.Module):
 
     @property
     def rescored_by(self) -> Tensor | None:
-        """The head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
+        """Returns the head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
         return None if self.config.soft_cap or self.config.suppressed else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
-        Of experts, as many as a token chooses; where ranks have some of them whole, on average."""
+        """Returns bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`,
+        `Q8_0`, ... Of experts, as many as a token chooses; where ranks have some of them whole, on average."""
         sizes: Counter[str] = Counter()
         dense = self.dtype
         for part in self.modules():  # a tied head once
@@ -353,7 +353,7 @@ class DecoderModel(nn.Module):
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        multiply_out_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
+        dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
         out_norms = any(layer.out_norms for layer in self.config.layers)
         if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -365,8 +365,8 @@ class DecoderModel(nn.Module):
                     part.scatter = self._scatter
 
     def scatter_routes(self, on: bool) -> None:
-        """Whether tokens go to experts at random from now on: what they give is worth nothing then, and takes the time
-        of tokens that have nothing in common. For a packed model; graphs know of it, too."""
+        """Sends tokens to experts at random from now on, or not: what they give is worth nothing then, and takes the
+        time of tokens that have nothing in common. For a packed model; graphs know of it, too."""
         if self._scatter is not None:
             self._scatter.fill_(int(on))
 
@@ -383,9 +383,9 @@ def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:
-    """`LayerOps.whole_layers`, where all of them can be told to it."""
-    told = [layer for layer in layers if layer is not None]
-    return ops.whole_layers(told, kept) if len(told) == len(layers) else None
+    """Returns `LayerOps.whole_layers` of layers that all have weights for it, else None."""
+    weights = [layer for layer in layers if layer is not None]
+    return ops.whole_layers(weights, kept) if len(weights) == len(layers) else None
 
 
 def use_between(module: nn.Module, ops: LayerOps) -> None:

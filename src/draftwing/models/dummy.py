@@ -114,8 +114,8 @@ def _deviation(scheme: Scheme) -> float:
 def draft_weights(
     raw: Mapping[str, Any], kind: str, target: ModelConfig, dtype: torch.dtype, path: Path
 ) -> dict[str, Tensor]:
-    """The tensors by which a draft head is told and sized, on the meta device but for maps of vocabularies, as its
-    config speaks of them.
+    """Returns the tensors by which a draft head is told and sized, on the meta device but for maps of vocabularies, as
+    its config speaks of them.
 
     raw: flat keys (`flatten_config`).  kind: of head, "eagle", "eagle3", or "mtp", for which a config may also be an
     EAGLE head's.
@@ -153,7 +153,7 @@ def draft_weights(
 
 
 def _spread(rows: int, vocab: int, path: Path) -> Tensor:
-    """The map of draft tokens that lie evenly in the target's vocabulary."""
+    """Returns the map of draft tokens that lie evenly in the target's vocabulary."""
     if rows > vocab:
         raise CheckpointError(f"draft model {path}: draft_vocab_size {rows} exceeds the target's {vocab}")
     place = torch.arange(rows)

@@ -22,8 +22,8 @@ def counts(kind: Kind) -> tuple[str, ...]:
 
 
 def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConfig | None:
-    """The experts of layers that have them, None where none has. shared: whether there is one more, for all rows, in
-    keys of Qwen."""
+    """Returns the experts of layers that have them, None where none has. shared: whether there is one more, for all
+    rows, in keys of Qwen."""
     if not kind:
         return None
     if kind == "gemma":
@@ -110,14 +110,14 @@ def _deepseek_v2(fields: Fields, layers: int) -> ExpertConfig:
 
 
 def _shared(fields: Fields, ffn: int, default: int) -> int:
-    """The width of experts for all rows, which are as wide as others and lie beside each other as one. default: how
-    many, where the config does not say."""
+    """Returns the width of experts for all rows, which are as wide as others and lie beside each other as one. default:
+    how many, where the config does not say."""
     return ffn * fields.whole("n_shared_experts", 0, WIDEST // ffn, default)
 
 
 def dense_layers(fields: Fields, kind: Kind, layers: int) -> frozenset[int]:
-    """Layers with an MLP of their own in a model with experts: by `first_k_dense_replace`, or by `mlp_only_layers` and
-    `decoder_sparse_step`."""
+    """Returns layers with an MLP of their own in a model with experts: by `first_k_dense_replace`, or by
+    `mlp_only_layers` and `decoder_sparse_step`."""
     if kind in DEEPSEEKS:
         if fields.whole("moe_layer_freq", default=1) != 1:
             raise refused(fields, "moe_layer_freq", fields.get("moe_layer_freq"))
@@ -151,7 +151,7 @@ MINIMAX_HEAD_DIM = 128  # where a config has none
 
 
 def minimax_keys(fields: Fields) -> dict[str, Any]:
-    """The share of a head that is turned, of which MiniMax-M2 says the size."""
+    """Returns the share of a head that is turned, of which MiniMax-M2 says the size."""
     for key, known in _MINIMAX.items():
         if fields.get(key) not in (None, *known):
             raise refused(fields, key, fields.get(key))

@@ -47,7 +47,8 @@ class Fields:
         return self._values.items()
 
     def whole(self, key: str, low: int = 1, high: int = LARGEST, default: int | None = None) -> int:
-        """An integer from low to high. Raises CheckpointError for another value, and for none without a default."""
+        """Returns an integer from low to high. Raises CheckpointError for another value, and for none without a
+        default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -56,7 +57,7 @@ class Fields:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """A number from low to high, as a float. Errors as `whole`."""
+        """Returns a number from low to high, as a float. Errors as `whole`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -79,7 +80,7 @@ class Fields:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts, empty where there is none."""
+        """Returns a list of texts, empty where there is none."""
         value = self.get(key)
         if value is None:
             return []
@@ -88,14 +89,14 @@ class Fields:
         return value
 
     def inner(self, key: str) -> Fields:
-        """The fields of an object, which is empty where there is none."""
+        """Returns the fields of an object, which is empty where there is none."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.unlike(key, "an object")
         return Fields(value or {}, self.where, inside=f"{self.inside}{self.prefix}{key}.")
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids: none, one or a list of them."""
+        """Returns token ids: none, one or a list of them."""
         value = self.get(key)
         every = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(one) is int and 0 <= one <= LARGEST for one in every):

@@ -51,8 +51,8 @@ def folder_tensors(
     cuts: Mapping[str, Cut] | None = None,
     unread: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights. cuts: by
-    canonical name, where a part is wanted.  unread: says of a canonical name whether nothing is."""
+    """Yields (name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights.
+    cuts: by canonical name, where a part is wanted.  unread: says of a canonical name whether nothing is."""
     cuts = cuts or {}
     files = weight_files(folder)
     aside = [name for name in _like_weights(folder) if folder / name not in (_chosen(folder), *files)]
@@ -77,8 +77,8 @@ def bytes_of(path: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights: one, or the shards of an index. Raises CheckpointError where there are
-    none, or not all."""
+    """Returns the files that hold a folder's weights: one, or the shards of an index. Raises CheckpointError where
+    there are none, or not all."""
     chosen = _chosen(folder)
     if not os.path.isfile(chosen):  # a pipe would be waited for
         raise CheckpointError(f"{chosen}: expected a file, found none")
@@ -86,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _chosen(folder: Path) -> Path:
-    """The file of weights, or the index."""
+    """Returns the file of weights, or the index."""
     name = _named(folder) or next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
     if name is None:
         like = _like_weights(folder)
@@ -96,13 +96,13 @@ def _chosen(folder: Path) -> Path:
 
 
 def _like_weights(folder: Path) -> list[str]:
-    """Files whose names speak of weights, or of an index."""
+    """Returns files whose names speak of weights, or of an index."""
     names = sorted(file.name for file in folder.iterdir())
     return [name for name in names if name.startswith(_BEGINNINGS) or name.endswith(_ENDS)]
 
 
 def _named(folder: Path) -> str | None:
-    """The file that the config itself names."""
+    """Returns the file that the config itself names."""
     config = folder / "config.json"
     name = read_json(config).get("transformers_weights") if config.exists() else None
     if name is None:
@@ -150,7 +150,7 @@ def _safetensors(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bo
 
 
 def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
+    """Yields a shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
     try:
         if _deflated(file):
             raise CheckpointError(f"{file}: expected an archive as torch.save writes it, found compressed records")

@@ -32,7 +32,7 @@ def taken_apart(
     halves: bool = False,
     experts: range | None = None,
 ) -> Iterator[tuple[str, Value]]:
-    """(name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
+    """Yields (name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,

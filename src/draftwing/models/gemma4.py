@@ -57,7 +57,7 @@ def sources(kinds: list[Any], own: int) -> list[int | None]:
 
 
 def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionConfig:
-    """Attention of layer `index`. Scores have no scale, for queries and keys have norms."""
+    """Returns attention of layer `index`. Scores have no scale, for queries and keys have norms."""
     assert isinstance(mixer, AttentionConfig)
     own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
     for key, value in own.items():
@@ -75,7 +75,7 @@ def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionCo
 
 
 def _per_layer(fields: Fields) -> int:
-    """The size of each layer's own embedding of a token, 0: there is none."""
+    """Returns the size of each layer's own embedding of a token, 0: there is none."""
     key, rows = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
     size = 0 if fields.has(key) and fields.get(key) is None else fields.whole(key, 0, WIDEST, 256)
     if size and fields.whole(rows, default=262144) != fields.whole("vocab_size"):

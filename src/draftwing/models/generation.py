@@ -24,7 +24,7 @@ _GGUF_SAMPLING = {name: name for name in _SAMPLING} | {"temperature": "temp", "r
 
 
 def stop_ids(path: str | Path, config: ModelConfig, others: Iterable[int | None] = ()) -> tuple[int, ...]:
-    """Sorted union of `generation_config.json` (when there is one), the config, and `others`.
+    """Returns the sorted union of `generation_config.json` (when there is one), the config, and `others`.
 
     others: the tokenizer's end of text and the chat template's end of turn; None entries are skipped.
     """
@@ -63,7 +63,7 @@ def sampling_defaults(path: str | Path, model: str = "") -> dict[str, Any]:
 
 
 def _gguf_sampling(path: Path) -> dict[str, Any]:
-    """The recommended sampling parameters in the metadata of a `.gguf` file, as llama.cpp reads them."""
+    """Returns the recommended sampling parameters in the metadata of a `.gguf` file, as llama.cpp reads them."""
     if path.suffix != ".gguf":
         return {}
     metadata = open_gguf(path).metadata

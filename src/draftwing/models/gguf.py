@@ -84,7 +84,7 @@ END_TOKENS = (
 
 
 def model_config(file: GGUFFile) -> ModelConfig:
-    """The `ModelConfig` that the metadata and the set of tensors describe."""
+    """Returns the `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         missing, expected = unserved_in_gguf(arch), f"expected one of {', '.join(ARCHITECTURES)}"
@@ -172,7 +172,7 @@ _OWN_LAYERS = dict.fromkeys(gguf_hybrids.ARCHITECTURES, gguf_hybrids.layers) | {
 
 
 def own_layers(fields: Fields) -> int:
-    """Layers of the model itself, without those that predict."""
+    """Returns layers of the model itself, without those that predict."""
     return gguf_hybrids.own_layers(fields, fields.whole("block_count", high=MAX_LAYERS))
 
 
@@ -184,8 +184,8 @@ def tensors(
     predicting: bool = False,
     experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
-    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts in
-    MXFP4 stay so.
+    """Yields (Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts
+    in MXFP4 stay so.
 
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
     prediction layers come, in place of the model's own.  experts: those that come, None: all.
@@ -250,7 +250,7 @@ def _of_experts(
     own: int,
     experts: range | None,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
-    """The matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
+    """Yields the matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
     info, names, bias = file.tensors[name], expert_names(config), match[3] == "bias"
     dims = 2 if bias else 3
     if len(info.shape) != dims:
@@ -366,7 +366,7 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
 
 
 def _ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """Token ids of an array; none where there is none."""
+    """Returns token ids of an array; none where there is none."""
     value = fields.get(key)
     if value is None:
         return ()

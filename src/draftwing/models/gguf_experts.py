@@ -31,8 +31,8 @@ _NEUTRAL_IN_V2: dict[str, tuple[Any, ...]] = {"expert_weights_norm": (False,)}  
 
 
 def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> ExpertConfig | None:
-    """The experts of layers that have them; None where the file speaks of none. dense_ffn: whether they may be as wide
-    as a file says of an MLP."""
+    """Returns the experts of layers that have them; None where the file speaks of none. dense_ffn: whether they may be
+    as wide as a file says of an MLP."""
     oss, by_sigmoids = family.experts == "gpt_oss", family.experts in ("deepseek", "minimax")
     deepseek = family.experts in DEEPSEEKS
     gating = (_UNSAID, SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss)

@@ -67,7 +67,7 @@ def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tu
 
 
 def _each(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
-    """The first `count` values of an array of one of numpy's kinds; None where it is no array."""
+    """Returns the first `count` values of an array of one of numpy's kinds; None where it is no array."""
     value = fields.get(key)
     if not isinstance(value, np.ndarray):
         return None
@@ -78,7 +78,7 @@ def _each(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
 
 
 def _numbers(fields: Fields, key: str, count: int) -> list[int]:
-    """A number for each layer; there may be one for all."""
+    """Returns a number for each layer; there may be one for all."""
     found = _each(fields, key, count, "iu")
     if found is None:
         return [fields.whole(key, 1, WIDEST)] * count
@@ -88,6 +88,6 @@ def _numbers(fields: Fields, key: str, count: int) -> list[int]:
 
 
 def _flags(fields: Fields, key: str, count: int) -> list[bool]:
-    """Whether something is so of each layer; there may be one for all, or none: no."""
+    """Returns whether something is so of each layer; there may be one for all, or none: no."""
     found = _each(fields, key, count, "biu")
     return [fields.flag(key)] * count if found is None else [bool(one) for one in found]

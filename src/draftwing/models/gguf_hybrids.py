@@ -64,7 +64,7 @@ def own_layers(fields: Fields, blocks: int) -> int:
 
 
 def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """The layers of a hybrid; layer: one with attention."""
+    """Returns the layers of a hybrid; layer: one with attention."""
     arch = fields.prefix.removesuffix(".")
     other = _conv(fields, layer) if arch == LFM2 else _net(fields, arch)
     made = [replace(layer, mixer=layer.mixer if attends else other) for attends in _attention(fields, arch, count)]
@@ -116,7 +116,7 @@ def _conv(fields: Fields, layer: LayerConfig) -> MixerConfig:
 
 
 def made(name: str, values: Tensor) -> Tensor:
-    """A tensor as a folder's checkpoint has it. name: there."""
+    """Returns a tensor as a folder's checkpoint has it. name: there."""
     if name.endswith(".A_log"):
         return (-values).log()
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
@@ -125,7 +125,8 @@ def made(name: str, values: Tensor) -> Tensor:
 
 
 def taken_apart(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:
-    """(name, value) of a tensor, or of two in place of Qwen3-Next's, in which those of a key head lie together."""
+    """Yields (name, value) of a tensor, or of two in place of Qwen3-Next's, in which those of a key head lie
+    together."""
     match = _JOINED.fullmatch(name)
     if match is None:
         yield name, value

@@ -55,12 +55,13 @@ WHOLE_NAMES = {
 
 
 def layer_name(block: int, own: int) -> str:
-    """What a block's names begin with. own: layers of the model itself."""
+    """Returns what a block's names begin with. own: layers of the model itself."""
     return f"model.layers.{block}" if block < own else f"{QWEN_MTP_PREFIX}layers.{block - own}"
 
 
 def hf_name(name: str, config: ModelConfig, own: int) -> str:
-    """The Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model itself."""
+    """Returns the Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model
+    itself."""
     match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
     if match is None:
         tops = gguf_hybrids.LFM2_TOP_NAMES if config.architecture == "Lfm2ForCausalLM" else {}

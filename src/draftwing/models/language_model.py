@@ -66,7 +66,8 @@ _PREFIXES = {
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model in a parsed config.json, which mostly is all of it. Raises CheckpointError."""
+    """Returns the config of the language model in a parsed config.json, which mostly is all of it. Raises
+    CheckpointError."""
     fields = Fields(config, "config")
     names = fields.texts("architectures")
     for name, whole in WHOLES.items():
@@ -78,7 +79,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def own_name(name: str) -> str:
-    """The name of a language model's tensor without that of the model around it."""
+    """Returns the name of a language model's tensor without that of the model around it."""
     for prefix, instead in _PREFIXES.items():
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)

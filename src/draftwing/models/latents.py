@@ -63,8 +63,8 @@ LATENT: dict[str, Any] = {
 def apart(
     tensors: Iterable[tuple[str, Value]], mixer: LatentAttentionConfig, cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[str, Value | Tensor]]:
-    """(name, value) of every tensor, or of its `parts`. mixer: of the whole model.  cuts: what this rank has of parts,
-    by their names."""
+    """Yields (name, value) of every tensor, or of its `parts`. mixer: of the whole model.  cuts: what this rank has of
+    parts, by their names."""
     for name, value in tensors:
         if not name.endswith(JOINED):
             yield name, value
@@ -75,9 +75,9 @@ def apart(
 
 
 def parts(name: str, value: Value, mixer: LatentAttentionConfig) -> Iterator[tuple[str, Value | Tensor]]:
-    """(name, value) of a tensor. In place of the matrix that makes keys and values of latents: of those that make
-    latents' counterparts of queries [heads * latent, plain], and values of latents [heads * values, latent]. mixer: of
-    the whole model."""
+    """Yields (name, value) of a tensor. In place of the matrix that makes keys and values of latents: of those that
+    make latents' counterparts of queries [heads * latent, plain], and values of latents [heads * values, latent].
+    mixer: of the whole model."""
     if not name.endswith(JOINED):
         yield name, value
         return

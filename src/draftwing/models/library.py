@@ -155,7 +155,7 @@ def _names(model: StoredModel) -> tuple[str, ...]:
 
 
 def _main_type(file: GGUFFile) -> str:
-    """The type that most of the values are stored as."""
+    """Returns the type that most of the values are stored as."""
     values: Counter[int] = Counter()
     for tensor in file.tensors.values():
         values[tensor.type_id] += math.prod(tensor.shape)

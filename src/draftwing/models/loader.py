@@ -60,7 +60,7 @@ Tensors = Iterable[tuple[str, Stored]]
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The config of a model folder or `.gguf` file, without its weights; raises CheckpointError."""
+    """Returns the config of a model folder or `.gguf` file, without its weights; raises CheckpointError."""
     path = Path(path)
     if path.suffix == ".gguf":
         return gguf.model_config(open_gguf(path))
@@ -134,8 +134,8 @@ def mapped_bytes(path: Path, config: ModelConfig) -> int:
 
 
 def _tied(tensors: Tensors) -> Tensors:
-    """The tensors. A head that is not the embedding, though the config says so, is left out, which is said: other
-    libraries take it."""
+    """Returns the tensors. A head that is not the embedding, though the config says so, is left out, which is said:
+    other libraries take it."""
     found: dict[str, Tensor] = {}  # mapped from their files
     for name, value in tensors:
         if name in (_EMBEDDING, _HEAD) and isinstance(value, Tensor):
@@ -153,7 +153,7 @@ def _tied(tensors: Tensors) -> Tensors:
 
 
 def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
-    """How parameters are stored that are quantised: as the first matrix that is in each."""
+    """Returns how parameters are stored that are quantised: as the first matrix that is in each."""
     found: dict[str, Scheme] = {}
     if config.quantization is None:
         return found
@@ -186,9 +186,9 @@ def open_checkpoint(
     kv_scales: KVScales | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[ModelConfig, Tensors]:
-    """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one, in blocks
-    where the file has them and the format takes them. kv_scales: gets those of the folder.  ranks: over which the
-    model is spread, so that parts of tensors come."""
+    """Returns the config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one, in
+    blocks where the file has them and the format takes them. kv_scales: gets those of the folder.  ranks: over which
+    the model is spread, so that parts of tensors come."""
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf.model_config(file)
@@ -227,7 +227,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
-    """Which tensors this rank has a part of. Raises ConfigError for a format that cannot be spread."""
+    """Returns which tensors this rank has a part of. Raises ConfigError for a format that cannot be spread."""
     if ranks.size == 1:
         return {}
     if config.weight_format != DENSE:
@@ -236,7 +236,7 @@ def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
 
 
 def _is_quantised(quantization: Quantization | None, name: str) -> bool:
-    """Whether a tensor may be of a quantised matrix, whose parts are put together before it is cut."""
+    """Returns whether a tensor may be of a quantised matrix, whose parts are put together before it is cut."""
     module, _, suffix = name.rpartition(".")
     return quantization is not None and suffix == "weight" and quantization.scheme_of(module) is not None
 
@@ -257,7 +257,7 @@ def fill_parameters(
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     missing, unused = set(table), []
-    multiplied_out: Counter[tuple[str, str]] = Counter()  # bytes
+    dequantised: Counter[tuple[str, str]] = Counter()  # bytes
     with Uploader(device) as uploader:
         for name, tensor in tensors:
             part = table.get(name)
@@ -284,7 +284,7 @@ def fill_parameters(
             elif isinstance(tensor, QuantizedRows | MXRows):
                 label, before = tensor.label, tensor.nbytes
                 tensor = tensor.dense(param.dtype)
-                multiplied_out += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
+                dequantised += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
             wide = param.is_floating_point()
             # Values of 8 bits mean nothing without scales, which nobody has named.
             if not (tensor.is_floating_point() and tensor.itemsize > 1 if wide else tensor.dtype == param.dtype):
@@ -293,10 +293,10 @@ def fill_parameters(
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
             uploader.copy(part.of(param), part.made(tensor.to(param.dtype)) if part.changes else tensor)
-    for label in sorted({label for label, _ in multiplied_out}):
+    for label in sorted({label for label, _ in dequantised}):
         logger.info(
-            "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",
-            label, multiplied_out[label, "out"] / 1e9, multiplied_out[label, "in"] / 1e9,
+            "matrices in %s are dequantised, which takes %.2f GB in place of %.2f",
+            label, dequantised[label, "out"] / 1e9, dequantised[label, "in"] / 1e9,
         )  # fmt: skip
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")

@@ -19,7 +19,7 @@ _FIRST_WINDOWED = 28  # of families with a switch, where the config does not say
 def windows(
     fields: Fields, layers: int, max_positions: int, default: int | None, switch: WindowSwitch = "", pattern: int = 0
 ) -> tuple[int, ...]:
-    """The sliding window of each layer, 0 where it sees everything; empty where no layer has one.
+    """Returns the sliding window of each layer, 0 where it sees everything; empty where no layer has one.
 
     default: the window where the config has no such key, 0: there is none then, None: the key is a leftover.  pattern:
     one in so many layers sees everything, the last of each; 0: none.  A window as long as the context cuts nothing off,
@@ -49,7 +49,7 @@ def windows(
 def ropes(
     fields: Fields, theta: float, local_theta: float | None, max_positions: int, partial: bool = False
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding of the layers, and that of those with a window, None where it is the same.
+    """Returns the rotary embedding of the layers, and that of those with a window, None where it is the same.
 
     Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
@@ -70,7 +70,7 @@ def ropes(
 
 
 def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
-    """How many elements of a head are turned, 0: all. share: where the config does not say."""
+    """Returns how many elements of a head are turned, 0: all. share: where the config does not say."""
     given = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
     share = fields.number("partial_rotary_factor", 0, 1, share)
     dims = int(head_dim * given.number("partial_rotary_factor", 0, 1, share))
@@ -94,7 +94,7 @@ def _check_beside(fields: Fields, given: Fields) -> None:
 
 
 def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = False) -> RopeConfig:
-    """One rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
+    """Returns one rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
     theta = scaling.number("rope_theta", 1, 1e15, theta)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     share = scaling.number("partial_rotary_factor", 0, 1, 1)
@@ -141,13 +141,13 @@ def _yarn(scaling: Fields, theta: float, factor: float, max_positions: int) -> R
 
 
 def context(rope: RopeConfig, max_positions: int) -> int:
-    """How many positions a model has that was trained on `max_positions`, a number that those who add YaRN to a config
-    leave as it was."""
+    """Returns how many positions a model has that was trained on `max_positions`, a number that those who add YaRN to a
+    config leave as it was."""
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
     return min(max_positions, MAX_POSITIONS)
 
 
 def refused(fields: Fields, key: str, value: object) -> CheckpointError:
-    """A value that has no code here."""
+    """Returns a value that has no code here."""
     return CheckpointError(f"{fields.where}: {fields.inside}{key} = {show(value)} is not supported")

@@ -59,8 +59,8 @@ def layer_names(
     ranks: Ranks = ALONE,
     index: int = 0,
 ) -> dict[str, ParamSlice]:
-    """The entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is missing.
-    index: of the layer in its model."""
+    """Returns the entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is
+    missing. index: of the layer in its model."""
     whole, hidden, size = config.layers[index], config.hidden_size, ranks.size
     layer = whole.spread(ranks)
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
@@ -109,7 +109,7 @@ def layer_names(
 def _expert_names(
     config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks
 ) -> dict[str, ParamSlice]:
-    """The router and the experts of one layer. experts: of this rank."""
+    """Returns the router and the experts of one layer. experts: of this rank."""
     names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
     inner = Share(0, ffn, ffn) if experts.own is not None else Share(ranks.rank * ffn, ffn, ranks.size * ffn)
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
@@ -232,22 +232,25 @@ def named(
     cut: Cut | None = None,
     order: Order | None = None,
 ) -> dict[str, ParamSlice]:
-    """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names. cut: what
-    of it is, which is nothing else where it is all.  order: of its rows or columns there, in place of a cut."""
+    """Returns the entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names.
+    cut: what of it is, which is nothing else where it is all.  order: of its rows or columns there, in place of a
+    cut."""
     some = cut if order is None and cut is not None and cut.share.size < cut.share.whole else None
     slices = form.slices(model, start, rows).items()
     return {f"{checkpoint}.{suffix}": part._replace(cut=some, order=order) for suffix, part in slices}
 
 
 def nextn_layer(name: str, config: ModelConfig) -> int | None:
-    """Which prediction layer a canonical name is of, that is numbered behind the model's own; None: it is of none."""
+    """Returns which prediction layer a canonical name is of, that is numbered behind the model's own; None: it is of
+    none."""
     match = _LAYER.fullmatch(name) if config.architecture in NEXTN_MODELS else None
     layer = -1 if match is None else int(match[1]) - config.num_layers
     return layer if layer >= 0 else None
 
 
 def nextn_name(name: str, config: ModelConfig) -> str | None:
-    """What such a tensor is called in Qwen's names, others as they are; None: it is a copy of one of the model's."""
+    """Returns what such a tensor is called in Qwen's names, others as they are; None: it is a copy of one of the
+    model's."""
     layer, match = nextn_layer(name, config), _LAYER.fullmatch(name)
     if layer is None or match is None:
         return name
@@ -259,7 +262,8 @@ def nextn_name(name: str, config: ModelConfig) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """The name with the `model.` prefix, which some checkpoints leave out, and without that of a model around it."""
+    """Returns the name with the `model.` prefix, which some checkpoints leave out, and without that of a model around
+    it."""
     name = own_name(name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is installed,
-    unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds out which
-    kernels are launched."""
+    """Returns whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is
+    installed, unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds
+    out which kernels are launched."""
     return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and have_triton()
 
 
@@ -36,7 +36,7 @@ def have_triton() -> bool:
 
 
 def make_ops(device: pytorch.device) -> TorchOps:
-    """The operations of this device, with all that it has."""
+    """Returns the operations of this device, with all that it has."""
     if use_triton(pytorch.empty(0, device=device)):
         from draftwing.ops.triton.ops import TritonOps
 

@@ -56,12 +56,12 @@ class AttentionKind(NamedTuple):
     reads: bool = False
 
     def scale(self, head_dim: int) -> float:
-        """What scores are multiplied with."""
+        """Returns what scores are multiplied with."""
         return float((self.scalar or head_dim) ** -0.5)
 
     @property
     def is_full(self) -> bool:
-        """Whether queries attend as with `FULL`, whoever wrote the keys."""
+        """Returns whether queries attend as with `FULL`, whoever wrote the keys."""
         return not self.window and self.sinks is None and not self.scalar and not self.values
 
 
@@ -100,7 +100,8 @@ class Attend:
         raise NotImplementedError
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        """What a call does without keys and values of its own: over those that an earlier one had for this layer."""
+        """Returns what a call does without keys and values of its own: over those that an earlier one had for this
+        layer."""
         raise NotImplementedError
 
     def state(self, layer: int) -> tuple[Batch, Tensor]:
@@ -131,7 +132,7 @@ class Attend:
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
-        """What rotating q and k and a call do, or None: then the caller does it.
+        """Returns what rotating q and k and a call do, or None: then the caller does it.
 
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
         [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.  With `kind.reads`
@@ -140,12 +141,12 @@ class Attend:
         return None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """What a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
+        """Does what a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
         raise NotImplementedError
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
-        """The same part of `fused`, with its arguments; False where the caller does it. There may be no queries in qkv,
-        which is contiguous within each of M."""
+        """Returns the same part of `fused`, with its arguments; False where the caller does it. There may be no queries
+        in qkv, which is contiguous within each of M."""
         return False
 
     def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
@@ -156,7 +157,7 @@ class Attend:
         return False
 
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """All that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
+        """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
 
 
@@ -360,7 +361,7 @@ class MixedAttend(Attend):
 
 
 def _both(made: list[Tensor | None]) -> Tensor | None:
-    """What two parts of a batch have made together, None where both leave it to the caller."""
+    """Returns what two parts of a batch have made together, None where both leave it to the caller."""
     if made[0] is None or made[1] is None:
         assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"
         return None
@@ -420,7 +421,7 @@ class TiledAttention(AttnBackend, Protocol):
     """Attention whose prefill is cut into tiles, which only the device needs to know."""
 
     def chunk_tiles(self, spans: Sequence[ChunkSpan], shape: HeadShape) -> Tensor:
-        """What `Batch.tiles` is of these chunks for layers of this shape, on the CPU."""
+        """Returns what `Batch.tiles` is of these chunks for layers of this shape, on the CPU."""
         ...
 
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:

@@ -64,8 +64,8 @@ class GroupGemm(Protocol):
         ...
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
-        """The matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for other
-        kernels, and takes longer."""
+        """Returns the matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for
+        other kernels, and takes longer."""
         ...
 
 
@@ -98,7 +98,8 @@ class BlockGemm(FewRowsGemm, Protocol):
         ...
 
     def last(self, outputs: int) -> BlockGemm:
-        """The GEMM of the last so many outputs, perhaps of some before them, too: the same bits, in the same memory."""
+        """Returns the GEMM of the last so many outputs, perhaps of some before them, too: the same bits, in the same
+        memory."""
         ...
 
 
@@ -246,7 +247,8 @@ class Routed:
         return self.experts.numel()
 
     def choices(self, x: Tensor) -> int:
-        """How many pairs read a row of x: x [M, n] has the rows that were routed, x [pairs, n] what came of them."""
+        """Returns how many pairs read a row of x: x [M, n] has the rows that were routed, x [pairs, n] what came of
+        them."""
         assert x.shape[0] in (self.experts.shape[0], self.pairs)
         return self.pairs // max(x.shape[0], 1)
 

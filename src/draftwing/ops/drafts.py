@@ -37,7 +37,7 @@ def new_calibration(device: torch.device) -> Calibration:
 
 
 def forget(calibration: Calibration) -> None:
-    """Old nodes count for less: to be called every few steps."""
+    """Lets old nodes count for less: to be called every few steps."""
     keep = (MEMORY / calibration.seen).clamp_(max=1.0)
     calibration.seen.mul_(keep)
     calibration.accepted.mul_(keep)

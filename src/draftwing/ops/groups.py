@@ -74,7 +74,7 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
 
 
 def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) -> PackedGroups:
-    """The rows, for which `why_not` has nothing to say, on `device`. dtype: of activations."""
+    """Returns the rows, for which `why_not` has nothing to say, on `device`. dtype: of activations."""
     codes, fp8, zeros, order = rows.codes.to(device), rows.codes.is_floating_point(), rows.zeros, None
     if rows.group_of is not None:
         order = torch.argsort(rows.group_of, stable=True).to(device)
@@ -106,7 +106,7 @@ def joinable(parts: Sequence[PackedGroups]) -> bool:
 
 
 def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
-    """The rows of one part after those of another, or None where they are not `joinable`."""
+    """Returns the rows of one part after those of another, or None where they are not `joinable`."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -136,7 +136,7 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
 
 
 def unit_of(weight: PackedGroups) -> int:
-    """The power of 2 that scales are to be multiplied with."""
+    """Returns the power of 2 that scales are to be multiplied with."""
     dtype = weight.scales.dtype
     return -(_FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype])
 
@@ -169,7 +169,7 @@ def codes_of(weight: PackedGroups) -> Tensor:
 
 
 def by_group(weight: PackedGroups) -> tuple[Tensor, Tensor | None]:
-    """Scales, and what is added to a code from 0, [rows, groups] float32."""
+    """Returns scales, and what is added to a code from 0, [rows, groups] float32."""
 
     def by_row(values: Tensor, power: int) -> Tensor:
         return _times_power(values.permute(0, 3, 2, 1).reshape(weight.rows, -1), power)
@@ -184,7 +184,7 @@ def _even(group_of: Tensor, wide: int) -> bool:
 
 
 def shift_of(wide: int) -> int:
-    """The shift for groups of so many columns, 0: of all."""
+    """Returns the shift for groups of so many columns, 0: of all."""
     return WHOLE if wide == 0 else -1 if wide % CHUNK else 0 if wide % (2 * CHUNK) else 1
 
 

@@ -59,7 +59,7 @@ class MXRows(NamedTuple):
         return QuantizedRows(values[pairs.int()], 5, scales, None, 1, MX_BLOCK, None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns]: the values, computed in float32."""
+        """Returns [rows, columns]: the values, computed in float32."""
         step = max(1, _SLICE // max(1, self.columns))
         parts = zip(self.codes.split(step), self.exponents.split(step), strict=True)
         return torch.cat([MXRows(*part).integers().dense(dtype) for part in parts])
@@ -105,7 +105,7 @@ class QuantizedRows(NamedTuple):
         return values.repeat_interleave(self.wide, 1)[:, :columns] if values.shape[1] > 1 else values
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns]: the values, computed in float32."""
+        """Returns [rows, columns]: the values, computed in float32."""
         rows, columns = self.codes.shape
         out = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
         step = max(1, _SLICE // max(1, columns))
@@ -358,7 +358,7 @@ CONFIDENCE, COUNT, HEAD = range(3)  # columns of a packed result; the tokens beg
 
 
 def packed_width(depth_max: int, nodes: int) -> int:
-    """Columns of a packed result of trees no deeper than `depth_max`."""
+    """Returns columns of a packed result of trees no deeper than `depth_max`."""
     return HEAD + depth_max + 1 + 2 * nodes
 
 
@@ -440,7 +440,7 @@ class Expansion(Protocol):
         ...
 
     def level_feature(self) -> Tensor:
-        """The outputs of the parents of the level that was chosen last: [B * K, width]."""
+        """Returns the outputs of the parents of the level that was chosen last: [B * K, width]."""
         ...
 
     def add(self, following: Continuations, hidden: Tensor) -> None:
@@ -449,5 +449,5 @@ class Expansion(Protocol):
         ...
 
     def draft(self) -> Draft:
-        """The best nodes of all levels."""
+        """Returns the best nodes of all levels."""
         ...

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from draftwing.machine import processors
 
-CHUNK_BYTES = 16 << 20
-THREADS = 8
+CHUNK_BYTES = 16 << 20  # of a tensor, that a thread copies at a time
+THREADS = 8  # at most, that copy for a GPU
 WAITING_BYTES = 256 << 20  # of chunks that are not sent yet
 _LARGE = 4 << 20  # bytes from which on threads are worth starting
 
 
 def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; large ones by several threads where that is a GPU."""
+    """Returns the tensor on the device; large ones by several threads where that is a GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda or tensor.nbytes < _LARGE:
         return tensor.to(device)
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -69,7 +69,7 @@ class Uploader:
                 sender.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target, on the device, becomes `source` in its dtype; source, mostly on the CPU, must not change before the
+        """Makes target, on the device, `source` in its dtype; source, mostly on the CPU, must not change before the
         context is left."""
         assert target.shape == source.shape
         if self._pool is None or not target.is_contiguous() or source.device.type != "cpu":

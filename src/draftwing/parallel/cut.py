@@ -24,15 +24,16 @@ class Cut(NamedTuple):
     share: Share
 
     def read(self, name: str, stored: Any) -> Tensor:
-        """The part of a tensor in a safetensors file, whose other bytes are not read. stored: its slice object."""
+        """Returns the part of a tensor in a safetensors file, whose other bytes are not read. stored: its slice
+        object."""
         self._check(name, stored.get_shape())
         start, size, _ = self.share
         part: Tensor = stored[start : start + size] if self.axis == 0 else stored[:, start : start + size]
         return part
 
     def of(self, name: str, value: Stored) -> Stored:
-        """The part of what was read or mapped, a view. Raises CheckpointError for a tensor of another size, and where
-        columns do not begin and end with a block."""
+        """Returns the part of what was read or mapped, a view. Raises CheckpointError for a tensor of another size, and
+        where columns do not begin and end with a block."""
         if isinstance(value, Tensor):
             return self.of_tensor(name, value)
         if isinstance(value, MXRows):
@@ -67,12 +68,13 @@ class Cut(NamedTuple):
         return MXRows(codes[:, start // 2 : (start + size) // 2], exponents[:, first : first + size // MX_BLOCK])
 
     def of_tensor(self, name: str, value: Tensor) -> Tensor:
-        """The part, a view. Raises CheckpointError for a tensor of another size."""
+        """Returns the part, a view. Raises CheckpointError for a tensor of another size."""
         self._check(name, list(value.shape))
         return value.narrow(self.axis, self.share.start, self.share.size)
 
     def _of_quantized(self, name: str, value: QuantizedRows) -> QuantizedRows:
-        """The same of a quantised matrix, to the bit: where a share begins inside a group, groups become smaller."""
+        """Returns the same of a quantised matrix, to the bit: where a share begins inside a group, groups become
+        smaller."""
         self._check(name, list(value.codes.shape))
         start, size, _ = self.share
         codes = value.codes.narrow(self.axis, start, size).contiguous()
@@ -99,11 +101,11 @@ class Order(NamedTuple):
     whole: int
 
     def places(self) -> Tensor:
-        """[n] int64: where each row or column that is read lies."""
+        """Returns [n] int64: where each row or column that is read lies."""
         return torch.cat([torch.arange(start, start + size) for start, size in self.runs])
 
     def of(self, name: str, value: Stored) -> Stored:
-        """What is read, a copy. Raises CheckpointError as `Cut.of`."""
+        """Returns what is read, a copy. Raises CheckpointError as `Cut.of`."""
         self._check(name, value)
         if isinstance(value, Tensor):
             return _picked(value, self.axis, self.places())
@@ -121,7 +123,7 @@ class Order(NamedTuple):
         return BlockRows(value.kind, data, sum(size for _, size in self.runs))
 
     def back(self, value: Tensor) -> Tensor:
-        """The tensor as it is stored, of which all is read."""
+        """Returns the tensor as it is stored, of which all is read."""
         return torch.empty_like(value).index_copy_(self.axis, self.places().to(value.device), value)
 
     def _of_quantized(self, value: QuantizedRows) -> QuantizedRows:
@@ -151,7 +153,7 @@ class Order(NamedTuple):
 
 
 def ordered(axis: int, runs: Iterable[tuple[int, int]], whole: int) -> Order | None:
-    """The order in as few runs as there can be; None where it is that of the tensor, all of it."""
+    """Returns the order in as few runs as there can be; None where it is that of the tensor, all of it."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:

@@ -56,7 +56,7 @@ class Rendezvous:
     def join(
         self, size: int, device: torch.device, collectives: Collectives = "gloo", expert_parallel: bool = False
     ) -> Group:
-        """Rank 0 of so many."""
+        """Makes rank 0 of so many."""
         return Group(self._store, size, 0, device, collectives, expert_parallel)
 
 
@@ -68,7 +68,7 @@ def join(
     collectives: Collectives = "gloo",
     expert_parallel: bool = False,
 ) -> Group:
-    """A rank from 1 on."""
+    """Makes a rank from 1 on."""
     return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives, expert_parallel)
 
 
@@ -144,8 +144,8 @@ class Group(Ranks):
         return out
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, in their order. Not for the path of a step. Raises DraftwingError where one has not
-        come after `PATIENCE`, RuntimeError once it was released."""
+        """Returns what each rank gives, in their order. Not for the path of a step. Raises DraftwingError where one has
+        not come after `PATIENCE`, RuntimeError once it was released."""
         self._exchanges += 1
         places = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
         self._store.set(places[self.rank], mine.hex())
@@ -200,7 +200,7 @@ class Group(Ranks):
 
 
 def make_group(store: dist.Store, size: int, rank: int, collectives: Collectives) -> Any:
-    """The process group, which is not torch's default one: a process may have several engines."""
+    """Returns the process group, which is not torch's default one: a process may have several engines."""
     if collectives == "NCCL":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = JOINING

@@ -73,22 +73,23 @@ class Ranks(ABC):
         return Share(start, min(share_rows, whole - start), whole)
 
     def least(self, value: int) -> int:
-        """The least of all ranks' values, on the host. Not for the path of a step."""
+        """Returns the least of all ranks' values, on the host. Not for the path of a step."""
         return int(self.gather(self.scalar(value)).min())
 
     def first(self, value: int) -> int:
-        """Rank 0's value, on the host. Not for the path of a step."""
+        """Returns rank 0's value, on the host. Not for the path of a step."""
         return int(self.gather(self.scalar(value))[0])
 
     def scalar(self, value: int) -> Tensor:
-        """[1] int64, where `gather` wants its tensors."""
+        """Returns [1] int64, where `gather` wants its tensors."""
         return torch.tensor([value])
 
     def shorten_timeouts(self) -> None:  # noqa: B027
-        """All ranks are at work: from now on none has to be waited for for long."""
+        """Notes that all ranks are at work: from now on none has to be waited for for long."""
 
     def release(self) -> None:  # noqa: B027
-        """Another rank is gone: what waits for it is not to wait any longer, and may give anything. From any thread."""
+        """Gives up a rank that is gone: what waits for it is not to wait any longer, and may give anything. From any
+        thread."""
 
     def close(self) -> None:  # noqa: B027
         """Leaves the others. No graph may be left that passes anything to them."""

@@ -74,7 +74,7 @@ _FORMAT: TypeAdapter[Any] = TypeAdapter(
 
 
 def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
-    """The grammar that the field `kind` holds; None for free text. Raises RequestError."""
+    """Returns the grammar that the field `kind` holds; None for free text. Raises RequestError."""
     if kind == "response_format":
         try:
             made = _FORMAT.validate_python(value)
@@ -110,7 +110,7 @@ def _schema(field: str, value: Any, names: Names) -> Grammar:
 
 
 def as_json(field: str, value: Any, kinds: tuple[type, ...], names: Names) -> str:
-    """The JSON of a field's value, which is to be one of `kinds`. Raises RequestError."""
+    """Returns the JSON of a field's value, which is to be one of `kinds`. Raises RequestError."""
     if isinstance(value, kinds):
         try:
             return json.dumps(value, allow_nan=False)
@@ -137,7 +137,7 @@ def _format_refusal(error: ValidationError, value: Any, names: Names) -> Request
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
-    """A JSON schema without references to `definitions`, which are its own "$defs" by default."""
+    """Returns a JSON schema without references to `definitions`, which are its own "$defs" by default."""
     if isinstance(schema, list):
         return [inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -149,7 +149,7 @@ def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
 
 
 def grammar_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema of each of `GRAMMARS`."""
+    """Returns the JSON schema of each of `GRAMMARS`."""
     text, anything = {"type": "string"}, {"type": "object"}
     return {
         "json_schema": {"anyOf": [text, anything, {"type": "boolean"}]},

@@ -27,7 +27,8 @@ _OPTION = "--logit-processor"
 
 
 def load_processors(names: Iterable[str]) -> dict[str, LogitsProcessor]:
-    """The processors that `names` say, by what requests may call them. A class is instantiated without arguments.
+    """Returns the processors that `names` say, by what requests may call them. A class is instantiated without
+    arguments.
 
     Modules are looked for in the working folder, too. Raises ConfigError for what cannot be imported or called.
     """

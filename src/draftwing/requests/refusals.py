@@ -35,7 +35,8 @@ class _Beginning(reprlib.Repr):
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value for an error message: bounded, and safe for integers too long to print and for lone surrogates."""
+    """Returns a value for an error message: bounded, and safe for integers too long to print and for lone
+    surrogates."""
     try:
         text = _Beginning(limit).repr(value)
     except (ValueError, RecursionError):
@@ -62,7 +63,8 @@ def no_text(kind: str, where: str, param: str, expected: str = "text") -> Reques
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known: the known one that it looks like, where there is one."""
+    """Returns the end of an error about a name that is not known: the known one that it looks like, where there is
+    one."""
     # Longer ones are no slip, and take long to compare.
     close = difflib.get_close_matches(name, known, 1, cutoff=0.75) if len(name) <= 64 else []
     return f"; did you mean {close[0]}?" if close else ""
@@ -86,7 +88,7 @@ class Names:
 
 
 def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[str, Any]]) -> RequestError:
-    """The first of pydantic's errors in our words. schemas: JSON schema of each field."""
+    """Returns the first of pydantic's errors in our words. schemas: JSON schema of each field."""
     first = error.errors(include_url=False)[0]
     field, context = str(first["loc"][0]), first.get("ctx", {})
     match first["type"]:

@@ -86,7 +86,7 @@ def _kinds(parts: Sequence[re.Match[str]]) -> list[str]:
 
 
 def _around(parts: Sequence[re.Match[str]], marked: Sequence[bool]) -> set[int]:
-    """The groups, by the part that opens them, in which a part is marked."""
+    """Returns the groups, by the part that opens them, in which a part is marked."""
     found, groups = set[int](), list[int]()
     for at, part in enumerate(parts):
         if marked[at]:

@@ -128,8 +128,8 @@ class Speculation(NamedTuple):
 
 
 def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
-    """wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None is no
-    wish. algorithm, maximum: the engine's. Raises RequestError, naming field and limit, for more than it has."""
+    """Reads a wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None
+    is no wish. algorithm, maximum: the engine's. Raises RequestError, naming field and limit, for more than it has."""
     if wish is None:
         return Speculation(None, _used(algorithm, maximum))
     if isinstance(wish, str) and wish.lower() == "off":
@@ -161,7 +161,7 @@ def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
 
 
 def prediction_text(value: Any, param: str = "prediction") -> str:
-    """The text of OpenAI's {"type": "content", "content": a string or text parts}. Raises RequestError."""
+    """Returns the text of OpenAI's {"type": "content", "content": a string or text parts}. Raises RequestError."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind != "content" or not set(value) <= {"type", "content"}:
         raise RequestError(f'{param} must be {{"type": "content", "content": ...}}; found {show(value)}', param)

@@ -184,7 +184,7 @@ class SamplingParams(BaseModel):
         return params
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, which are not checked."""
+        """Returns a copy with other values, which are not checked."""
         return self.model_copy(update=changes)
 
     def _read(self, fields: Mapping[str, Any], names: Names) -> None:
@@ -296,7 +296,7 @@ def _translate(given: dict[str, Any], names: Names) -> None:
 
 @functools.cache
 def field_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema of every field that `SamplingParams` can be made with."""
+    """Returns the JSON schema of every field that `SamplingParams` can be made with."""
     schemas: dict[str, dict[str, Any]] = inlined(SamplingParams.model_json_schema())["properties"]
     del schemas["grammar"], schemas["logits_processor"]
     processor = {"custom_logit_processor": {"type": "string"}, "custom_params": {"type": "object"}}

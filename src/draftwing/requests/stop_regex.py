@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
 
 def compile_stop(pattern: str) -> Any:
-    """The compiled pattern. Raises ValueError, saying what is wrong, for one that cannot be used."""
+    """Returns the compiled pattern. Raises ValueError, saying what is wrong, for one that cannot be used."""
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"has {len(pattern)} characters, at most {MAX_PATTERN} are allowed")
     if _VERBOSE.search(pattern):
@@ -93,7 +93,7 @@ class Allowance:
         self.answers = 0
 
     def token(self) -> None:
-        """One of the answers has one more."""
+        """Counts one more token of one of the answers."""
         self.left = min(self.left + TOKEN_SECONDS / min(self.answers, MAX_SHARES), SEARCH_SECONDS)
 
 
@@ -119,8 +119,8 @@ class Patterns(tuple[str, ...]):
 
 
 def parts(pattern: str) -> int:
-    """How many parts a pattern, and the one that says where it is under way, have when each is written out as often as
-    it must occur; too many rather than too few.
+    """Returns how many parts a pattern, and the one that says where it is under way, have when each is written out as
+    often as it must occur; too many rather than too few.
 
     Compiling takes that much memory, so it is found out before.
     """
@@ -212,7 +212,8 @@ class RegexScanner:
         return best
 
     def _found(self, pattern: Any, other: Any, start: int, new: int) -> Any:
-        """A match that begins at `start` or later, else the first one under way; None where there is neither."""
+        """Returns a match that begins at `start` or later, else the first one under way; None where there is
+        neither."""
         partial: dict[str, Any] = {"partial": True, "timeout": SEARCH_SECONDS}
         if other is None:
             return pattern.search(self._text, start, **partial)

@@ -60,8 +60,8 @@ class BudgetTable:
         self._longest[row], self._prompt_len[row] = max(len(begin), len(end)), prompt_len
 
     def forced(self, known_rows: Sequence[int], nodes: Nodes) -> Tensor:
-        """What must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides. What a dead
-        node gets is not defined. known_rows: the rows, on the host."""
+        """Returns what must follow each node: a token of the end marker, [b, N] int64; -1 where the model decides. What
+        a dead node gets is not defined. known_rows: the rows, on the host."""
         rows, history, newest, bound, drafts, path, path_len = nodes
         longest = max(self._longest[row] for row in known_rows)
         first = min(self._prompt_len[row] for row in known_rows) - 1  # a prompt may be long, and says nothing here
@@ -112,7 +112,8 @@ class _Markers(NamedTuple):
     lead: Tensor  # the most answer tokens before a block
 
     def newest(self, windows: Tensor, order: Tensor, begun: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """The orders of the newest markers up to each token, [b, N, T]; the answer's beginning is one of order 0.
+        """Returns the orders of the newest markers up to each token, [b, N, T]; the answer's beginning is one of order
+        0.
 
         windows [b, N, T, K], which end at tokens of the orders [b, 1, T]; begun, ended [b, N or 1, 1]: those before."""
         found = _equal(windows, self.begins) & (order - self.begin_len <= self.lead)

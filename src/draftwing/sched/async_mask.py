@@ -62,8 +62,8 @@ class AsyncMask:
         self._left -= seconds
 
     def ready(self) -> bool:
-        """Whether the next token can be drawn now. Raises RequestError when the grammar has become too complex, or has
-        taken too long."""
+        """Takes a mask that was worked out, or begins to work one out, and returns whether the next token can be drawn
+        now. Raises RequestError when the grammar has become too complex, or has taken too long."""
         if self._task is not None:
             if not self._task.done():
                 return False
@@ -113,6 +113,6 @@ class AsyncMask:
 
 
 def await_any(pending: Collection[Future[ComputedMask]], seconds: float) -> None:
-    """Until one of them is done, or so long."""
+    """Waits until one of them is done, or so long."""
     if pending:
         wait(pending, seconds, FIRST_COMPLETED)

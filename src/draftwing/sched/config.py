@@ -21,10 +21,9 @@ class SchedulerConfig:
     initial_confidence: int = 0  # the drafter's confidence, as long as no result has told it
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
-    lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
-    lag: int = (
-        MAX_BACKLOG  # most positions of a row in one pass then, and that it may lack where `deferral` says nothing else
-    )
+    skips_extend: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
+    # Most positions of a row in one pass then, and that it may lack where `deferral` says nothing else.
+    max_backlog: int = MAX_BACKLOG
     deferral: DraftDeferral = NO_DEFERRAL  # of prompts
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     states: StateSizes | None = None  # of a model with recurrent layers

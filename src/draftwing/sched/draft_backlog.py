@@ -1,5 +1,5 @@
-"""When a drafter with KV catches up with what it has not seen (`engine.draft_kv_backlog`): the host knows bounds of its
-lag.
+"""When a drafter with KV catches up with what it has not seen (`engine.draft_kv_backlog`): the host knows bounds of how
+much that is.
 
 Before a step that drafts with the model all rows of the step do. Else a row does before it is too far behind, together
 with others that are nearly as far, and when it is released: what it gave to the radix tree must be complete for whoever
@@ -34,15 +34,15 @@ UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all be
 class DraftExtendPlanner:
     def __init__(
         self,
-        lagging: Collection[TreeShape],
+        skips_extend: Collection[TreeShape],
         max_backlog: int = MAX_BACKLOG,
         deferral: DraftDeferral = NO_DEFERRAL,
         slots: int = 0,
     ) -> None:
-        """lagging: shapes whose steps the drafter does not see; max_backlog: of a row, which it may see in a pass over
-        rows, and lack if it needs more than tokens.  slots: of the pool."""
-        assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in lagging)
-        self._lagging, self._max_backlog, self._pass = frozenset(lagging), max_backlog, deferral.most
+        """skips_extend: shapes whose steps the drafter does not see; max_backlog: of a row, which it may see in a
+        pass over rows, and lack if it needs more than tokens.  slots: of the pool."""
+        assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in skips_extend)
+        self._skips_extend, self._max_backlog, self._pass = frozenset(skips_extend), max_backlog, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
         self._prompts: PromptBacklog
         if deferral.by_slot:
@@ -53,18 +53,18 @@ class DraftExtendPlanner:
             )
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
-        """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
-        if not self._lagging:
+        """Notes that a tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
+        if not self._skips_extend:
             return
-        lags, reqs = shape in self._lagging, [req for req in reqs if not req.skipped]
-        self._prompts.stepped(lags)
-        if lags:
+        skips, reqs = shape in self._skips_extend, [req for req in reqs if not req.skipped]
+        self._prompts.stepped(skips)
+        if skips:
             for req in self._prompts.far(reqs, shape.max_commit):
                 self._prompts.show(req)
-        for req in self._due(reqs, shape.max_commit) if lags else reqs:
+        for req in self._due(reqs, shape.max_commit) if skips else reqs:
             self._add(req)
             req.caught_up = step
-        if lags:
+        if skips:
             for req in reqs:
                 req.behind += shape.max_commit
 
@@ -75,27 +75,27 @@ class DraftExtendPlanner:
         return 1 + self._passes(far), sum(far)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
-        """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
+        """Notes that a chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
         return self._prompts.plan(req, length, final)
 
     def share(self, req: Req) -> None:
-        """The prompt's KV may be another request's from now on."""
+        """Notes that the prompt's KV may be another request's from now on."""
         self._prompts.share(req)
 
     def commit(self, step: int, shape: TreeShape, req: Req, count: int) -> None:
-        """The step of this number has committed `count` tokens of the request."""
-        if step >= req.caught_up and shape in self._lagging and not req.skipped:
+        """Notes that the step of this number has committed `count` tokens of the request."""
+        if step >= req.caught_up and shape in self._skips_extend and not req.skipped:
             req.behind -= shape.max_commit - count
 
     def release(self, req: Req, cached: bool) -> None:
-        """The request is about to give its row away. cached: whether others may use its KV."""
+        """Notes that the request is about to give its row away. cached: whether others may use its KV."""
         self._prompts.release(req, cached)
         if cached and not self._prompts.sees_later:
             self._add(req)
         req.behind = 0
 
     def take_shown(self) -> tuple[DraftChunk, ...]:
-        """`Plan.shown` of the next plan."""
+        """Returns `Plan.shown` of the next plan."""
         return self._prompts.take()
 
     def take(self) -> DraftExtend | None:
@@ -110,7 +110,7 @@ class DraftExtendPlanner:
         return DraftExtend(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
 
     def clear(self) -> None:
-        """Nobody will use what has been released."""
+        """Forgets what has been released, as nobody will use it."""
         self._next = []
         self._prompts.take_texts()
 
@@ -119,8 +119,8 @@ class DraftExtendPlanner:
         return -(-sum(lengths) // max(self._pass, 1))
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
-        some begin early, so that they do not all have to at once."""
+        """Returns who must catch up before a step that commits so many tokens at most, and who joins. Where many are
+        far behind some begin early, so that they do not all have to at once."""
         if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
             return [req for req in reqs if req.behind and commit >= self._max_backlog]
         if self._prompts.sees_later:
@@ -145,8 +145,8 @@ class PromptBacklog(Protocol):
     sees_later: bool = False  # whether it can be shown any text at any time
     late: bool = False  # whether its catch-ups are `DraftExtend.late`
 
-    def stepped(self, lags: bool) -> None:
-        """A tree step is planned that the drafter does not see (`lags`), or for which it has seen all."""
+    def stepped(self, skips: bool) -> None:
+        """Notes that a tree step is planned that the drafter does not see (`skips`), or for which it has seen all."""
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
@@ -162,7 +162,8 @@ class PromptBacklog(Protocol):
         ...
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """Who is shown its answer before a step that the drafter does not see, which commits so many tokens at most."""
+        """Returns who is shown its answer before a step that the drafter does not see, which commits so many tokens at
+        most."""
         return []
 
     def show(self, req: Req) -> None:
@@ -203,7 +204,8 @@ class HiddenStateBuffer(PromptBacklog):
         return kept.at + kept.length
 
     def release(self, req: Req, cached: bool) -> None:
-        """Others may use what is committed, as far as they may use anything: the drafter must have seen that."""
+        """Notes that others may use what is committed, as far as they may use anything: the drafter must have seen
+        that."""
         self._show(req.row, req.kv if cached else 0, self._released)
 
     def take(self) -> tuple[DraftChunk, ...]:
@@ -236,13 +238,13 @@ class RecomputeFromTokens(PromptBacklog):
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
     request that goes on from others has it see these first.
 
-    At rest it sees answers at about `DraftDeferral.lag` tokens, of several rows in one pass, and one pass before a
+    At rest it sees answers at about `DraftDeferral.backlog` tokens, of several rows in one pass, and one pass before a
     step: the device does not need it, and a step takes longer with it. Most answers end before."""
 
     sees_later = True
 
     def __init__(self, deferral: DraftDeferral, slots: int) -> None:
-        self._max_pass, self._lag = deferral.most, deferral.lag
+        self._max_pass, self._backlog = deferral.most, deferral.backlog
         self._texts: list[DraftChunk] = []  # of answers, with the next plan
         self._seen = np.zeros(slots + 1, bool)  # by slot
         self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
@@ -262,7 +264,7 @@ class RecomputeFromTokens(PromptBacklog):
             self._due[req.row] = req.slots[: req.kv], first
 
     def _first(self, req: Req, end: int) -> int:
-        """The first of its positions below `end` that the drafter has not seen, `end` if there is none."""
+        """Returns the first of its positions below `end` that the drafter has not seen, `end` if there is none."""
         unseen = np.flatnonzero(~self._seen[req.slots[:end]])
         return int(unseen[0]) if len(unseen) else end
 
@@ -273,9 +275,9 @@ class RecomputeFromTokens(PromptBacklog):
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Returns as many as fit into a pass, those first that are furthest behind."""
-        if all(req.behind + commit <= self._lag for req in reqs):
+        if all(req.behind + commit <= self._backlog for req in reqs):
             return []
-        far = sorted((req for req in reqs if 2 * req.behind > self._lag), key=lambda req: -req.behind)
+        far = sorted((req for req in reqs if 2 * req.behind > self._backlog), key=lambda req: -req.behind)
         together = np.cumsum([req.behind for req in far]) <= self._max_pass
         return far[: max(int(together.sum()), 1)]
 
@@ -298,7 +300,7 @@ class RecomputeFromTokens(PromptBacklog):
         return texts
 
     def _parts(self, row: int, start: int, end: int) -> list[DraftChunk]:
-        """Positions [start, end), as many at once as a pass has."""
+        """Returns positions [start, end), as many at once as a pass has."""
         return [DraftChunk(row, at, min(self._max_pass, end - at), 0) for at in range(start, end, self._max_pass)]
 
 
@@ -315,8 +317,8 @@ class HiddenStatePool(RecomputeFromTokens):
         super().__init__(deferral, slots)
         self._row_pass, self._rested = max_backlog, 0
 
-    def stepped(self, lags: bool) -> None:
-        self._rested = self._rested + 1 if lags else 0
+    def stepped(self, skips: bool) -> None:
+        self._rested = self._rested + 1 if skips else 0
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         begin, end = req.sent, req.sent + length
@@ -341,7 +343,7 @@ class HiddenStatePool(RecomputeFromTokens):
             self._due[req.row] = req.slots[: req.kv], first
 
     def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
-        """One with a long answer, if there is any."""
+        """Returns one with a long answer, if there is any."""
         return [req for req in reqs if req.behind > 2 * UNSEEN][:1]
 
     def show(self, req: Req) -> None:

@@ -142,7 +142,7 @@ class Explainer:
         self.busiest: dict[str, Any] | None = None
 
     def look(self) -> None:
-        """To be called after every step."""
+        """Looks whether the choice has changed; to be called after every step."""
         at = self._clock()
         if at < self._reported + REPORT_SECONDS:
             return
@@ -159,9 +159,9 @@ class Explainer:
             log.info("drafts: %s", self.now["summary"])
 
     def forget(self) -> None:
-        """Another load begins."""
+        """Begins anew, for another load."""
         self.busiest, self._reported = None, -math.inf
 
     def rest(self) -> None:
-        """There is nothing to do."""
+        """Notes that there is nothing to do."""
         self.now = report([], 0, 0)

@@ -89,8 +89,8 @@ class Guidance:
         return [i for i, row in enumerate(self._rows) if row.processor is not None]
 
     def until_failure(self, batch: int, new: list[int]) -> tuple[list[int], str | None]:
-        """What the step gave to a row of the plan, up to where it failed, and why it did; all of it for rows that did
-        not fail or are not guided."""
+        """Returns what the step gave to a row of the plan, up to where it failed, and why it did; all of it for rows
+        that did not fail or are not guided."""
         row = self._of_batch.get(batch, -1)
         if row in self._failed:
             return [], self._failed[row]
@@ -125,7 +125,7 @@ class Guidance:
     def fit(
         self, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int
     ) -> tuple[IntArray, IntArray, BoolArray]:
-        """The rows' drafts [g, N] after their grammars: illegal nodes dead, forced text in free places."""
+        """Returns the rows' drafts [g, N] after their grammars: illegal nodes dead, forced text in free places."""
         tokens, parent, alive = tokens.copy(), parent.copy(), alive.copy()
         for i, row in enumerate(self._rows):
             if row.grammar is None or i in self._failed:

@@ -26,13 +26,13 @@ class InflightPrefixes:
         self._waiting: dict[tuple[int, bytes], set[Req]] = {}  # requests that were found to wait, by first tokens
 
     def add(self, req: Req, tokens: IntArray) -> None:
-        """Its prompt is computed from now on."""
+        """Notes that its prompt is computed from now on."""
         head, key = self._keys[req] = _head(req.salt, tokens), (req.salt, req.digest)
         self._by_head.setdefault(head, {})[req] = tokens
         self._by_all.setdefault(key, {})[req] = None
 
     def drop(self, req: Req) -> None:
-        """It is cached, or nobody computes it any more. Nothing happens where there is none."""
+        """Removes what is cached, or nobody computes any more. Nothing happens where there is none."""
         if req not in self._keys:
             return
         head, key = self._keys.pop(req)
@@ -58,13 +58,14 @@ class InflightPrefixes:
         return any(other in held for other in self._alike(req, tokens))
 
     def has(self, req: Req, held: Container[Req] = ()) -> bool:
-        """Whether there is a prompt of the very same tokens. held: see `common_prefixes`."""
+        """Returns whether there is a prompt of the very same tokens. held: see `common_prefixes`."""
         same = self._by_all.get((req.salt, req.digest), ())
         return any(_before(other, req, held) for other in same)
 
     def common_prefixes(self, req: Req, tokens: IntArray, held: Container[Req]) -> Iterator[tuple[Req, int, int]]:
-        """Each request whose prompt is like it: tokens in common, and those that are left to compute. held: whose
-        prompts do not go on now. Left out are those of other clients and of lower priority, which may get less time."""
+        """Yields each request whose prompt is like it: tokens in common, and those that are left to compute. held:
+        whose prompts do not go on now. Left out are those of other clients and of lower priority, which may get less
+        time."""
         before = (pair for pair in self._alike(req, tokens).items() if _before(pair[0], req, held))
         for other, its in islice(before, _MAX_COMPARED):
             yield other, _common(tokens, its), len(its) - other.sent
@@ -74,7 +75,7 @@ class InflightPrefixes:
 
 
 def _before(other: Req, req: Req, held: Container[Req]) -> bool:
-    """Whether a request may wait for the other one's prompt."""
+    """Returns whether a request may wait for the other one's prompt."""
     theirs, asked = other.request, req.request
     return theirs.client == asked.client and theirs.priority >= asked.priority and other not in held
 
@@ -84,7 +85,7 @@ def _head(salt: int, tokens: IntArray) -> tuple[int, bytes]:
 
 
 def _common(a: IntArray, b: IntArray) -> int:
-    """Tokens with which both begin."""
+    """Returns tokens with which both begin."""
     size = min(len(a), len(b))
     other = a[:size] != b[:size]
     at = int(np.argmax(other)) if size else 0

@@ -39,7 +39,7 @@ class SlotAllocator:
         self.available = end
 
     def free_slots(self) -> IntArray:
-        """The slots on the stack, for integrity checks."""
+        """Returns the slots on the stack, for integrity checks."""
         return self._stack[: self.available].copy()
 
 
@@ -73,17 +73,17 @@ class KVManager:
 
     @property
     def free_rows(self) -> int:
-        """How many more requests can be admitted, if there are slots for them."""
+        """Returns how many more requests can be admitted, if there are slots for them."""
         return len(self._free_rows)
 
     @property
     def obtainable(self) -> int:
-        """Slots that are free or cached."""
+        """Returns slots that are free or cached."""
         return self.pool.available + self.radix.evictable
 
     def prefix_being_computed(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
-        """Whether the KV of its tokens, or of so many of them that it is worth it, is being computed for another
-        request, so that it should wait. held: who does not go on now."""
+        """Returns whether the KV of its tokens, or of so many of them that it is worth it, is being computed for
+        another request, so that it should wait. held: who does not go on now."""
         if not self.radix.enabled:
             return False
         steady = not held or not self._inflight.any_held(req, tokens, held)  # what is found holds until one is dropped
@@ -96,7 +96,7 @@ class KVManager:
         return waits
 
     def _saves(self, req: Req, tokens: IntArray, held: Container[Req]) -> bool:
-        """Whether enough of its tokens is being computed for others."""
+        """Returns whether enough of its tokens is being computed for others."""
         found = self._inflight.common_prefixes(req, tokens, held)
         alike = [one for one in found if one[1] >= MIN_SHARED_TOKENS]
         if not alike:
@@ -107,7 +107,7 @@ class KVManager:
         return any(less >= MIN_SHARED_TOKENS and left <= MAX_LEFT_PER_SHARED * less for less, left in saved)
 
     def _reusable(self, req: Req, common: int) -> int:
-        """How many of so many tokens that are being computed for a request others can go on from."""
+        """Returns how many of so many tokens that are being computed for a request others can go on from."""
         return common if self.states is None else self.states.want(req, common)
 
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
@@ -144,7 +144,8 @@ class KVManager:
         return True
 
     def _may_reuse(self, req: Req) -> int:
-        """Most cached positions that a request can use: it must run the last one, and those whose outcome it wants."""
+        """Returns most cached positions that a request can use: it must run the last one, and those whose outcome it
+        wants."""
         most = len(req.tokens) - max(1, self._lookahead)
         wanted = req.next_prompt_logprob
         return most if wanted is None else min(most, max(wanted - 1, 0))
@@ -164,31 +165,32 @@ class KVManager:
         return True
 
     def ahead(self, reqs: Sequence[Req], span: int, most: int) -> int:
-        """Slots beyond `span` to give each of them, at most `most`. When one row needs slots all get some in advance,
-        where the pool has plenty: a step with nothing to upload costs the host less, and rows that grow alike run short
-        together."""
+        """Returns slots beyond `span` to give each of them, at most `most`. When one row needs slots all get some in
+        advance, where the pool has plenty: a step with nothing to upload costs the host less, and rows that grow alike
+        run short together."""
         if all(req.bound + span <= req.covered for req in reqs):
             return 0
         return most if 4 * len(reqs) * (most + span) <= self.obtainable else 0
 
     def take_changes(self) -> tuple[tuple[Admission, ...], dict[int, list[tuple[int, IntArray]]]]:
-        """Requests that were admitted and slots by row that were given since the last plan, for the next one."""
+        """Returns requests that were admitted and slots by row that were given since the last plan, for the next
+        one."""
         out = tuple(self._admits.values()), self._new_slots
         self._admits, self._new_slots = {}, {}
         return out
 
     def take_states(self) -> IntArray:
-        """The same of state slots, as `Plan.states`."""
+        """Returns the same of state slots, as `Plan.states`."""
         return NOBODY if self.states is None else self.states.take_entries()
 
     def changes(self, row: int) -> bool:
-        """Whether the next plan has to tell the device of other slots of a row."""
+        """Returns whether the next plan has to tell the device of other slots of a row."""
         return row in self._new_slots or row in self._admits
 
     # -- from requests ----------------------------------------------------------------------------------------------
 
     def release(self, req: Req) -> None:
-        """The only function that takes what a request has: the committed prefix goes to the radix tree, all else that
+        """Takes what a request has, which nothing else does: the committed prefix goes to the radix tree, all else that
         is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
         self._inflight.drop(req)
@@ -213,7 +215,7 @@ class KVManager:
                 states.keep(node, slot, position == last)
 
     def _known(self, req: Req) -> IntArray:
-        """The tokens that its committed KV depends on."""
+        """Returns the tokens that its committed KV depends on."""
         return np.asarray(req.tokens[: req.kv + self._lookahead], np.int64)
 
     def share(self, req: Req) -> None:
@@ -249,20 +251,20 @@ class KVManager:
             self.states.drop_all()
 
     def quarantine(self, req: Req) -> None:
-        """Its logits are not finite, and it is about to be released. Neither its KV is kept nor what is cached and it
+        """Notes that its logits are not finite, before it is released. Neither its KV is kept nor what is cached and it
         may have read: some of it may be what spoils them."""
         self._quarantined.append(_owned(req))
         req.kv = 0
 
     def quarantine_cache(self) -> None:
-        """As `quarantine`, of what is cached and nobody reads."""
+        """Does as `quarantine`, of what is cached and nobody reads."""
         self._quarantined.append(self.radix.evict(self.radix.evictable))
         self.pool.free(self._quarantined[-1])
         if self.states is not None:
             self.states.drop_all()
 
     def take_quarantined(self) -> IntArray | None:
-        """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
+        """Returns slots whose KV nobody may read, not even where it has no weight; mostly None."""
         if not self._quarantined:
             return None
         out, self._quarantined = np.concatenate(self._quarantined), []
@@ -271,7 +273,8 @@ class KVManager:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """With nothing running, every slot is free or cached and every row is free: cheap enough for every pause."""
+        """Asserts that, with nothing running, every slot is free or cached and every row is free: cheap enough for
+        every pause."""
         owned = self.pool.available + self.radix.size
         assert owned == self.slots, f"{owned} slots are accounted for, the pool has {self.slots}"
         assert self.radix.locked == 0, "a lock outlived its request"
@@ -280,7 +283,8 @@ class KVManager:
         assert len(self._free_rows) == self._rows and not self.by_row, "a row was lost"
 
     def check_integrity(self) -> None:
-        """Every slot has exactly one owner, every row one holder, every lock its request. For tests: it is slow."""
+        """Asserts that every slot has exactly one owner, every row one holder, every lock its request. For tests: it is
+        slow."""
         running = list(self.by_row.values())
         slots = np.sort(np.concatenate([self.pool.free_slots(), self.radix.slots(), *map(_owned, running)]))
         assert len(slots) == self.slots, f"{len(slots)} slots are owned, the pool has {self.slots}"

@@ -29,7 +29,7 @@ def make_plan(
     shown: tuple[DraftChunk, ...],
     states: IntArray,
 ) -> Plan:
-    """chunks: one for each request, none for a tree; new_slots: by row."""
+    """Makes a plan. chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
     drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
     asking = [i for i in drawing if reqs[i].special]
@@ -80,8 +80,8 @@ def divided(
     spared: float | None = None,
     sizes: Sequence[int] = (),
 ) -> list[tuple[Req, int]]:
-    """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
-    ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
+    """Returns who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by
+    rank. ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
     sizes: tokens that it is padded to, ascending; of more it is not.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
@@ -136,10 +136,10 @@ def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[in
 def fair_decode_batch(
     ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]
 ) -> list[Req]:
-    """Who takes part in a step. Of a priority a client's rows take no more of it than an equal share of its time: where
-    k clients of that priority or a higher one run, their rows make it longer for the others by 1 / (k - 1) at most. Of
-    a client with more the first by rank take part; the others keep their rows and wait. One row of each client always
-    does.
+    """Returns who takes part in a step. Of a priority a client's rows take no more of it than an equal share of its
+    time: where k clients of that priority or a higher one run, their rows make it longer for the others by 1 / (k - 1)
+    at most. Of a client with more the first by rank take part; the others keep their rows and wait. One row of each
+    client always does.
 
     running: all who run.  seconds: what a step takes of so many rows with so many tokens in their KV; None where that
     is not known.
@@ -166,8 +166,8 @@ def fair_decode_batch(
 def _level(
     counts: Sequence[int], before: int, clients: int, each: float, seconds: Callable[[int, int], float | None]
 ) -> int:
-    """How many rows of a client take part, of clients that have `counts`; in a step with `before` others and `each`
-    tokens in the KV of a row."""
+    """Returns how many rows of a client take part, of clients that have `counts`; in a step with `before` others and
+    `each` tokens in the KV of a row."""
 
     def fits(level: int) -> bool:
         rows = before + sum(min(count, level) for count in counts)
@@ -205,7 +205,7 @@ def _below_min(req: Req) -> bool:
 
 
 def _prompt_part(index: int, chunk: Chunk, req: Req) -> PromptPart | None:
-    """What of a chunk tells log probabilities that are still wanted: those of the tokens after its queries."""
+    """Returns what of a chunk tells log probabilities that are still wanted: those of the tokens after its queries."""
     wanted, params = req.next_prompt_logprob, req.request.logprobs
     if wanted is None or params is None:
         return None

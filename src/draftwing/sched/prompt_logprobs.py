@@ -20,11 +20,12 @@ class PromptLogprobCache:
             self._newest = req
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Forgets all, as nobody waits."""
         self._newest = None
 
     def share(self, req: Req, running: Iterable[Req]) -> None:
-        """What is known of the prompt of a request that is about to get a row, whose KV may then be cached, too."""
+        """Gives what is known of the prompt to a request that is about to get a row, whose KV may then be cached,
+        too."""
         if req.next_prompt_logprob is None:
             return
         known = [*running] if self._newest is None else [self._newest, *running]

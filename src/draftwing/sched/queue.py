@@ -57,7 +57,7 @@ class FairQueue:
         return self._lines.keys()
 
     def join(self, req: Req) -> None:
-        """A new request."""
+        """Takes a new request."""
         client = (req.request.priority, req.request.client)
         req.turn = max(self._turn, self._last.get(client, -1) + 1)
         req.arrival = self._arrivals
@@ -68,7 +68,7 @@ class FairQueue:
         self.requeue(req)
 
     def requeue(self, req: Req) -> None:
-        """One that was here before, to its old place."""
+        """Puts one that was here before to its old place."""
         line = self._lines.setdefault(req.request.client, [])
         at = _place(line, req)
         if at == 0:
@@ -156,8 +156,8 @@ class RowShares:
         self._held[req.request.client] -= 1
 
     def preemption_victim(self, running: Iterable[Req], req: Req) -> Req | None:
-        """Who runs and has to make room for `req`, if anybody: the newest request of the client that has most, of
-        those beyond their share. Not for who has its share already, and not those of a higher priority."""
+        """Returns who runs and has to make room for `req`, if anybody: the newest request of the client that has most,
+        of those beyond their share. Not for who has its share already, and not those of a higher priority."""
         if self.served(req.request.client):
             return None
         beyond = (

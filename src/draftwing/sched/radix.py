@@ -63,7 +63,7 @@ class RadixCache:
         return self.size - self.locked
 
     def root(self, salt: int) -> Node:
-        """The root of a salt's tree; it is dropped again when nothing is in the tree and nobody holds it."""
+        """Returns the root of a salt's tree; it is dropped again when nothing is in the tree and nobody holds it."""
         node = self._roots.get(salt)
         if node is None:
             empty = np.empty(0, np.int64)
@@ -71,8 +71,8 @@ class RadixCache:
         return node
 
     def match(self, tokens: IntArray, salt: int, limit: int) -> Match:
-        """Longest cached prefix of `tokens`, at most `limit` positions, of a model with recurrent layers the longest at
-        whose end there is a state. The node ends exactly at the match."""
+        """Returns the longest cached prefix of `tokens`, at most `limit` positions, of a model with recurrent layers
+        the longest at whose end there is a state. The node ends exactly at the match."""
         node = self.root(salt)
         if not self.enabled:
             return Match(node, np.empty(0, np.int64))
@@ -82,12 +82,12 @@ class RadixCache:
         return Match(node, self.path_slots(node), reach)
 
     def node_at(self, tokens: IntArray, salt: int, length: int) -> Node | None:
-        """The node at the end of so many positions; None where they are not all cached."""
+        """Returns the node at the end of so many positions; None where they are not all cached."""
         node, done = self._walk(self.root(salt), self._windows(tokens)[:length])
         return node if done == length else None
 
     def path_slots(self, node: Node) -> IntArray:
-        """Slots of all positions from the root to the end of `node`."""
+        """Returns slots of all positions from the root to the end of `node`."""
         return np.concatenate([step.slots for step in _path(node)][::-1])
 
     def insert(self, tokens: IntArray, slots: IntArray, owned: np.ndarray, salt: int) -> Node:
@@ -148,7 +148,7 @@ class RadixCache:
         return np.concatenate(out) if out else np.empty(0, np.int64)
 
     def slots(self) -> IntArray:
-        """Every slot in the tree, for integrity checks."""
+        """Returns every slot in the tree, for integrity checks."""
         parts = [node.slots for node in self.nodes()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -204,7 +204,7 @@ class RadixCache:
         self._offer(parent)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, the roots included."""
+        """Yields all nodes, the roots included."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -213,8 +213,8 @@ class RadixCache:
 
 
 def _part(view: IntArray) -> IntArray:
-    """The view, or a copy where most of what it keeps in memory is not its own: a short beginning that many have in
-    common stays for long, and the prompt that first had it may have been long."""
+    """Returns the view, or a copy where most of what it keeps in memory is not its own: a short beginning that many
+    have in common stays for long, and the prompt that first had it may have been long."""
     return view.copy() if view.base is not None and 2 * view.size < view.base.size else view
 
 

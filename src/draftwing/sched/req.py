@@ -99,14 +99,14 @@ class Req:
 
     @property
     def array(self) -> IntArray:
-        """`tokens`; kept, for one that waits is looked at before every step."""
+        """Returns `tokens`; kept, for one that waits is looked at before every step."""
         if len(self._array) != len(self.tokens):
             self._array, self._digest = np.asarray(self.tokens, np.int64), b""
         return self._array
 
     @property
     def digest(self) -> bytes:
-        """Of `tokens`: as good as they are to tell whether others are the same."""
+        """Returns a hash of `tokens`: as good as they are to tell whether others are the same."""
         array = self.array
         if not self._digest:
             self._digest = blake2b(array.tobytes(), digest_size=16).digest()
@@ -114,7 +114,7 @@ class Req:
 
     @property
     def forbidding(self) -> str:
-        """What is told where the request's parameters leave no token that may come next."""
+        """Returns what is told where the request's parameters leave no token that may come next."""
         params = self.params
         given = {
             "grammar": self.grammar is not None,
@@ -137,33 +137,33 @@ class Req:
 
     @property
     def slow(self) -> bool:
-        """Whether its grammar is, so that it takes part in steps without drafts."""
+        """Returns whether its grammar is, so that it takes part in steps without drafts."""
         return self.async_mask is not None and self.async_mask.slow
 
     @property
     def guided(self) -> bool:
-        """Whether the host decides what may come next, for which it must know every token before."""
+        """Returns whether the host decides what may come next, for which it must know every token before."""
         return self.grammar is not None or self.processor is not None
 
     @property
     def edited(self) -> bool:
-        """Whether its logits are, by the device or by the host."""
+        """Returns whether its logits are, by the device or by the host."""
         return self.params.edited or self.guided
 
     @property
     def penalised(self) -> bool:
-        """Whether penalties and biases are all that edits its logits."""
+        """Returns whether penalties and biases are all that edits its logits."""
         params = self.params
         return params.penalised and not (self.guided or params.allowed_token_ids or params.bad_words)
 
     @property
     def draws_specially(self) -> bool:
-        """Whether the sampler has more to do for it than to take the largest logit."""
+        """Returns whether the sampler has more to do for it than to take the largest logit."""
         return self.params.temperature > 0 or self.params.min_new_tokens > 0
 
     @property
     def next_prompt_logprob(self) -> int | None:
-        """First position of the prompt whose token's log probability is still wanted."""
+        """Returns the first position of the prompt whose token's log probability is still wanted."""
         wanted = self.request.logprobs
         if wanted is None or wanted.start < 0:
             return None
@@ -172,12 +172,12 @@ class Req:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Order of service: higher priority first, then in turns of their clients, then first come."""
+        """Returns the order of service: higher priority first, then in turns of their clients, then first come."""
         return (-self.request.priority, self.turn, self.arrival)
 
     @property
     def unsent(self) -> int:
-        """Tokens whose prefill is still to be planned."""
+        """Returns tokens whose prefill is still to be planned."""
         return len(self.tokens) - self.sent
 
     @property
@@ -186,7 +186,8 @@ class Req:
 
     @property
     def may_grow(self) -> bool:
-        """Whether another step can still add a token, counting the tokens that steps in flight will surely add."""
+        """Returns whether another step can still add a token, counting the tokens that steps in flight will surely
+        add."""
         return len(self.tokens) + self.inflight < self.max_total
 
     @property

@@ -62,7 +62,7 @@ class Scheduler:
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
-        self._catch_ups = DraftExtendPlanner(config.lagging, config.lag, config.deferral, config.slots)
+        self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
@@ -70,7 +70,8 @@ class Scheduler:
     # -- requests in, requests out ------------------------------------------------------------------------------
 
     def submit(self, req: Req) -> None:
-        """`req.max_total` must leave room for one step in the pool; the engine checks that before."""
+        """Takes a new request. `req.max_total` must leave room for one step in the pool; the engine checks that
+        before."""
         assert req.max_total + self.kv.room <= self.config.slots
         self._by_uid[req.uid] = req
         if req.grammar is not None:
@@ -89,7 +90,7 @@ class Scheduler:
             self._finish(req, {"type": "abort", "message": message})
 
     def refuse(self, req: Req) -> None:
-        """The end of a request that was never submitted."""
+        """Notes the end of a request that was never submitted."""
         reason = {"type": "abort", "message": "aborted"}
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
@@ -100,8 +101,8 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next step is better planned when the results of all steps before it are known: all who run would
-        have to wait for them. Beside others guided requests take part in every second step."""
+        """Returns whether the next step is better planned when the results of all steps before it are known: all who
+        run would have to wait for them. Beside others guided requests take part in every second step."""
         return bool(self.running) and all(req.guided for req in self.running)
 
     def rest(self) -> None:
@@ -124,7 +125,7 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can run before a result comes back."""
+        """Returns the next step, or None when nothing can run before a result comes back."""
         self._expire()
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
@@ -317,7 +318,7 @@ class Scheduler:
         return plan
 
     def guidance(self, plan: Plan) -> Guidance | None:
-        """For a plan just made: the host's part in it, if it has any."""
+        """Returns the host's part in a plan just made, if it has any."""
         if not len(plan.guided):
             return None
         reqs = [self.kv.by_row[row] for row in plan.rows[plan.guided].tolist()]
@@ -383,6 +384,6 @@ class Scheduler:
         return req is not None and req.arrival == arrival
 
     def check_integrity(self) -> None:
-        """As `KVManager.check_integrity`, and that those who hold rows are those who run."""
+        """Asserts as `KVManager.check_integrity` does, and that those who hold rows are those who run."""
         self.kv.check_integrity()
         assert set(self.kv.by_row.values()) == set(self.running)

@@ -93,15 +93,15 @@ class StateSlots:
         }  # fmt: skip
 
     def has_room(self, node: Node) -> bool:
-        """Whether a request can run that begins with the state of a node, if it has one."""
+        """Returns whether a request can run that begins with the state of a node, if it has one."""
         free = len(self._free) + self.kept - self._pinned
         return free - (node.state > 0 and not node.pins) >= ROW_SLOTS
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def keep(self, node: Node, slot: int, awaited: bool) -> None:
-        """A node gets a snapshot, and the slot is the tree's; free where it has one. awaited: whether it is the last
-        one of a prompt."""
+        """Gives a node a snapshot, whose slot is the tree's then; frees it where it has one. awaited: whether it is the
+        last one of a prompt."""
         if node.state:
             self._free.append(slot)
         else:
@@ -114,7 +114,7 @@ class StateSlots:
             self._past.move_to_end(node, last=False)
 
     def drop(self, node: Node) -> None:
-        """A node loses its snapshot."""
+        """Takes a node's snapshot away."""
         assert not node.pins, "a row is about to read it"
         del (self._next if node in self._next else self._past)[node]
         self._free.append(node.state)
@@ -126,7 +126,7 @@ class StateSlots:
             self.drop(node)
 
     def _take(self) -> int:
-        """A free slot, or that of the first snapshot to be evicted; 0 where there is none."""
+        """Returns a free slot, or that of the first snapshot to be evicted; 0 where there is none."""
         if not self._free:
             node = next((node for node in chain(self._past, self._next) if not node.pins), None)
             if node is None:
@@ -153,8 +153,8 @@ class StateSlots:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def admit(self, req: Req, node: Node, length: int, reach: int) -> None:
-        """A request has its row, and room. node, length: at whose state it begins, and how many tokens that has.
-        reach: how many of its tokens have cached KV."""
+        """Gives a request that has its row, and room, its slots. node, length: at whose state it begins, and how many
+        tokens that has. reach: how many of its tokens have cached KV."""
         if node.state:
             self._begun(node)
             self._pinned += not node.pins
@@ -201,7 +201,7 @@ class StateSlots:
         return tuple(found)
 
     def planned(self, reqs: Iterable[Req]) -> None:
-        """A step of these requests was planned, and its plan is made."""
+        """Notes that a step of these requests was planned, and its plan is made."""
         for req in reqs:
             held = req.states
             assert held is not None
@@ -214,7 +214,7 @@ class StateSlots:
             self._unpin(held)
 
     def committed(self, req: Req, length: int) -> None:
-        """The oldest step in flight has written the state after so many tokens."""
+        """Notes that the oldest step in flight has written the state after so many tokens."""
         held = req.states
         assert held is not None
         held.newest, held.length = held.writes.popleft(), length
@@ -242,7 +242,7 @@ class StateSlots:
         return found
 
     def free(self, slot: int) -> None:
-        """A state has no place in the tree."""
+        """Frees a state that has no place in the tree."""
         self._free.append(slot)
 
     def take_entries(self) -> IntArray:
@@ -261,12 +261,12 @@ class StateSlots:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """With nothing running every slot is free or a snapshot."""
+        """Asserts that with nothing running every slot is free or a snapshot."""
         count = len(self._free) + self.kept
         assert count == self.slots and not self._pinned, f"{count} state slots are accounted for, of {self.slots}"
 
     def check_integrity(self, running: Iterable[Req], nodes: Iterable[Node]) -> None:
-        """Every slot has one owner. nodes: of the tree."""
+        """Asserts that every slot has one owner. nodes: of the tree."""
         with_state = {node for node in nodes if node.state}
         assert with_state == {*self._next, *self._past}, "a snapshot is of no node of the tree"
         held = [req.states for req in running if req.states is not None]

@@ -27,7 +27,7 @@ def append_until_stop(req: Req, new: Sequence[int]) -> tuple[list[int], dict[str
 
 
 def _stop_reason(req: Req, token: int) -> dict[str, Any] | None:
-    """Why the request ends with `token`, its newest; None if it goes on."""
+    """Returns why the request ends with `token`, its newest; None if it goes on."""
     found = req.scanner.push(token) if req.scanner is not None else None
     if req.scanner is not None and req.scanner.failed is not None:
         return {"type": "abort", "message": req.scanner.failed}
@@ -50,7 +50,7 @@ def _stop_reason(req: Req, token: int) -> dict[str, Any] | None:
 
 
 def finish_meta(req: Req, credited: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The metadata of a request that has ended. credited: whom a draft counts for, by its source."""
+    """Returns the metadata of a request that has ended. credited: whom a draft counts for, by its source."""
     correct = sum(drafts * times for drafts, times in enumerate(req.accepted))
     return {
         "prompt_tokens": req.prompt_len,

@@ -13,7 +13,7 @@ class PrefixRouter(PrefixCacheAffinityRouter):
     time, the less busy one of those that will do is taken, and what was chosen is remembered at once."""
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """The replica for a request, as the only one of the first rank; without a text as Ray does."""
+        """Returns the replica for a request, as the only one of the first rank; without a text as Ray does."""
         known = self.replica_queue_len_cache
         for one in candidate_replicas:
             known.invalidate_key(one.replica_id)

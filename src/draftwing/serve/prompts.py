@@ -12,8 +12,8 @@ _INNER = ("content", "text")
 
 
 def beginning(body: bytes) -> str:
-    """The texts of a request's prompt; empty for a body without any. One that is no whole JSON is its own text: where
-    it was cut, its beginning is the same as that of others. So is one that is nested too deeply to be read."""
+    """Returns the texts of a request's prompt; empty for a body without any. One that is no whole JSON is its own text:
+    where it was cut, its beginning is the same as that of others. So is one that is nested too deeply to be read."""
     try:
         request = json.loads(body)
         if not isinstance(request, dict):

@@ -94,7 +94,8 @@ class Choice:
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application of these arguments: options of `draftwing serve`, and fields of `Scaling`. Raises ConfigError."""
+    """Returns the application of these arguments: options of `draftwing serve`, and fields of `Scaling`. Raises
+    ConfigError."""
     options, scaling = read_args(args)
     haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     settings: dict[str, Any] = {

@@ -55,7 +55,7 @@ class Scaling:
 
 
 def read_args(args: Mapping[str, Any]) -> tuple[Options, Scaling]:
-    """The options of an engine and the scaling, checked, from an application's arguments.
+    """Returns the options of an engine and the scaling, checked, from an application's arguments.
 
     args: by name, as `draftwing serve` and `Scaling` call them; values as a file of Ray Serve has them, or the texts of
     `serve run ... name=value`. Raises ConfigError.
@@ -76,7 +76,7 @@ def read_args(args: Mapping[str, Any]) -> tuple[Options, Scaling]:
 
 
 def _typed(cls: type[Any], name: str, value: Any) -> Any:
-    """A value of the field's type. A list of a file becomes the tuple that fields have."""
+    """Returns a value of the field's type. A list of a file becomes the tuple that fields have."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):

@@ -41,7 +41,7 @@ class AdmissionQuota:
 
     @contextmanager
     def reserve(self, client: str, count: int) -> Iterator[None]:
-        """While so many are made, which takes a while, they count. Raises QueueFull where they would be too many."""
+        """Counts so many while they are made, which takes a while. Raises QueueFull where they would be too many."""
         self.check(client, count)
         self._made += count
         self._counts[client] += count

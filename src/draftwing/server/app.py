@@ -38,7 +38,7 @@ _NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something; i
 def create_app(
     engine: AsyncEngine, tokenizer: Tokenizer, drain: float = 5.0, watchers: Sequence[Watcher] = ()
 ) -> FastAPI:
-    """The application; its lifespan starts the engine's supervision and ends the engine's process.
+    """Returns the application; its lifespan starts the engine's supervision and ends the engine's process.
 
     drain: seconds that the engine gets to end its last step.  watchers: of requests; closed at the end.
     Raises ConfigError for keys that cannot be read, and a folder of `learn` that cannot be used.
@@ -96,7 +96,7 @@ def create_app(
 
 
 def paced(app: ASGIApp, options: Options) -> ASGIApp:
-    """The application behind `ResponseThrottle`, which is to be outside of all else that answers."""
+    """Returns the application behind `ResponseThrottle`, which is to be outside of all else that answers."""
     return ResponseThrottle(app, free=_free(options))
 
 

@@ -17,8 +17,8 @@ _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 
 def body_refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
-    """The first field's errors in our words: pydantic names members of unions, of which clients know nothing. given:
-    what was validated.  model: of a body."""
+    """Returns the first field's errors in our words: pydantic names members of unions, of which clients know nothing.
+    given: what was validated.  model: of a body."""
     # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
     first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
@@ -40,7 +40,7 @@ def body_refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = 
 
 
 def _path(error: Any, given: Any) -> tuple[int | str, ...]:
-    """The field of an error, without pydantic's names for members of unions."""
+    """Returns the field of an error, without pydantic's names for members of unions."""
     found = []
     for part in error["loc"]:
         if (isinstance(given, dict) and part in given) or (isinstance(given, list) and part in range(len(given))):
@@ -65,7 +65,7 @@ def _known_fields(model: type[BaseModel], place: Sequence[int | str]) -> list[st
 
 
 def _inside(kind: Any, part: int | str) -> list[Any]:
-    """Types of what a value of a type holds in a field or as an entry."""
+    """Returns types of what a value of a type holds in a field or as an entry."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [
             one for field in kind.model_fields.values() if field.alias == part for one in _members(field.annotation)
@@ -74,7 +74,7 @@ def _inside(kind: Any, part: int | str) -> list[Any]:
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union, or the type itself."""
+    """Returns the types of a union, or the type itself."""
     origin = get_origin(kind)
     if origin is Annotated:
         return _members(get_args(kind)[0])

@@ -27,7 +27,7 @@ from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
 from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
-MAX_TOOLS = 512
+MAX_TOOLS = 512  # of one request
 MAX_NAME = 256  # characters
 MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
@@ -78,12 +78,12 @@ class ChatBody(GenerationBody):
     """Body of a request that holds a conversation."""
 
     def chat(self) -> Chat:
-        """The conversation. Raises RequestError for what it cannot be."""
+        """Returns the conversation. Raises RequestError for what it cannot be."""
         raise NotImplementedError
 
     @property
     def definitions(self) -> int:
-        """Characters of the grammars of its tools, which `chat` reads."""
+        """Returns characters of the grammars of its tools, which `chat` reads."""
         return 0
 
 
@@ -111,7 +111,7 @@ class Chats:
         self.tools = None if self.harmony else TOOL_STYLES.get(named or "") or style_of(source)
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
-        """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
+        """Returns the answers to a conversation, and how they are read. Raises RequestError or EngineDead.
 
         size: bytes that it is read from.
         """
@@ -154,7 +154,8 @@ class Chats:
         return await service.submit([asked], body, ignored), style
 
     async def _read(self, read: Callable[[], Chat], size: int) -> Chat:
-        """The conversation; in a thread where it is large: arguments of calls and grammars are texts to be parsed."""
+        """Returns the conversation; in a thread where it is large: arguments of calls and grammars are texts to be
+        parsed."""
         return read() if size <= MAX_SHORT_SIZE else await self._service.pools.run(size, lambda gone: read())
 
     def reader(self, style: MessageStyle) -> MessageReader:
@@ -162,8 +163,8 @@ class Chats:
         return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
 
     async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
-        """The prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field: of the
-        body, that holds the messages.  size: as of `ask`."""
+        """Returns the prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field:
+        of the body, that holds the messages.  size: as of `ask`."""
         chat = await self._read(read, size)
         text = await self._rendered(chat, _CALLED, size)
         return (await self._service.tokenize([text], field, add_special_tokens=False))[0], chat.ignored
@@ -172,7 +173,7 @@ class Chats:
         return await self._service.pools.run(size, lambda gone: self._render(chat, names))
 
     def _render(self, chat: Chat, names: Mapping[str, str]) -> str:
-        """The prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
+        """Returns the prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
@@ -288,7 +289,7 @@ class Chats:
         return params.replace(grammar=grammar), True
 
     async def _loosened(self, chat: Chat, params: SamplingParams) -> Chat:
-        """The conversation without the schemas that cannot be built, of functions that are not strict. Raises
+        """Returns the conversation without the schemas that cannot be built, of functions that are not strict. Raises
         RequestError for the first one of a strict function."""
         constrained = [
             function
@@ -329,7 +330,8 @@ class Chats:
 
 
 def template_tool(function: Function, described: bool = False) -> dict[str, Any]:
-    """A function as chat templates want it. described: it has a description in any case, as gpt-oss's asks for."""
+    """Returns a function as chat templates want it. described: it has a description in any case, as gpt-oss's asks
+    for."""
     inner: dict[str, Any] = {"name": function.name}
     if described or function.description is not None:
         inner["description"] = function.description or ""

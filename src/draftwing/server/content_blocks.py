@@ -26,7 +26,7 @@ class ContentBlocks(ABC):
         self._open: type | None = None  # kind of part that the last block is made of
 
     def push(self, text: str, answer: Answer) -> list[Event]:
-        """Events of the next piece of text."""
+        """Returns events of the next piece of text."""
         events: list[Event] = []
         final = answer.finish_reason is not None
         for part in self.reader.push(text, final, answer.token_ids):
@@ -62,7 +62,7 @@ class ContentBlocks(ABC):
 
     @abstractmethod
     def ended(self, answer: Answer | None) -> list[Event]:
-        """answer: None where another block follows."""
+        """Returns the events of a block's end. answer: None where another block follows."""
 
 
 def text_of(part: Part) -> str:

@@ -53,7 +53,7 @@ class Conversation:
         self.say("tool", text, tool_call_id=call_id, name=name)
 
     def done(self) -> list[dict[str, Any]]:
-        """All messages; what is added afterwards begins a new one."""
+        """Returns all messages; what is added afterwards begins a new one."""
         self._end_turn()
         return self._messages
 
@@ -73,9 +73,9 @@ class Conversation:
 
 
 def template_call(call_id: str, name: str, arguments: Any, where: str) -> dict[str, Any]:
-    """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
-    what is none stays the text it is. Raises RequestError for one that is too large: `where` is the field that holds
-    it."""
+    """Returns a call that was made before, as chat templates want it. They write arguments as JSON, so they want the
+    object; what is none stays the text it is. Raises RequestError for one that is too large: `where` is the field that
+    holds it."""
     if arguments is None or isinstance(arguments, str):
         check_parts((arguments or "").encode(errors="replace"), MAX_IN_CALL, MAX_IN_CALL, where)
         found = read_arguments(arguments or "")

@@ -21,7 +21,7 @@ class DispatchQueue:
         self._pauses: dict[str, asyncio.TimerHandle] = {}  # by client; one goes on where all is dropped meanwhile
 
     def put(self, requests: Sequence[GenerationRequest]) -> None:
-        """requests: of one client."""
+        """Takes requests of one client."""
         client = requests[0].client
         for request in requests:
             self._unsent.put(client, request.uid, request)

@@ -80,7 +80,7 @@ class AsyncEngine:
 
     @property
     def active(self) -> int:
-        """Requests that are running or waiting."""
+        """Returns requests that are running or waiting."""
         return len(self._streams)
 
     def start(self) -> None:

@@ -58,8 +58,8 @@ _TYPES = {
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
-    """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and next to it the
-    same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
+    """Returns the documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and next to
+    it the same flat, as SGLang has it; for native endpoints the nested message alone, for Ollama's the flat one."""
     kind = dialect(path)
     name, anthropic_name = _TYPES.get(status, ("InternalServerError", "api_error"))
     if kind == "anthropic":
@@ -92,12 +92,12 @@ def error_response(request: Request, status: int, message: str, param: str | Non
 
 
 def json_response(content: bytes, status: int = 200) -> Response:
-    """content: JSON."""
+    """Returns a response of `content`, which is JSON."""
     return Response(content, status, media_type="application/json")
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """The status and the message of what is no fault of the request."""
+    """Returns the status and the message of what is no fault of the request."""
     if isinstance(error, QueueFull):
         return 429 if error.own else 503, str(error)
     if isinstance(error, EngineDead | GenerationError):
@@ -106,7 +106,7 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 
 def stream_error(path: str, error: Exception) -> str:
-    """An error that comes when the response has begun, as an event of the stream."""
+    """Returns an error that comes when the response has begun, as an event of the stream."""
     (status, message), kind = _failure(error), dialect(path)
     if kind == "anthropic":
         return named_event("error", error_body(path, status, message))
@@ -120,17 +120,17 @@ def stream_error(path: str, error: Exception) -> str:
 
 
 def event(data: Any, large: bool = False) -> str:
-    """One server-sent event. large: see `encode`."""
+    """Returns one server-sent event. large: see `encode`."""
     return f"data: {encode(data, large).decode()}\n\n"
 
 
 def named_event(name: str, data: dict[str, Any], large: bool = False) -> str:
-    """One server-sent event of a known type, which its data repeats. large: see `encode`."""
+    """Returns one server-sent event of a known type, which its data repeats. large: see `encode`."""
     return f"event: {name}\n{event({'type': name, **data}, large)}"
 
 
 def line(data: Any, large: bool = False) -> str:
-    """One line of a stream of JSON, as Ollama's clients read it. large: see `encode`."""
+    """Returns one line of a stream of JSON, as Ollama's clients read it. large: see `encode`."""
     return f"{encode(data, large).decode()}\n"
 
 
@@ -174,7 +174,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 @cache  # to make them takes most of the time that an application does
 def schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
+    """Returns the body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
     body = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = body.pop("$defs", {})
     for part in (body, *definitions.values()):
@@ -197,7 +197,7 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
 
 
 async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:
-    """The body as `model`. Raises RequestError, naming the field, for anything that is not one.
+    """Returns the body as `model`. Raises RequestError, naming the field, for anything that is not one.
 
     place: see `read_generation`.
     """
@@ -220,8 +220,8 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
 
 
 def _may_leave_out_its_type(request: Request) -> bool:
-    """Whether a body need not say that it is JSON: Ollama's users send it by curl, which calls it a form. A browser
-    tells of the page that sends a form."""
+    """Returns whether a body need not say that it is JSON: Ollama's users send it by curl, which calls it a form. A
+    browser tells of the page that sends a form."""
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
     return dialect(request.url.path) == "ollama" and not from_page
 
@@ -243,7 +243,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. The body has been read before."""
+    """Returns the result of `work`, which is cancelled when the client goes away. The body has been read before."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(request))
     try:
@@ -310,10 +310,10 @@ class Rendering(Protocol):
     generation: Generation
 
     def body(self) -> Any:
-        """The response to a finished generation."""
+        """Returns the response to a finished generation."""
 
     def events(self) -> AsyncIterator[str]:
-        """Server-sent events while it runs."""
+        """Yields server-sent events while it runs."""
 
 
 async def respond(request: Request, rendering: Rendering, stream: bool | None, echoed: int = 0) -> Response:
@@ -333,7 +333,7 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None, e
 
 
 def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
-    """The response with a header that names fields which had no effect."""
+    """Returns the response with a header that names fields which had no effect."""
     if ignored:
         # Of tools, too, which clients choose: what a header cannot hold is left out of the names.
         names = re.sub(r"[^!-~ ]", "", ", ".join(ignored))
@@ -342,7 +342,7 @@ def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
 
 
 async def _whole(rendering: Rendering, echoed: int) -> bytes:
-    """The body once the generation is finished."""
+    """Returns the body once the generation is finished."""
     answers = await rendering.generation.finish()
     size = sum(answer.entries + len(answer.text) + len(answer.request.prompt_ids) for answer in answers)
     return await rendering.generation.render(echoed + size, lambda large: encode(rendering.body(), large))

@@ -17,8 +17,8 @@ _LINE_ENDS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\
 
 
 def encode(data: Any, large: bool = False) -> bytes:
-    """JSON in UTF-8 without white space, in one line whatever a reader takes for the end of one; null for numbers that
-    JSON does not have. Raises ValueError for texts with lone surrogates. large: in pieces."""
+    """Returns JSON in UTF-8 without white space, in one line whatever a reader takes for the end of one; null for
+    numbers that JSON does not have. Raises ValueError for texts with lone surrogates. large: in pieces."""
     return b"".join(_pieces(data)) if large else _whole(data)
 
 
@@ -53,7 +53,7 @@ def _pieces(data: Any) -> Iterator[bytes]:
 
 
 def _parts(data: list[Any]) -> Iterator[list[Any]]:
-    """A list as lists that are small, or have one entry."""
+    """Yields a list as lists that are small, or have one entry."""
     begin = total = 0
     for i, entry in enumerate(data):
         size = _size(entry)

@@ -31,8 +31,8 @@ class LogprobQuotaFull(QueueFull):
 
 
 def fit_logprobs(requests: Sequence[GenerationRequest], chosen: bool, context: int) -> list[GenerationRequest]:
-    """Requests that came together, with lengths that they do not ask for cut to what their log probabilities leave.
-    Raises RequestError where they ask for too many.
+    """Returns requests that came together, with lengths that they do not ask for cut to what their log probabilities
+    leave. Raises RequestError where they ask for too many.
 
     chosen: whether lengths are the client's, those of None apart.  context: tokens of a prompt and its answer.
     """

@@ -87,7 +87,7 @@ def _value(default: Any) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Returns a JSON schema in a few words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])

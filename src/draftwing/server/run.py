@@ -71,7 +71,7 @@ def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
 
 
 def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher]:
-    """Who watches requests besides the metrics. keys: that no log shows. Raises ConfigError."""
+    """Returns who watches requests besides the metrics. keys: that no log shows. Raises ConfigError."""
     watchers: list[Watcher] = []
     if options.log_requests:
         from draftwing.server.telemetry.request_log import RequestLog
@@ -125,7 +125,8 @@ def handled(number: int, by: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address but not listening yet. Raises ConfigError, so that a busy port is known at once."""
+    """Returns a socket bound to the address but not listening yet. Raises ConfigError, so that a busy port is known at
+    once."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:

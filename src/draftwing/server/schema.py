@@ -32,7 +32,7 @@ from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024  # of one request
 MAX_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of hints and of fields that are not built; others have none but null.
@@ -131,7 +131,7 @@ class _Sampled:
 
 
 def sampled(name: str, required: bool = False) -> Any:
-    """A field that `SamplingParams` takes as `name` and checks."""
+    """Returns a field that `SamplingParams` takes as `name` and checks."""
     extra = _Sampled(name, required)
     return Field(json_schema_extra=extra) if required else Field(default=None, json_schema_extra=extra)
 
@@ -245,7 +245,7 @@ class GenerationBody(Body):
 
     @functools.cached_property
     def ignored(self) -> tuple[str, ...]:
-        """See `ignored_fields`; found once, where the body is read, for it may be large."""
+        """Returns `ignored_fields`; found once, where the body is read, for it may be large."""
         return ignored_fields(self)
 
     @functools.cached_property
@@ -262,13 +262,13 @@ class GenerationBody(Body):
 
     @property
     def asked_id(self) -> str | None:
-        """The id that the client gave its request."""
+        """Returns the id that the client gave its request."""
         return self.rid
 
     def sampling(
         self, defaults: Mapping[str, Any], *, called: Mapping[str, str] | None = None, **fields: Any
     ) -> SamplingParams:
-        """Checked parameters. Raises RequestError.
+        """Returns checked parameters. Raises RequestError.
 
         defaults: of the model, for what is not given; without a length among them the context is the limit.
         fields: others that the body asks for by fields of its own.
@@ -289,17 +289,17 @@ class GenerationBody(Body):
 
     @property
     def expressions(self) -> int:
-        """Characters of the expressions that are compiled when sampling fields are checked."""
+        """Returns characters of the expressions that are compiled when sampling fields are checked."""
         return characters(getattr(self, "stop_regex", None))
 
     @property
     def length(self) -> str | None:
-        """Name of the field by which the client limits the length; None where it leaves that to us."""
+        """Returns name of the field by which the client limits the length; None where it leaves that to us."""
         return self._given("max_new_tokens")
 
     @property
     def budget_field(self) -> str:
-        """Name of the field that bounds reasoning."""
+        """Returns name of the field that bounds reasoning."""
         return self._bound or self.names.get("thinking_budget", self.thinking_field)
 
     @property
@@ -309,24 +309,24 @@ class GenerationBody(Body):
 
     @property
     def _bound(self) -> str | None:
-        """Name of a field that bounds reasoning and does nothing else."""
+        """Returns name of a field that bounds reasoning and does nothing else."""
         params = getattr(self, "custom_params", None)
         there = isinstance(params, Mapping) and "thinking_budget" in params
         return self._given("thinking_budget") or ("custom_params" if there else None)
 
     @property
     def thinking_field(self) -> str:
-        """Name of the field that says whether to reason, and how much."""
+        """Returns name of the field that says whether to reason, and how much."""
         return self.names.get("thinking", "thinking")
 
     def _given(self, ours: str) -> str | None:
-        """Name of the given field that counts for a parameter; None where it is left to us."""
+        """Returns name of the given field that counts for a parameter; None where it is left to us."""
         given = [name for name, one in self._sampled().items() if one == ours and getattr(self, name) is not None]
         return given[-1] if given else None
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the field that holds a grammar, or its schema."""
+        """Returns name of the field that holds a grammar, or its schema."""
         given = next((name for name in GRAMMARS if getattr(self, name, None) is not None), None)
         if given == "response_format":
             return given + schema_place(getattr(self, given))
@@ -334,7 +334,7 @@ class GenerationBody(Body):
         return given or (other and f"{other}.schema")
 
     def wanted_logprobs(self) -> LogprobParams | None:
-        """The log probabilities that are asked for. Raises RequestError."""
+        """Returns the log probabilities that are asked for. Raises RequestError."""
         return None
 
     @property
@@ -344,7 +344,7 @@ class GenerationBody(Body):
 
     @property
     def predicted(self) -> str:
-        """The text that the answer is expected to resemble. Raises RequestError."""
+        """Returns the text that the answer is expected to resemble. Raises RequestError."""
         return ""
 
     @property
@@ -353,7 +353,7 @@ class GenerationBody(Body):
         return False
 
     def renamed(self, error: RequestError) -> RequestError:
-        """An error of the engine, which names fields as /generate does, with the names of this dialect."""
+        """Returns an error of the engine, which names fields as /generate does, with the names of this dialect."""
         ours = {ours: name for name, ours in self._sampled().items()} | dict(self.names)
         engines = ("min_new_tokens", "top_logprobs_num", "response_format")
         names: dict[str, str] = {name: ours[name] for name in engines if name in ours}
@@ -366,7 +366,7 @@ class GenerationBody(Body):
 
 
 def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[list[int]], bool]:
-    """(prompts, batched) from a string, a list of strings, token ids, or lists of token ids."""
+    """Returns (prompts, batched) from a string, a list of strings, token ids, or lists of token ids."""
     single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
     prompts = [value] if single else value
     if not prompts or not all(prompts):

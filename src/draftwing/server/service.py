@@ -40,7 +40,7 @@ T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
 MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
-_MAX_LOGGED_MODELS = 100
+_MAX_LOGGED_MODELS = 100  # names of other models that are asked for, each logged once
 _ANSWERS_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
 # Until the next turn, where somebody is served: its processor is one of the engine's, whose threads wait for each
 # other.
@@ -95,7 +95,7 @@ class Generation:
             yield answer, text
 
     async def finish(self) -> Sequence[Answer]:
-        """All answers, once all are complete."""
+        """Returns all answers, once all are complete."""
         async for _ in self:
             pass
         return self.answers
@@ -130,7 +130,7 @@ class Service:
     async def encode(
         self, field: str, value: str | list[Any], add_special_tokens: bool = True
     ) -> tuple[list[list[int]], bool]:
-        """Prompts as token ids from any of the forms, and whether they came as a batch."""
+        """Returns prompts as token ids from any of the forms, and whether they came as a batch."""
         prompts, batched = split_prompts(field, value)
         # Prompts are all texts or all token ids.
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -148,8 +148,8 @@ class Service:
     async def tokenize(
         self, texts: list[str], field: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `max_tokens`
-        tokens, None being the context; when cancelled it stops soon."""
+        """Returns the ids of texts from a field of a request. Raises RequestError for one that is far longer than
+        `max_tokens` tokens, None being the context; when cancelled it stops soon."""
         size = sum(map(len, texts))
         if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
@@ -159,7 +159,7 @@ class Service:
         )
 
     async def detokenize(self, every: list[list[int]], field: str, skip_special_tokens: bool = True) -> list[str]:
-        """The texts of ids from a field of a request, as `tokenize`."""
+        """Returns the texts of ids from a field of a request, as `tokenize`."""
         longest = max(map(len, every), default=0)
         if longest > self.countable:
             raise RequestError(f"{field} takes at most {self.countable} ids in a list; found {longest}", field)
@@ -176,8 +176,8 @@ class Service:
         return [await self.pools.run(size, partial(decode, ids)) for ids in every]
 
     async def sampling(self, body: GenerationBody, check: Callable[[], T]) -> T:
-        """What `check` makes of the body's sampling fields: in a thread where it compiles expressions, which may take
-        half a second."""
+        """Returns what `check` makes of the body's sampling fields: in a thread where it compiles expressions, which
+        may take half a second."""
         if not body.expressions:
             return check()
         return await self.pools.run(_EXPRESSION * body.expressions, lambda gone: check())
@@ -216,7 +216,7 @@ class Service:
         return self._translator.translate(grammar, field)
 
     def preparing(self) -> AbstractContextManager[None]:
-        """While a request is prepared, it counts as an answer that waits. Raises QueueFull where too many do."""
+        """Counts a request as an answer that waits, while it is prepared. Raises QueueFull where too many do."""
         return self.engine.quota.reserve(client_name(), 1)
 
     def check_room(self, count: int, held: int = 1) -> None:
@@ -277,7 +277,7 @@ class Service:
             return Generation(self.engine, self.pools, answers, id, tokens, body.speculative is not None, [*unused])
 
     async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """The requests with the token sequences of their `bad_words`, found once for those that share their
+        """Returns the requests with the token sequences of their `bad_words`, found once for those that share their
         parameters. Raises RequestError as `bad_word_ids`."""
         different = {one.params.bad_words: one for one in asked}
         size = sum(2 * len(word) for words in different for word in words)
@@ -306,7 +306,8 @@ class Service:
         return {"client": client, **found._asdict(), "lookups": lookups}
 
     def name_for(self, asked: str | None) -> str:
-        """The model name of a response: what was asked for, since every name is served by the one model there is."""
+        """Returns the model name of a response: what was asked for, since every name is served by the one model there
+        is."""
         if asked is None:
             return self.model
         self.engine.observer.asked_for(asked)

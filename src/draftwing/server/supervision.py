@@ -13,7 +13,7 @@ from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 DEATHS = 5  # of engines within WINDOW seconds; one more, and the server ends
-WINDOW = 600.0
+WINDOW = 600.0  # seconds
 LONGEST_BACK_OFF = 30.0  # seconds; the first restart is at once, the next after one second, each after twice as long
 MAX_CRASHES = 2  # deaths after which a request that was alone in the engine is refused
 SUSPECTS = 1024  # requests that are remembered

@@ -39,7 +39,7 @@ SEND_SECONDS = 5.0  # for clients to take what is left
 def make_server(
     engine: AsyncEngine, tokenizer: Tokenizer, watchers: Sequence[Watcher], stop_seconds: float, port: int
 ) -> Server:
-    """A server of the application.
+    """Returns a server of the application.
 
     watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
     """
@@ -68,8 +68,8 @@ def _no_probe(record: logging.LogRecord) -> bool:
 
 
 def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
-    """The application; a response that is cut off at the end of the server, because its client does not read, is no
-    error that is worth a traceback."""
+    """Returns the application; a response that is cut off at the end of the server, because its client does not read,
+    is no error that is worth a traceback."""
 
     async def ends(scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -19,7 +19,7 @@ from draftwing.server.edge.keys import client_name
 T = TypeVar("T")
 MAX_INLINE_SIZE = 4096  # numbers, and characters that are read, at once: some milliseconds
 MAX_SHORT_SIZE = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
-REST_FACTOR = 9
+REST_FACTOR = 9  # times what reading a large body took: so long no other one is read for its client
 
 
 class FairSemaphore:
@@ -47,7 +47,7 @@ class FairSemaphore:
             raise
 
     def release(self, client: str) -> None:
-        """A place that this client has taken."""
+        """Gives back a place that this client has taken."""
         self._held -= Counter([client])
         self._free += 1
         self._next()
@@ -106,8 +106,9 @@ class WorkerPools:
         self._json = _Pool(1, "json")
 
     async def read(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads a large body on the event loop: one at a time, and after each nothing of it
-        for `REST` times as long, so that whoever sends them again and again leaves most of the time to others."""
+        """Returns the result of `work`, which reads a large body on the event loop: one at a time, and after each
+        nothing of it for `REST_FACTOR` times as long, so that whoever sends them again and again leaves most of the
+        time to others."""
         client = client_name()
         await self._reading.acquire(client)
         begun = time.perf_counter()
@@ -118,7 +119,7 @@ class WorkerPools:
             asyncio.get_running_loop().call_later(rest, self._reading.release, client)
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
-        """The result of `work`, which is given a function that says whether nobody waits for it any more: this
+        """Returns the result of `work`, which is given a function that says whether nobody waits for it any more: this
         coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters, or of other
         work that takes as long as so many."""
         gone = threading.Event()
@@ -128,8 +129,8 @@ class WorkerPools:
             gone.set()
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is passed.
-        size: token ids and log probabilities in it, and characters that are read as messages."""
+        """Returns the result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is
+        passed. size: token ids and log probabilities in it, and characters that are read as messages."""
         if size <= MAX_INLINE_SIZE:
             return work(False)
         return await self._json.run(work, True)

@@ -67,8 +67,8 @@ class AssistantDrafter(ModelDrafter):
         return expansion.draft()
 
     def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:
-        """Tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys before it:
-        those up to the one before that, and a path of one entry."""
+        """Returns tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys
+        before it: those up to the one before that, and a path of one entry."""
         count, (size,) = ids.shape[0], rows.shape
         kv_len = self.ops.take_rows(table.kv_len, rows)
         before = self.ops.noise_key(table, rows, -1).position  # kv_len - 1, by the call that there is

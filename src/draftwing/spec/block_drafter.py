@@ -52,7 +52,7 @@ class BlockDrafter(Drafter):
         self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most of: verified nodes, committed tokens, rows of a block."""
+        """Returns the most of: verified nodes, committed tokens, rows of a block."""
         return max(shape.nodes, shape.max_commit, self.head.config_of_block.rows if shape.depth else 0)
 
     # -- drafts -----------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ class BlockDrafter(Drafter):
         return [bound[kind] for kind in kinds]
 
     def _windowed(self, batch: Batch, window: int) -> Batch:
-        """The batch of blocks, which sees no more than the `window` - 1 positions before each block: with page tables
-        of their own, that begin there."""
+        """Returns the batch of blocks, which sees no more than the `window` - 1 positions before each block: with page
+        tables of their own, that begin there."""
         if window >= batch.table.shape[1]:
             return batch
         width = self.head.config_of_block.rows
@@ -158,7 +158,7 @@ class BlockDrafter(Drafter):
         self._constrained = rows, banned, noisy
 
     def unconstrain(self) -> None:
-        """There is no `propose` after `constrain`."""
+        """Undoes `constrain`, which no `propose` follows."""
         self._constrained = None
 
     # -- committed text ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, so that 
 
 
 def ngram(context: DraftContext) -> NGramDrafter:
-    """Drafts copied from what was seen."""
+    """Makes a drafter that copies from what was seen."""
     options = context.options
     _check_vocabulary(context, 2**22 - 2)
     return NGramDrafter(
@@ -49,7 +49,7 @@ def ngram(context: DraftContext) -> NGramDrafter:
 
 
 def suffix(context: DraftContext) -> SuffixDrafter:
-    """Drafts of what most often followed."""
+    """Makes a drafter of what most often followed."""
     options = context.options
     _check_vocabulary(context, 2**22)
     return SuffixDrafter(
@@ -64,7 +64,7 @@ def suffix(context: DraftContext) -> SuffixDrafter:
 
 
 def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
-    """A small language model drafts."""
+    """Makes the drafter of a small language model."""
     model, target = context.load_model(context.draft_path), context.target.config
     known, used = model.config.max_positions, context.options.context_length or target.max_positions
     if known < used:
@@ -73,7 +73,7 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
 
 
 def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
-    """A head drafts: the one that is given, or the target's own prediction layers."""
+    """Makes the drafter of a head: the one that is given, or the target's own prediction layers."""
     head = _packed_head(context, None)
     head.quantized_lm_head = _quantized_lm_head(context, head.output_layer()[1])
     drafter = _drafter(context, head)
@@ -135,7 +135,7 @@ def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
 
 
 def assistant(context: DraftContext) -> AssistantDrafter:
-    """A model drafts that reads the target's keys and values."""
+    """Makes a drafter whose model reads the target's keys and values."""
     head = load_assistant(
         context.draft_path, context.target, context.dtype, context.device, context.options.dummy, context.head_weights
     )
@@ -147,7 +147,7 @@ def assistant(context: DraftContext) -> AssistantDrafter:
 
 
 def pair(context: DraftContext) -> PairDrafter:
-    """A drafter with a model and a lookup, one tree."""
+    """Makes a drafter with a model and a lookup, one tree."""
     model, lookup = context.options.drafter_spec.parts
     return PairDrafter(
         model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape, copied=lookup.tree

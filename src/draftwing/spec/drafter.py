@@ -179,8 +179,9 @@ class Drafter(ABC):
         return shape.nodes
 
     def skips_extend(self, shape: TreeShape) -> bool:
-        """Whether a step of this shape does without the drafter's KV, which may then lack what the step commits:
-        `watch` is called in place of `extend`, and `catch_up` before the KV is needed. Never so without KV layers."""
+        """Returns whether a step of this shape does without the drafter's KV, which may then lack what the step
+        commits: `watch` is called in place of `extend`, and `catch_up` before the KV is needed. Never so without KV
+        layers."""
         return bool(self.kv_layers) and shape == PLAIN
 
     def extend(self, seen: SeenTokens) -> None:  # noqa: B027
@@ -188,8 +189,8 @@ class Drafter(ABC):
 
     @staticmethod
     def evened(ops: TorchOps, seen: SeenTokens, more: int = 0) -> SeenTokens:
-        """Chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added in the
-        dummy row. more: queries that the caller adds."""
+        """Returns chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added
+        in the dummy row. more: queries that the caller adds."""
         count, aux_hidden = seen.next_ids.shape[0], seen.aux_hidden
         assert count == seen.batch.ids.shape[0]
         size = ops.even_rows(count + more) - more

@@ -82,8 +82,8 @@ class NGramDrafter(LookupDrafter):
         super().__init__(index, ops.draws_by_row and not ops.records_calls)
 
     def extend(self, seen: SeenTokens) -> None:
-        """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;
-        prompts stay out of the memory."""
+        """Takes what was decoded: the count[b] newest tokens of each row enter the memory. The end of a prefill: the
+        row begins anew; prompts stay out of the memory."""
         batch, rows = seen.batch, seen.batch.rows
         if seen.count is not None:
             self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)
@@ -119,8 +119,8 @@ class SuffixDrafter(LookupDrafter):
         super().__init__(index, ops.draws_by_row and not ops.records_calls)
 
     def extend(self, seen: SeenTokens) -> None:
-        """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the
-        row, for that row alone."""
+        """Takes what was decoded: the trie learns the count[b] newest tokens of each row. The end of a prefill: all
+        tokens of the row, for that row alone."""
         batch, rows = seen.batch, seen.batch.rows
         if seen.count is not None:
             self.index.insert(seen.table, rows, batch.prefix_len, seen.count, seen.width)

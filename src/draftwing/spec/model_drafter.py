@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
             self._draft_ids.copy_(draft_ids)  # recorded calls know where it is
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
-        """On a CPU chains, which are cheaper to draft."""
+        """Returns chains on a CPU, which are cheaper to draft."""
         return chain_menu(shape) if self.ops.records_calls else tree_menu(shape)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
         self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
+        """Returns the most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
 
     # -- tree expansion ---------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
     def unconstrain(self) -> None:
-        """There is no `propose` after `constrain`."""
+        """Undoes `constrain`, which no `propose` follows."""
         self._constrained = None
 
     # -- committed text ---------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class ModelDrafter(Drafter):
         return self.ops.newest_rows(hidden, count, lookahead, rows, self._first.feature if self.head.width else None)
 
     def _with_newest(self, table: RowTensors, batch: Batch, next_ids: Tensor) -> Batch:
-        """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
+        """Returns the accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
         width = next_ids.shape[0] // batch.rows.shape[0] + 1
         chain = self.ops.chain(table, batch.rows, batch.prefix_len, width)
         return batch._replace(**chain._asdict(), window=width)

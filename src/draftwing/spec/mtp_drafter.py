@@ -39,7 +39,7 @@ from draftwing.spec.model_drafter import ModelDrafter
 def make_model_drafter(
     head: DraftHead | BlockHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps
 ) -> ModelDrafter | BlockDrafter:
-    """The drafter for any head; arguments as for `ModelDrafter`."""
+    """Returns the drafter for any head; arguments as for `ModelDrafter`."""
     if isinstance(head, BlockHead):
         return BlockDrafter(head, rows, topk, ops)
     if head.lookahead <= ModelDrafter.max_lookahead:
@@ -185,7 +185,7 @@ def _rows_of_layer(span: ChunkSpan, layer: int, length: int) -> tuple[int, int]:
 
 
 def _reaching_back(batch: Batch, back: int) -> Batch:
-    """The batch with `back` positions fewer in its prefix, which its paths start with in their own entries.
+    """Returns the batch with `back` positions fewer in its prefix, which its paths start with in their own entries.
 
     Where the prefix is shorter than that, the paths' first entries stand before the text and are dropped; a path that
     has no others is that of a row which nobody reads.

@@ -39,11 +39,11 @@ class PairDrafter(Drafter):
 
     @property
     def head(self) -> DraftHead | BlockHead:
-        """The model's."""
+        """Returns the model's."""
         return self.model.head
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
-        """Trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
+        """Returns trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
         grown, copied = self.model.menu(shape), self.lookup.menu(self.copied)
         deep = TreeShape(max(shape.depth, self.copied.depth), shape.topk, max(shape.nodes, self.copied.nodes))
         alone = (one._replace(proposer=LOOKUP_ALONE) for one in copied[:-1])
@@ -53,7 +53,7 @@ class PairDrafter(Drafter):
         self.model.attach(attn, first_layer, positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most that either writes, or that the model writes after the step."""
+        """Returns the most that either writes, or that the model writes after the step."""
         grown = 0 if shape.proposer == LOOKUP_ALONE else self.model.span(self._grown(shape))
         return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
 
@@ -74,12 +74,12 @@ class PairDrafter(Drafter):
         return self.model.ops.merge(grown, found, shape, self.calibration)
 
     def _grown(self, shape: TreeShape) -> TreeShape:
-        """The model's part in a tree."""
+        """Returns the model's part in a tree."""
         depth, topk = min(shape.depth, self.grown.depth), min(shape.topk, self.grown.topk)
         return TreeShape(depth, topk, min(shape.nodes, max_nodes(depth, topk)))
 
     def _copied(self, shape: TreeShape) -> TreeShape:
-        """The lookup's."""
+        """Returns the lookup's."""
         return TreeShape(*(min(one, largest) for one, largest in zip(shape.tree, self.copied.tree, strict=True)))
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
@@ -90,15 +90,15 @@ class PairDrafter(Drafter):
         self.model.extend(seen)
 
     def watch(self, seen: SeenTokens) -> None:
-        """The lookup sees every step and every prompt."""
+        """Shows the lookup every step and every prompt."""
         self.lookup.extend(seen._replace(aux_hidden=None))
 
     def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
-        """Only the model ever lags."""
+        """Lets the model catch up, for only it ever has a backlog."""
         self.model.catch_up(seen, drafts)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
-        """One more than the lookup's, for the model can always propose."""
+        """Returns one more than the lookup's, for the model can always propose."""
         return self.model.ops.raise_confidence(self.lookup.confidence(table, rows, max_kv_len, out))
 
     def read_head(self, folder: Path | None) -> FeatureHead:

@@ -81,9 +81,9 @@ class PredictedOutput:
         return max((self._lengths[row] for row in rows), default=0)
 
     def confidence(self, table: RowTensors, rows: Tensor, bound: int) -> Tensor:
-        """How promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing, else the
-        length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at most 16;
-        m = 0 before the answer's first token).
+        """Returns how promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing,
+        else the length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at
+        most 16; m = 0 before the answer's first token).
         """
         if bound == 0:
             return torch.zeros_like(rows)
@@ -94,9 +94,9 @@ class PredictedOutput:
         self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int, ops: MergeOps,
         calibration: Calibration,
     ) -> Draft:  # fmt: skip
-        """The draft [B, N = shape.nodes] with a chain of what follows in their predictions, at most shape.depth tokens,
-        for the rows `which` that are found there. The chain comes first; of the other nodes those stay for which there
-        is room, see `MergeOps.merge`.
+        """Returns the draft [B, N = shape.nodes] with a chain of what follows in their predictions, at most shape.depth
+        tokens, for the rows `which` that are found there. The chain comes first; of the other nodes those stay for
+        which there is room, see `MergeOps.merge`.
 
         rows [B] int64, of the table; which [b] int64, batch indices of rows with a prediction, none twice; bound:
         `longest` of them, or more. The longest suffix of the row's tokens (up to `WINDOW`) that the prediction has

@@ -32,7 +32,8 @@ _EXPECTED = (
 
 
 def load_token_map(name: str, vocab: int, added: Collection[int] = ()) -> Tensor | None:
-    """The token ids of `--speculative-token-map name`, distinct and ascending: [n] int64 on the CPU; None for all.
+    """Returns the token ids of `--speculative-token-map name`, distinct and ascending: [n] int64 on the CPU; None for
+    all.
 
     name: a file, or `org/repo/file` on the hub; a number: as many of the tokens with the lowest ids, which a tokenizer
     merges first and so are mostly the frequent ones, and those `added`, of which chat templates are made; or `ALL`.

@@ -102,8 +102,8 @@ class Answer:
         return delta
 
     def take_shown(self) -> range:
-        """Indices of the tokens that the text shown since the last call is made of: one that is not a whole character
-        comes with the rest of it, one that is cut by a stop counts. For answers with log probabilities."""
+        """Returns indices of the tokens that the text shown since the last call is made of: one that is not a whole
+        character comes with the rest of it, one that is cut by a stop counts. For answers with log probabilities."""
         starts = self.starts
         begin, end = self._shown, self._shown
         if self.finish_reason is not None and self._detok.stopped is None:
@@ -115,7 +115,7 @@ class Answer:
         return range(begin, end)
 
     def take_trace(self) -> list[TracedStep]:
-        """Steps since the last call, for an answer whose request is traced."""
+        """Returns steps since the last call, for an answer whose request is traced."""
         steps, self._trace = self._trace, []
         return steps
 

@@ -40,7 +40,7 @@ def encode_bounded(
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in turn, together as long as they are no more than a piece."""
+    """Yields the texts in turn, together as long as they are no more than a piece."""
     batch, size = list[str](), 0
     for text in texts:
         if batch and size + len(text) > PIECE:

@@ -59,8 +59,8 @@ class ChatTemplate:
 
     @cached_property
     def _in_parts(self) -> frozenset[str]:
-        """The roles whose content the template shows only where it is a list of parts. Raises TemplateLimit; it is
-        found out again then, for a busy machine must not decide it for good."""
+        """Returns the roles whose content the template shows only where it is a list of parts. Raises TemplateLimit; it
+        is found out again then, for a busy machine must not decide it for good."""
         found: frozenset[str] = frozenset()
         if self._shows("user", found) and self._shows("assistant", found):
             return found  # as nearly all do, for all roles
@@ -93,7 +93,7 @@ class ChatTemplate:
 
 
 def _parted(messages: Sequence[Message], roles: frozenset[str]) -> list[Message]:
-    """Messages with the text of some roles as a list of one part."""
+    """Returns messages with the text of some roles as a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message.get("role") in roles and isinstance(message.get("content"), str)

@@ -143,7 +143,7 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
-    """`bos_token`, `eos_token`, `unk_token`, `pad_token` as text, those that the file names."""
+    """Returns `bos_token`, `eos_token`, `unk_token`, `pad_token` as text, those that the file names."""
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     ids = special_token_ids(metadata)
     return {name: tokens[i] for name, i in ids.items()}

@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def chat_source(self) -> str | None:
-        """The text of the chat template that is shown tools; None without one."""
+        """Returns the text of the chat template that is shown tools; None without one."""
         template = self._tool_template or self._template
         return None if template is None else template.source
 
@@ -145,7 +145,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Tokenizer:
-    """Tokenizer of a Hugging Face folder or a `.gguf` file.
+    """Returns the tokenizer of a Hugging Face folder or a `.gguf` file.
 
     chat_template: replaces the checkpoint's; a file, the jinja2 text itself, or the name of one that comes with us.
     Raises CheckpointError for a missing or unsupported tokenizer, ConfigError for a template file that does not exist.

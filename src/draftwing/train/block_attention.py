@@ -47,7 +47,7 @@ class BlockAttention(Attend):
         return True
 
     def blocks(self, window: int, causal: bool, kv_heads: int) -> Attend:
-        """The attention of blocks with so many heads of keys; window, causal: as in `BlockConfig`."""
+        """Returns the attention of blocks with so many heads of keys; window, causal: as in `BlockConfig`."""
         return _Blocks(self, window, causal, kv_heads)
 
     def _keep(self, layer: int, kv: Tensor) -> None:
@@ -99,7 +99,8 @@ class BlockAttention(Attend):
 
 
 def takes_blocks(q: Tensor, window: int, causal: bool) -> bool:
-    """Whether `ToTextAndBlocks` does what such queries see: kernels for half types, a whole text and a whole block."""
+    """Returns whether `ToTextAndBlocks` does what such queries see: kernels for half types, a whole text and a whole
+    block."""
     return kernels_take(q) and q.dtype != torch.float32 and not window and not causal
 
 

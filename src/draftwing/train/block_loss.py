@@ -46,7 +46,7 @@ class BlockLoss:
     temperature: float = 1.0
 
     def rate(self, hidden: int) -> float:
-        """The learning rate where none is asked for."""
+        """Returns the learning rate where none is asked for."""
         return 6e-4
 
 
@@ -137,7 +137,7 @@ def _slopes_in_torch(
 
 
 def _shares(loss: BlockLoss, text: Tensor, accepted: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weights [N, S] of the three terms, and of the positions."""
+    """Returns the weights [N, S] of the three terms, and of the positions."""
     steps, soft = rows.counts.shape[1], (rows.counts & rows.known).to(text.dtype)
     hard = ((rows.token >= 0) & rows.counts).to(text.dtype)
     weight = (loss.decay ** torch.arange(steps, dtype=text.dtype, device=text.device)).expand_as(text)

@@ -192,7 +192,7 @@ def unused_token(tokens: Iterable[Tokens], vocab: int) -> int:
 
 
 def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-    """The states [B * A, S, H] of the rows that predict; ids [B, T], features [B * T, H], anchors [B, A]."""
+    """Returns the states [B * A, S, H] of the rows that predict; ids [B, T], features [B * T, H], anchors [B, A]."""
     config, (count, length) = head.config_of_block, ids.shape
     attention = BlockAttention(anchors, config.rows, length)
     head.write_text(features, torch.arange(length, device=ids.device).repeat(count), attention)

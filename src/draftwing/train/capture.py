@@ -32,7 +32,7 @@ from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 256 << 20
+SHARD_BYTES = 256 << 20  # of hidden states in one file
 BATCH_TOKENS = 16384  # of one forward, padding included
 _WINDOW = 64  # batches whose sequences are sorted by length together
 
@@ -149,7 +149,7 @@ class Causal(DenseAttend):
 
 
 def _mask(kind: AttentionKind, length: int, q: Tensor) -> Tensor:
-    """What is added to scores, [1 or heads, length, length], with sinks one column more."""
+    """Returns what is added to scores, [1 or heads, length, length], with sinks one column more."""
     seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if kind.window:
         seen = seen.triu(1 - kind.window)

@@ -23,7 +23,7 @@ def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any
 
 
 def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown. records: of `evaluate`."""
+    """Returns Markdown. records: of `evaluate`."""
     settings, model = run.settings, run.options.get("model", "smollm2")
     algorithm = settings.drafter.name
     flags = f"--model {model} --speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER"

@@ -91,8 +91,8 @@ def trains_in_half(device: torch.device) -> bool:
 def make_objective(
     head: AnyHead, target_head: TargetHead, loss: AnyLoss, max_length: int
 ) -> Objective | BlockObjective:
-    """The objective of a head; makes its rotary table for texts of up to max_length tokens, and lets the kernels of
-    training do its norms and activations where they take them."""
+    """Returns the objective of a head; makes its rotary table for texts of up to max_length tokens, and lets the
+    kernels of training do its norms and activations where they take them."""
     if kernels_take(next(head.parameters())):
         from draftwing.train.kernels.layer_ops import TrainingOps
 
@@ -193,7 +193,8 @@ class Fit:
         return self._report()
 
     def _early(self) -> bool:
-        """Whether this is step 1, 2, 4, 8, .. of this process, in which a slow machine would soon be out of time."""
+        """Returns whether this is step 1, 2, 4, 8, .. of this process, in which a slow machine would soon be out of
+        time."""
         since = self.step - self._first
         return since < self.config.log_every and since & (since - 1) == 0
 

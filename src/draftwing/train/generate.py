@@ -82,7 +82,7 @@ class _Running:
 def usable(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: Sampling, skipped: Skipped
 ) -> list[tuple[Prompt, list[int]]]:
-    """Prompts that leave room for an answer, with their token ids."""
+    """Returns prompts that leave room for an answer, with their token ids."""
     found, longest = [], sampling.max_length - MIN_ANSWER
     known: dict[str, list[int]] = {}  # copies have the same
     for prompt in progress_bar(iterable=prompts, desc="tokenizing", unit=" prompts"):

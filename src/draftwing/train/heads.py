@@ -151,8 +151,8 @@ def new_block_head(
 def new_head(
     kind: str, target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int], ffn_size: int, seed: int
 ) -> EagleHead | Eagle3Head | MTPHead:
-    """An untrained head of a kind (`DrafterSpec.heads`) that drafts one token after the other; each takes of these what
-    it can use."""
+    """Returns an untrained head of a kind (`DrafterSpec.heads`) that drafts one token after the other; each takes of
+    these what it can use."""
     if kind == "eagle3":
         return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed)
     if kind == "eagle":

@@ -86,7 +86,7 @@ class HeadOptimizer:
             self._parts.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=0, fused=fused))
 
     def step(self, rate: float) -> None:
-        """rate: the learning rate of this step. Gradients are gone afterwards."""
+        """Takes a step. rate: its learning rate. Gradients are gone afterwards."""
         for group in chain.from_iterable(part.param_groups for part in self._parts):
             group["lr"] = rate
         for part in self._parts:

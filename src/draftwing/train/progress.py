@@ -54,7 +54,7 @@ class Progress:
         self._bar.update()
 
     def expect(self, total: int) -> None:
-        """Another number of steps."""
+        """Expects another number of steps."""
         self._bar.total = total
 
     def add(self, row: Row) -> None:
@@ -97,7 +97,7 @@ class Remaining:
         self._start, self._marks = clock(), list(_MARKS)
 
     def update(self, done: int, note: str = "") -> None:
-        """done: so far in all."""
+        """Shows that so many steps are `done`."""
         share = done / max(1, self._total)
         if not self._marks or share < self._marks[0]:
             return

@@ -51,7 +51,7 @@ class Loss:
     text: float = 0.0
 
     def rate(self, hidden: int) -> float:
-        """The learning rate where none is asked for."""
+        """Returns the learning rate where none is asked for."""
         return 0.4 / hidden
 
 

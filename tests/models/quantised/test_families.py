@@ -1,4 +1,4 @@
-"""Architectures take quantised weights: their logits are those of the same weights multiplied out. (Others are in
+"""Architectures take quantised weights: their logits are those of the same weights dequantised. (Others are in
 `tests/models/test_family_formats.py`.)"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantised checkpoints whose weights stay so: the logits of the same weights multiplied out, and their text."""
+"""Quantised checkpoints whose weights stay so: the logits of the same weights dequantised, and their text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_it_is_the_model_of_the_matrices_multiplied_out(
     folder, ops = checkpoint(tmp_path, name, arch), GroupTorchOps(CPU)
     with caplog.at_level(logging.INFO):
         model = load_model(folder, torch.bfloat16, "cpu", weight_format=GroupFormat(None, ops))
-    assert ": kept" in caplog.text and "multiplied out" not in caplog.text
+    assert ": kept" in caplog.text and "dequantised" not in caplog.text
     exact = load_model(folder, torch.bfloat16, "cpu")
     for each in (model, exact):
         each.pack(ops, True)

@@ -64,7 +64,7 @@ def test_dense_it_is_the_model_of_the_same_weights(tmp_path: Path, name: str, ca
     quantised, wide = pair(tmp_path, name)
     with caplog.at_level(logging.INFO):
         models = [load_model(path, torch.float32, "cpu") for path in (quantised, wide)]
-    assert "multiplied out, which takes" in caplog.text and "are not used" not in caplog.text
+    assert "dequantised, which takes" in caplog.text and "are not used" not in caplog.text
     torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=1e-5, atol=1e-5)
 
 

@@ -85,7 +85,7 @@ def by_transformers(stored: dict[str, Tensor], config: dict[str, Any]) -> Tensor
     return Fp8Dequantize(quantizer)._dequantize_one(stored["weight"], stored["weight_scale_inv"], torch.float32)
 
 
-LIBRARIES = {  # by `quant_method`: their names, and how they multiply out
+LIBRARIES = {  # by `quant_method`: their names, and how they dequantise
     "gptq": ("gptqmodel", by_gptqmodel), "awq": ("autoawq", by_autoawq), "fp8": ("transformers", by_transformers),
     "compressed-tensors": ("compressed-tensors", by_compressed_tensors),
 }  # fmt: skip

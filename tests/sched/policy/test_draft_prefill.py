@@ -137,7 +137,13 @@ class Saving(FixedShape):
 def test_who_is_admitted_may_not_be_seen(from_tokens: bool) -> None:
     policy = Saving(TREE)
     config = SchedulerConfig(
-        4000, 2, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=DraftDeferral(100, 50, from_tokens)
+        4000,
+        2,
+        4,
+        512,
+        initial_confidence=7,
+        skips_extend=frozenset([PLAIN]),
+        deferral=DraftDeferral(100, 50, from_tokens),
     )
     sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
     if from_tokens:
@@ -160,7 +166,7 @@ def test_who_comes_when_nobody_runs_is_seen() -> None:
     """Prompts waited all the time until everything was aborted: nothing has run since that would tell of an end."""
     policy = Saving(TREE)
     config = SchedulerConfig(
-        4000, 3, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=DraftDeferral(100, 50, True)
+        4000, 3, 4, 512, initial_confidence=7, skips_extend=frozenset([PLAIN]), deferral=DraftDeferral(100, 50, True)
     )
     sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
     policy.worth = None

@@ -75,7 +75,7 @@ class CpuDevice(Device):
 
     @property
     def count(self) -> int:
-        """Any number of ranks."""
+        """Returns any number of ranks."""
         return 1 << 30
 
     def links(self, count: int) -> str:
@@ -86,7 +86,8 @@ class CpuDevice(Device):
         return self.ops.active_threads
 
     def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:
-        """count None, none pinned: as many as can compute at the same time, or as torch has, where these are fewer."""
+        """Sets how many threads compute. count None, none pinned: as many as can compute at the same time, or as torch
+        has, where these are fewer."""
         found = machine.processors()
         torch.set_num_threads(count or len(pinned) or min(found.threads, torch.get_num_threads()))
         if pinned:

@@ -205,7 +205,8 @@ def defaults_for(memory: int) -> Defaults:
 
 
 def nvlink(size: int) -> str:
-    """The links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
+    """Returns the links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without
+    it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return "unknown"
@@ -221,7 +222,7 @@ def nvlink(size: int) -> str:
 
 
 def links_of(table: str, gpus: Sequence[int]) -> str:
-    """table: of `nvidia-smi topo -m`.  gpus: as it counts them."""
+    """Returns the links in a table of `nvidia-smi topo -m`.  gpus: as it counts them."""
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
     rows = {line[0]: line[1:] for line in lines if line and "X" in line}  # "X" is what a GPU has with itself
     known = [gpu for gpu in gpus if f"GPU{gpu}" in rows]

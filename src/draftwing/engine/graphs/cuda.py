@@ -68,7 +68,7 @@ class GraphCache:
         self.later.clear()
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
-        """Under which a batch of `size` rows was captured, None if it was not."""
+        """Returns the key under which a batch of `size` rows was captured, None if it was not."""
         sizes = self._sizes_of.get(shape, ())
         at = bisect_left(sizes, size)
         return Key(shape, sizes[at]) if at < len(sizes) else None
@@ -81,7 +81,7 @@ class GraphCache:
 
     @property
     def wanted(self) -> bool:
-        """Whether steps were padded further for want of a graph so often that it is worth an interruption."""
+        """Returns whether steps were padded further for want of a graph so often that it is worth an interruption."""
         return max(self.later.values(), default=0) >= WANTED
 
     def set_rows(self, rows: IntArray, size: int) -> None:
@@ -114,7 +114,7 @@ class GraphCache:
         return output
 
     def finish(self, key: Key) -> None:
-        """All stages of the key are captured."""
+        """Notes that all stages of the key are captured."""
         sizes = self._sizes_of.setdefault(key.shape, [])
         if key.size not in sizes:
             insort(sizes, key.size)
@@ -127,7 +127,7 @@ class GraphCache:
 
 
 def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a stage gave, with its tensors changed."""
+    """Returns what a stage gave, with its tensors changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -143,6 +143,6 @@ def first_sizes(sizes: Sequence[int]) -> set[int]:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
+    """Returns batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
     sizes = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, largest, 32)]
     return [*(size for size in sizes if size < largest), largest] if largest else []

@@ -85,7 +85,7 @@ class PrefillGraphs:
         return len(self._graphs) + len(self._mixed)
 
     def planned(self, keys: Sequence[Key]) -> int:
-        """How many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
+        """Returns how many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
         return len(self.sizes) + sum(len(self._beside(key)) for key in keys)
 
     def capture(self, bar: tqdm[Any]) -> None:
@@ -119,8 +119,8 @@ class PrefillGraphs:
         self._mixed_states = None
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
-        """What the forward gives of the chunks' queries, as long as no graph runs after it; None where there is no
-        graph of so many queries or chunks."""
+        """Returns what the forward gives of the chunks' queries, as long as no graph runs after it; None where there is
+        no graph of so many queries or chunks."""
         tokens = sum(chunk.length for chunk in chunks)
         at = bisect_left(self.sizes, tokens)
         if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or self.sizes[at] not in self._graphs:
@@ -132,7 +132,7 @@ class PrefillGraphs:
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
 
     def mixed_key(self, shape: TreeShape, rows: int) -> Key | None:
-        """Of the graphs of a step of so many rows that prompts may be beside; None: there are none."""
+        """Returns the key of graphs of a step of so many rows that prompts may be beside; None: there are none."""
         at = bisect_left(self._row_sizes, rows)
         key = Key(shape, self._row_sizes[at]) if at < len(self._row_sizes) else None
         return key if key is not None and self._beside(key) else None
@@ -160,7 +160,7 @@ class PrefillGraphs:
         return tiles + tiles % 2
 
     def _parts(self, size: int) -> list[int]:
-        """Words of each part of the buffer."""
+        """Returns words of each part of the buffer."""
         tiles = [self._tiles(size, shape) * 5 // 2 for shape in self._shapes]
         return [size, size, self._chunks(size), *tiles]
 
@@ -231,7 +231,7 @@ def cut(states: States, first: int, end: int | None = None) -> tuple[States, Sta
 
 
 def takes(key: Key) -> bool:
-    """Whether there are graphs of a step of this key beside prompts, if of any."""
+    """Returns whether there are graphs of a step of this key beside prompts, if of any."""
     return key.size in MIXED_ROWS and key.size * key.shape.queries <= MIXED_NODES
 
 

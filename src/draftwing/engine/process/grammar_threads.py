@@ -25,7 +25,8 @@ class GrammarThreads:
         self._lanes[size > SMALL].put(client, key, work)
 
     def drop(self, key: Hashable) -> bool:
-        """Nobody wants it any more. Whether it had not begun, and never will; unknown keys are ignored."""
+        """Drops what nobody wants any more. Returns whether it had not begun, and never will; unknown keys are
+        ignored."""
         return any(lane.drop(key) for lane in self._lanes)
 
 

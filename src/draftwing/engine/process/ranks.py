@@ -83,7 +83,7 @@ class RankProcesses(RemoteBroadcast):
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:
-        """Until every rank has its weights. Raises what one of them has raised, or RankDied."""
+        """Waits until every rank has its weights. Raises what one of them has raised, or RankDied."""
         for rank, plans in enumerate(self._plans, 1):
             try:
                 found = plans.recv()
@@ -177,7 +177,7 @@ class RankProcesses(RemoteBroadcast):
         return RankDied(self._failure) if self._over.wait(2 * LOOK) else error
 
     def _said(self) -> DraftwingError | None:
-        """Why another rank has failed, where it said so."""
+        """Returns why another rank has failed, where it said so."""
         with self._reading:
             for rank, plans in enumerate(self._plans, 1):
                 with contextlib.suppress(EOFError, OSError):

@@ -62,8 +62,8 @@ def start_module(module: str, connections: int, new_session: bool) -> tuple[subp
 
 
 def joined(argv: Sequence[str]) -> list[Connection]:
-    """The connections of a process that `start_module` has started, by its arguments. From now on the process is killed
-    when its parent ends, however that ends: one that is stopped would not read that its connections have."""
+    """Returns the connections of a process that `start_module` has started, by its arguments. From now on the process
+    is killed when its parent ends, however that ends: one that is stopped would not read that its connections have."""
     *numbers, parent = map(int, argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the parent, which may get them too, decides when this process ends

@@ -51,8 +51,8 @@ def _stored_as(path: Path, config: ModelConfig) -> tuple[str, ...]:
 
 
 def check_draft_files(options: Options, path: Path, target: ModelConfig) -> None:
-    """The same of a draft model. options: `for_engine`; path: of the draft model. Not for a user's own drafter, whose
-    files may be anything."""
+    """Checks files of a draft model as those of the target. options: `for_engine`; path: of the draft model. Not for a
+    user's own drafter, whose files may be anything."""
     spec = options.drafter_spec
     if spec.same_tokenizer:
         vocab = min(load_config(path).vocab_size, target.vocab_size)
@@ -84,8 +84,8 @@ def check_token_map(options: Options, token_ids: Tensor) -> None:
 
 
 def capability(device: Device, ranks: Ranks) -> dict[str, Any]:
-    """ranks: how many; devices: that of each rank; kernels: what computes there; links: between them; sums: how partial
-    sums are taken, and why."""
+    """Returns what drives the model. ranks: how many; devices: that of each rank; kernels: what computes there; links:
+    between them; sums: how partial sums are taken, and why."""
     devices = device.names(ranks.size)
     found: dict[str, Any] = {"ranks": ranks.size, "devices": devices, "kernels": device.ops.title}
     if ranks.size == 1:
@@ -95,6 +95,6 @@ def capability(device: Device, ranks: Ranks) -> dict[str, Any]:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """One line for the log."""
+    """Returns one line for the log."""
     devices = ", ".join(sorted(set(found["devices"])))
     return f"{found['ranks']} ranks on {devices}; links {found['links']}; sums: {found['sums']}"

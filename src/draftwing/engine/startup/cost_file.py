@@ -23,7 +23,7 @@ from draftwing.sched.policy.cost import StepCost
 
 log = logging.getLogger("draftwing")
 
-MAX_FILES = 100
+MAX_FILES = 100  # of as many kinds of engine; the oldest go
 MAX_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
 # Options that change what a step costs, besides those of speculation.
 _PRICED = (

@@ -34,8 +34,8 @@ log = logging.getLogger("draftwing")
 def make_drafter(
     options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, precision: Precision, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
-    """The drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the target where
-    it drafts for itself."""
+    """Returns the drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the
+    target where it drafts for itself."""
     if not options.drafts:
         return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
     shape, rows = options.speculative_shape, options.max_running_requests
@@ -82,7 +82,8 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
 def token_map(
     options: Options, vocab: int, device: Device, tokenizer: Tokenizer | None
 ) -> tuple[Options, Tensor | None]:
-    """The tokens that may be drafted, None: all; and options that name them. On a CPU few of a large vocabulary."""
+    """Returns the tokens that may be drafted, None: all; and options that name them. On a CPU few of a large
+    vocabulary."""
     spec, name = options.drafter_spec, options.speculative_token_map
     if name is None and vocab > LARGE and tokenizer is not None and not device.has_own_memory:
         name = str(FIRST) if spec.heads and TOKEN_MAP in spec.options else None

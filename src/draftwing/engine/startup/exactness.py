@@ -22,8 +22,8 @@ CUTS = (0, 1, 4, 37)  # where parts of a prompt begin, beside the text's own beg
 
 @torch.inference_mode()
 def keeps_bits(executor: Executor) -> bool:
-    """Whether a text's hidden states and logits have the same bits in one prompt, in parts of it, with other rows, as
-    plain steps and as nodes of trees. Of several ranks all do it at the same time. Leaves no trace."""
+    """Returns whether a text's hidden states and logits have the same bits in one prompt, in parts of it, with other
+    rows, as plain steps and as nodes of trees. Of several ranks all do it at the same time. Leaves no trace."""
     table, model = executor.table, executor.model
     slots = executor.attn.pool.slots
     rows = min(ROWS, table.rows, max(slots // (4 * TREE), 1))
@@ -52,7 +52,8 @@ def keeps_bits(executor: Executor) -> bool:
 
 
 def _prompts(executor: Executor, text: list[int], parts: list[tuple[int, int]], rows: int) -> Tensor:
-    """The hidden states of the text, in parts one after the other, each of so many rows together: [rows * T, H]."""
+    """Returns the hidden states of the text, in parts one after the other, each of so many rows together: [rows * T,
+    H]."""
     found: list[Tensor] = []
     request, every = GenerationRequest("", text, SamplingParams(temperature=0.0)), np.arange(rows)
     for begin, end in parts:
@@ -76,7 +77,8 @@ def _states(rows: int, number: int, length: int) -> IntArray:
 
 
 def _step(executor: Executor, text: list[int], at: int, rows: int, nodes: int) -> Tensor:
-    """The hidden states of tokens from `at` on, as chains of so many nodes of so many rows: [rows * nodes, H]."""
+    """Returns the hidden states of tokens from `at` on, as chains of so many nodes of so many rows: [rows * nodes,
+    H]."""
     table, every = executor.table, np.arange(rows)
     table.kv_len[:rows], table.last[:rows] = at, text[at]
     draft = None

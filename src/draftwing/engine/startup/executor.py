@@ -26,7 +26,7 @@ log = logging.getLogger("draftwing")
 
 
 def graph_size_of(options: Options) -> int:
-    """The largest batch that graphs are captured of; of options for a device."""
+    """Returns the largest batch that graphs are captured of; of options for a device."""
     return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
 
 
@@ -50,8 +50,8 @@ def make_executor(
     drafter: Drafter | None,
     menu: tuple[TreeShape, ...],
 ) -> Made:
-    """Of options `for_engine`, around a loaded model. menu: what steps may draft.  Of several ranks all make theirs at
-    the same time. Raises ConfigError where there is no room."""
+    """Makes the executor of options `for_engine` around a loaded model. menu: what steps may draft.  Of several ranks
+    all make theirs at the same time. Raises ConfigError where there is no room."""
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     graph_size, kv_dtype = graph_size_of(options), precision.kv_dtype
@@ -84,23 +84,7 @@ def make_executor(
     pool.states = rig.states(states, rows)
     if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
         log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
-    parts = model.kv_layers, rig.draft_layers
-    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in parts)
-    hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
-    kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
-    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
-    running = rows_of(options, states)
-    if states:
-        each = state_bytes(rig.layers, model.dtype) / 1e6
-        records = record_bytes(rig.layers, running, rig.nodes, model.dtype) / 1e9
-        log.info(
-            "states of recurrent layers: %d of %.1f MB, %.2f GB; %d for each running request, the others for cached "
-            "prefixes; records of drafts up to %.2f GB",
-            states, each, states * each / 1e3, ROW_SLOTS, records,
-        )  # fmt: skip
-    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, running)
-    if running < rows:
-        log.warning("states of recurrent layers have room for %d running requests, not %d", running, rows)
+    _log_memory(options, rig, pool_tokens, states, context)
 
     model.set_max_positions(length)
     table = RowTable(rows, length, device)
@@ -109,14 +93,36 @@ def make_executor(
         drafter.attach(attn, rig.first_draft_layer, length)
     if not attn.capturable:
         graph_size = 0
-    deferral, simulation = deferral_of(options, rig), None
+    simulation = None
     if options.simulate_accept_length is not None:
         depth = max(shape.depth for shape in menu)
         simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size)
     executor = Executor(
-        model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral, options.enable_mixed_chunk
-    )
+        model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral_of(options, rig),
+        options.enable_mixed_chunk,
+    )  # fmt: skip
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
     return Made(executor, pool, context, pool_tokens, spans, graph_size, states)
+
+
+def _log_memory(options: Options, rig: Rig, pool_tokens: int, states: int, context: int) -> None:
+    """Logs what the pool and states take, and how many tokens and requests that is room for."""
+    dtype, rows, running = rig.model.dtype, options.max_running_requests, rows_of(options, states)
+    parts = rig.model.kv_layers, rig.draft_layers
+    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, rig.kv_dtype) / 1e9 for part in parts)
+    hidden_gb = pool_tokens * hidden_bytes(options, rig) / 1e9
+    kept = f", hidden states for it {hidden_gb:.2f} GB" if hidden_gb else ""
+    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB%s", pool_tokens, target_gb, draft_gb, kept)
+    if states:
+        each = state_bytes(rig.layers, dtype) / 1e6
+        records = record_bytes(rig.layers, running, rig.nodes, dtype) / 1e9
+        log.info(
+            "states of recurrent layers: %d of %.1f MB, %.2f GB; %d for each running request, the others for cached "
+            "prefixes; records of drafts up to %.2f GB",
+            states, each, states * each / 1e3, ROW_SLOTS, records,
+        )  # fmt: skip
+    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, running)
+    if running != rows:
+        log.warning("states of recurrent layers have room for %d running requests, not %s", running, rows)

@@ -27,7 +27,7 @@ CONTEXTS = (1024, 4096)  # tokens of each row
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
 STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
 SIZES = (4, 16)  # batches beside that of one row
-CPU_CONTEXT = 1024
+CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float
 
 
 def room(keys: Sequence[Key]) -> int:
-    """Entries of a row past its context that replays of these steps may reach."""
+    """Returns entries of a row past its context that replays of these steps may reach."""
     return REPLAYS * max(key.shape.nodes + key.shape.max_commit for key in keys)
 
 
@@ -191,7 +191,7 @@ def _fill(executor: Executor, rows: int, context: int, space: int, touched: bool
 
 @torch.inference_mode()
 def set_context(executor: Executor, rows: int, context: int) -> None:
-    """Of the first rows, as if nothing had been committed since."""
+    """Gives the first rows this context, as if nothing had been committed since."""
     executor.table.kv_len[:rows] = context
     if executor.table.states is not None:
         executor.table.states.length[:rows] = context

@@ -32,7 +32,7 @@ from draftwing.spec.prediction import PredictedOutput
 
 log = logging.getLogger("draftwing")
 
-CPU_POOL_BYTES = 2 << 30
+CPU_POOL_BYTES = 2 << 30  # of the pool and states on a CPU by default; a quarter of what is free at most
 GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
@@ -53,27 +53,27 @@ class Rig(NamedTuple):
 
     @property
     def layers(self) -> list[SlotSpec]:
-        """What the pool holds: the target's layers, and the drafter's."""
+        """Returns what the pool holds: the target's layers, and the drafter's."""
         return [*self.model.kv_layers, *self.draft_layers]
 
     @property
     def nodes(self) -> int:
-        """Of the largest tree."""
+        """Returns nodes of the largest tree."""
         return max(shape.nodes for shape in self.menu)
 
     def states(self, slots: int, rows: int) -> RowStates | None:
-        """Those of recurrent layers, if there are any."""
+        """Returns those of recurrent layers, if there are any."""
         return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
 
     @property
     def first_draft_layer(self) -> int:
-        """Pool layer of the drafter's first."""
+        """Returns pool layer of the drafter's first."""
         return len(self.model.kv_layers)
 
 
 def row_length(entries: int) -> int:
-    """Length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton compiles a
-    kernel once more for strides that are none."""
+    """Returns length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton compiles
+    a kernel once more for strides that are none."""
     return -(-entries // 16) * 16
 
 
@@ -85,7 +85,7 @@ class PoolSize(NamedTuple):
 
 
 def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolSize:
-    """length: of a row of the row table. Raises ConfigError where there is no room."""
+    """Decides how large the pool is. length: of a row of the row table. Raises ConfigError where there is no room."""
     slot_bytes = max(KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig), 1)
     fraction = options.state_memory_fraction if delta_specs(rig.layers) else 0.0
     if options.max_total_tokens:
@@ -102,9 +102,9 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolS
 
 
 def state_slots(options: Options, rig: Rig, budget: int, tokens: int, records: int = 0) -> int:
-    """How many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be used.
-    records: bytes of those of one row, where they are of the budget. Raises ConfigError where one request alone has not
-    got what it needs."""
+    """Returns how many states have room in so many bytes, beside a KV pool of so many tokens: no more than could be
+    used. records: bytes of those of one row, where they are of the budget. Raises ConfigError where one request alone
+    has not got what it needs."""
     each, rows = state_bytes(rig.layers, rig.model.dtype), options.max_running_requests
     if not each:
         return 0
@@ -124,14 +124,14 @@ def state_slots(options: Options, rig: Rig, budget: int, tokens: int, records: i
 
 
 def rows_of(options: Options, states: int) -> int:
-    """How many requests can run at once; states: slots for states, 0 of a model without recurrent layers."""
+    """Returns how many requests can run at once; states: slots for states, 0 of a model without recurrent layers."""
     rows = options.max_running_requests
     assert rows
     return min(rows, states // ROW_SLOTS) if states else rows
 
 
 def pool_budget(options: Options, rig: Rig, length: int, graph_size: int, slot_bytes: int) -> int:
-    """Bytes of the KV pool and of states."""
+    """Returns bytes of the KV pool and of states."""
     if rig.device.has_own_memory:
         budget = cuda_budget(options, rig, length, graph_size)
     else:
@@ -146,7 +146,7 @@ def pool_budget(options: Options, rig: Rig, length: int, graph_size: int, slot_b
 
 
 def host_pool_bytes(options: Options, free: int) -> int:
-    """Bytes of the KV pool and of states of all ranks, where the host computes and so much is free."""
+    """Returns bytes of the KV pool and of states of all ranks, where the host computes and so much is free."""
     fraction = options.mem_fraction_static
     return int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
 
@@ -171,7 +171,7 @@ def log_forecast(options: Options, device: Device, config: ModelConfig, kv_dtype
 
 
 def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:
-    """Bytes for the pool: what is free beside the weights, minus what steps and graphs take."""
+    """Returns bytes for the pool: what is free beside the weights, minus what steps and graphs take."""
     step, graphs = trial(options, rig, graph_size)
     rig.device.trim()
     free, total = rig.device.free_memory(), rig.device.total_memory()
@@ -210,7 +210,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
 
 
 def request_bytes(rows: int, vocab: int, length: int) -> int:
-    """Bytes of what `RequestFeatures` keeps for requests' wishes, once each kind of wish was met."""
+    """Returns bytes of what `RequestFeatures` keeps for requests' wishes, once each kind of wish was met."""
     meta = torch.device("meta")
     edits = EditTable(rows, vocab, meta)
     edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())
@@ -222,21 +222,21 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
 
 
 def deferral_of(options: Options, rig: Rig) -> DraftDeferral:
-    """How much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
+    """Returns how much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
     assert options.chunked_prefill_size
     most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
     return DraftKVBacklog.deferral(rig.drafter, rig.device, most)
 
 
 def hidden_bytes(options: Options, rig: Rig) -> int:
-    """Bytes of the hidden states that are kept for a drafter beside each slot of the pool."""
+    """Returns bytes of the hidden states that are kept for a drafter beside each slot of the pool."""
     if rig.drafter is None or not deferral_of(options, rig).by_slot:
         return 0
     return len(rig.drafter.aux_layers) * rig.model.config.hidden_size * rig.model.dtype.itemsize
 
 
 def unseen_bytes(rows: int, rig: Rig, deferral: DraftDeferral) -> int:
-    """Bytes of what is kept for a drafter until it catches up."""
+    """Returns bytes of what is kept for a drafter until it catches up."""
     if rig.drafter is None or not rig.drafter.kv_layers:
         return 0
     config, dtype = rig.model.config, rig.model.dtype
@@ -244,7 +244,7 @@ def unseen_bytes(rows: int, rig: Rig, deferral: DraftDeferral) -> int:
 
 
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
-    """Bytes that the largest steps take beside weights and pool, and that the graphs will.
+    """Returns bytes that the largest steps take beside weights and pool, and that the graphs will.
 
     Runs them with a pool of a few tokens: a prefill as large as the scheduler makes any, of as few prompts as have so
     many tokens, a tree step of all rows, one of a batch as large as the largest graph. Draws with noise and filters,
@@ -302,13 +302,13 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
 
 
 def peak(executor: Executor, plan: Plan) -> int:
-    """Bytes allocated at most by a step beyond what was allocated before."""
+    """Returns bytes allocated at most by a step beyond what was allocated before."""
     return executor.device.peak(lambda: executor.commit(executor.launch(plan)).wait())
 
 
 def first_step(tokens: int, longest: int, length: int) -> Plan:
-    """Prompts of `longest` tokens, the last one perhaps of fewer, so many together, in the first rows. All have the
-    same slots, as many as a page table has room for."""
+    """Returns prompts of `longest` tokens, the last one perhaps of fewer, so many together, in the first rows. All have
+    the same slots, as many as a page table has room for."""
     params, nothing = SamplingParams(), np.empty(0, np.int64)
     sizes = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
     rows = np.arange(len(sizes))

@@ -121,7 +121,7 @@ class Precompilation:
             )
 
     def wait(self) -> None:
-        """Until it has ended; never raises because of it."""
+        """Waits until it has ended; never raises because of it."""
         if self._process is None:
             return
         started = time.monotonic()

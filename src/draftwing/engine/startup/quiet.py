@@ -11,8 +11,8 @@ MAX_DELAY_RATIO = 8  # of the time that passed, one part in so many is own whate
 
 
 def delays() -> dict[str, float]:
-    """By thread of this process the seconds in which it could have run and others did. Empty where the system does not
-    tell: it is Linux that does."""
+    """Returns by thread of this process the seconds in which it could have run and others did. Empty where the system
+    does not tell: it is Linux that does."""
     found: dict[str, float] = {}
     with suppress(OSError):  # another system
         for thread in os.listdir("/proc/self/task"):
@@ -31,6 +31,6 @@ def since(before: Mapping[str, float]) -> list[float]:
 
 
 def own(seconds: float, before: Mapping[str, float]) -> float:
-    """What of so many seconds, which began when `delays` gave this, other programs did not take: of threads that work
-    together the one that waited longest counts."""
+    """Returns what of so many seconds, which began when `delays` gave this, other programs did not take: of threads
+    that work together the one that waited longest counts."""
     return max(seconds - max(since(before), default=0.0), seconds / MAX_DELAY_RATIO)

@@ -118,7 +118,7 @@ def _clear_dummy(executor: Executor) -> None:
 
 
 def _asking(plan: Plan) -> Plan:
-    """The plan of row 0, which asks for what few requests do (`engine.request_features`)."""
+    """Returns the plan of row 0, which asks for what few requests do (`engine.request_features`)."""
     admits = tuple(
         admit._replace(request=admit.request._replace(prediction=tuple(admit.tokens), thinking=BUDGET), edited=True)
         for admit in plan.admits

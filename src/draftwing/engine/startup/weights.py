@@ -16,7 +16,7 @@ from draftwing.parallel.ranks import ALONE, Ranks
 def load_with_progress(
     path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
 ) -> DecoderModel:
-    """The model, packed. target: whether it is the one that options are of."""
+    """Returns the model, packed. target: whether it is the one that options are of."""
     with progress_bar(unit="B", unit_scale=True, desc="loading weights", disable=ranks.rank > 0) as bar:
 
         def progress(done: int, total: int) -> None:

@@ -36,22 +36,22 @@ class ParamSlice(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether other values go there than those that are stored."""
+        """Returns whether other values go there than those that are stored."""
         return self.is_log or self.added != 0 or self.times != 1
 
     def of(self, param: Tensor) -> Tensor:
-        """The part of the parameter, a view."""
+        """Returns the part of the parameter, a view."""
         return param.detach().narrow(self.axis, self.start, self.size)
 
     def made(self, tensor: Tensor) -> Tensor:
-        """What goes there of a stored tensor, but for its type."""
+        """Returns what goes there of a stored tensor, but for its type."""
         if self.is_log:
             tensor = -tensor.exp()
         tensor = tensor * self.times if self.times != 1 else tensor
         return tensor + self.added if self.added else tensor
 
     def stored(self, own: Tensor) -> Tensor:
-        """The tensor as it is stored. own: what `of` gives."""
+        """Returns the tensor as it is stored. own: what `of` gives."""
         own = own - self.added if self.added else own
         own = own / self.times if self.times != 1 else own
         own = (-own).log() if self.is_log else own
@@ -81,12 +81,12 @@ class LinearOp:
 
     @property
     def sizes(self) -> Counter[str]:
-        """Bytes of a weight that is no parameter, by type."""
+        """Returns bytes of a weight that is no parameter, by type."""
         return Counter()
 
     @property
     def stored(self) -> Tensor | None:
-        """The weight [out, in] where it lies as such, or None."""
+        """Returns the weight [out, in] where it lies as such, or None."""
         return None
 
     def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]] | None:
@@ -95,7 +95,7 @@ class LinearOp:
         return None
 
     def groups(self) -> PackedGroups | MXRows | None:
-        """The weight, not packed yet, as it stays quantised in groups; None where it is to be multiplied out."""
+        """Returns the weight, not packed yet, as it stays quantised in groups; None where it is dequantised."""
         return None
 
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
@@ -119,12 +119,12 @@ class LinearOp:
         return self(x, bias)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller does it
-        with what a call gives."""
+        """Returns silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller
+        does it with what a call gives."""
         return None
 
     def dense_weight(self) -> Tensor:
-        """[out, in] in the dtype of x; a copy where it is not stored as such."""
+        """Returns [out, in] in the dtype of x; a copy where it is not stored as such."""
         raise NotImplementedError
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -153,8 +153,9 @@ class LinearOp:
         raise NotImplementedError
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
-        """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a
-        mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of now."""
+        """Returns the operation for inference on this device, which may drop the layer's parameters; raises ConfigError
+        for a mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of
+        now."""
         return None
 
 
@@ -166,21 +167,23 @@ class WeightFormat:
 
     @property
     def reads_on(self) -> torch.device | None:
-        """Where quantised matrices are put together from a checkpoint's tensors; None: where those come to, the CPU."""
+        """Returns where quantised matrices are put together from a checkpoint's tensors; None: where those come to, the
+        CPU."""
         return None
 
     @property
     def of_vocabulary(self) -> WeightFormat:
-        """The format of a model's embedding and head, where this is that of its layers."""
+        """Returns the format of a model's embedding and head, where this is that of its layers."""
         return self
 
     @property
     def of_rows(self) -> WeightFormat:
-        """The format of a matrix of which single rows are read, and nothing else."""
+        """Returns the format of a matrix of which single rows are read, and nothing else."""
         return self
 
     def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
-        """What a weight takes at least. dtype: of activations; quantized: the checkpoint has quantised matrices."""
+        """Returns what a weight takes at least. dtype: of activations; quantized: the checkpoint has quantised
+        matrices."""
         return 0.5 if self.takes_blocks else dtype.itemsize
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
@@ -188,7 +191,7 @@ class WeightFormat:
         raise NotImplementedError
 
     def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
-        """Where the tensors of a stored matrix go that is outputs `[start, start + rows)` of a `Linear`.
+        """Returns where the tensors of a stored matrix go that is outputs `[start, start + rows)` of a `Linear`.
 
         layer: its name. Returns suffix of the stored name (`weight`) -> slice. A parameter takes tensors of its own
         dtype, or of any floating point one if it is of such.

@@ -48,7 +48,7 @@ class BlockFormat(WeightFormat):
         return Blocks(layer, self, dtype)
 
     def kind_for(self, columns: int) -> str:
-        """The kind that a dense weight of so many columns is quantised to."""
+        """Returns the kind that a dense weight of so many columns is quantised to."""
         return SAFE_KIND if self.kind.endswith("_K") and columns % LARGE_BLOCK else self.kind
 
     def has_kernel(self, kind: str) -> bool:

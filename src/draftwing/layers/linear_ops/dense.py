@@ -52,7 +52,7 @@ class Dense(LinearOp):
         self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
 
     def copy_from(self, other: LinearOp) -> None:
-        """Its weight is a parameter."""
+        """Takes the weight of one whose weight is a parameter."""
 
 
 def as_dense(layer: Linear) -> Tensor:
@@ -66,7 +66,7 @@ def as_dense(layer: Linear) -> Tensor:
 
 
 def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
-    """The fastest operation that this device has for the layer's weight, which becomes a dense one."""
+    """Returns the fastest operation that this device has for the layer's weight, which becomes a dense one."""
     weight = as_dense(layer)
     if mode.rows_only:
         return InferenceDense(layer)

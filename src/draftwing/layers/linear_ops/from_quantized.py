@@ -15,7 +15,7 @@ _SLICE = 1 << 22  # codes that are packed at a time
 
 
 def to_blocks(rows: QuantizedRows | MXRows, ops: LayerOps) -> BlockRows:
-    """The matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
+    """Returns the matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
 
     Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 5 and of 8 bits without zeros
     in `Q5_0` and `Q8_0`, where each block of 32 lies in one group; MXFP4 has a kind of its own. Everything else is
@@ -50,7 +50,7 @@ def _mx_blocks(rows: MXRows) -> BlockRows:
 
 
 def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
-    """The kind of blocks that the codes fit into as they are, or None."""
+    """Returns the kind of blocks that the codes fit into as they are, or None."""
     if rows.codes.is_floating_point() or rows.group_of is not None or (rows.bits > 4 and rows.zeros is not None):
         return None
     if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
@@ -62,8 +62,8 @@ def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
 
 
 def _powers_fit(rows: QuantizedRows) -> bool:
-    """Whether float16 has each scale, which are powers of 2. One that is too small does not count where all codes
-    of its group are 0."""
+    """Returns whether float16 has each scale, which are powers of 2. One that is too small does not count where all
+    codes of its group are 0."""
     limits, scales = torch.finfo(torch.float16), rows.scales.float()
     if float(scales.max()) > limits.max:
         return False

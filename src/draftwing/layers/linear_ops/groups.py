@@ -135,7 +135,7 @@ class Groups(Dense):
             weight = torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device=device)
             self.layer.weight = nn.Parameter(weight, False)
         for start, part in self._parts.items():
-            weight.detach()[start : start + part.rows] = multiplied_out(part, self._dtype)
+            weight.detach()[start : start + part.rows] = dequantised(part, self._dtype)
         self._parts.clear()
 
 
@@ -238,7 +238,7 @@ class PackedLinear(LinearOp):
         return x if self._weight.order is None else x.index_select(1, self._weight.order)
 
 
-def multiply_out_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Sequence[LinearOp]]]) -> None:
+def dequantise_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Sequence[LinearOp]]]) -> None:
     """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
     dequantised, where the device does anything meanwhile. layers: of each decoder layer the operations before its
     attention, and those behind it, in the order of their calls."""
@@ -255,7 +255,7 @@ def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:
 
 
 def joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
-    """The rows of one part after those of another, or None where one kernel cannot read them all."""
+    """Returns the rows of one part after those of another, or None where one kernel cannot read them all."""
     packed = [part for part in parts if isinstance(part, PackedGroups)]
     if len(packed) == len(parts):
         return join(packed)
@@ -267,8 +267,8 @@ def _traits(weight: PackedGroups) -> list[object]:
     return [list(part.shape) if isinstance(part, Tensor) else part for part in weight]
 
 
-def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
-    """The matrix, in the type of activations."""
+def dequantised(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix, in the type of activations."""
     return weight.dense(dtype) if isinstance(weight, MXRows) else unpacked(weight)
 
 

@@ -77,7 +77,7 @@ class VocabParallel(_Parallel):
         return self._of_owners(torch.where(mine, self._op.exact_logits(hidden, own, ops), 0))
 
     def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this rank's weight, and whether `ids` are there."""
+        """Returns rows of this rank's weight, and whether `ids` are there."""
         start, size, _ = self._share
         own = ids - start
         return own.clamp(0, size - 1), (own >= 0) & (own < size)

@@ -178,7 +178,7 @@ def _attention(mixer: object) -> AttentionConfig:
 
 
 def _pool_layer(target: DecoderModel, mixer: AttentionConfig) -> int:
-    """The pool layer of the target's last layer that has keys and values of its own and the same reach."""
+    """Returns the pool layer of the target's last layer that has keys and values of its own and the same reach."""
     layers = target.config.layers
     for at in reversed(range(len(target.pool_owners))):
         theirs = layers[target.pool_owners[at]].mixer

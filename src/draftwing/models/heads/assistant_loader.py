@@ -121,7 +121,7 @@ def _clusters(raw: Mapping[str, Any], target: DecoderModel) -> ClusterConfig | N
 
 
 def _as_gemma4(file: GGUFFile, target: DecoderModel) -> GGUFFile:
-    """The file as if its layers had keys and values. Raises CheckpointError for another model's."""
+    """Returns the file as if its layers had keys and values. Raises CheckpointError for another model's."""
     found = file.metadata.get("general.architecture")
     if found != _IN_GGUF:
         raise CheckpointError(f"expected general.architecture {_IN_GGUF}, found {show(found)}")

@@ -28,7 +28,7 @@ SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less 
 
 
 def ranks_for(config: ModelConfig, target: DecoderModel, dtype: torch.dtype) -> Ranks:
-    """Over which a head's layers are spread: the target's, where they are large and can be."""
+    """Returns the ranks over which a head's layers are spread: the target's, where they are large and can be."""
     if target.ranks.size == 1 or config.layer_weights * dtype.itemsize < SPREAD:
         return ALONE
     try:
@@ -70,8 +70,8 @@ class DraftHead:
         raise NotImplementedError
 
     def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
-        """What `run` leaves in the pool of committed text, for rows whose output nobody wants; heads of one layer need
-        not run it."""
+        """Writes what `run` leaves in the pool of committed text, for rows whose output nobody wants; heads of one
+        layer need not run it."""
         self.run(ids, positions, features, 0, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ class FeatureHead(DraftHead, nn.Module):
         return numbers.index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
-        """What `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of it."""
+        """Returns what `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of
+        it."""
         heads = self.lm_head, self.head_rows, self.target.lm_head
         return None, next(head for head in heads if head is not None)
 
@@ -176,8 +177,8 @@ class FeatureHead(DraftHead, nn.Module):
         return named(self.config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as a published checkpoint stores them, with maps between the vocabularies where they differ;
-        parameters come as views."""
+        """Yields (name, tensor) as a published checkpoint stores them, with maps between the vocabularies where they
+        differ; parameters come as views."""
         yield from stored_tensors(self, self.names())
         yield from vocabulary_maps(self.target_ids, self.config.vocab_size)
 
@@ -209,8 +210,8 @@ def linear_of(weight: Tensor, bias: Tensor | None, form: WeightFormat) -> Linear
 
 
 def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the maps between the vocabularies, as published heads store them: `d2t` the offset of each
-    draft token's id, and `t2d` whether a target's token is one of them. None of a head that drafts all of them."""
+    """Yields (name, tensor) of the maps between the vocabularies, as published heads store them: `d2t` the offset of
+    each draft token's id, and `t2d` whether a target's token is one of them. None of a head that drafts all of them."""
     if target_ids is None:
         return
     yield "d2t", target_ids - torch.arange(target_ids.shape[0], device=target_ids.device)

@@ -90,7 +90,7 @@ class BlockHead(FeatureHead):
         return [layer.mixer for layer in self.layers]  # type: ignore[misc]
 
     def _kv_rows(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of all layers that make keys and values, which are the same GEMM's of one vector: weight
+        """Returns the rows of all layers that make keys and values, which are the same GEMM's of one vector: weight
         [layers * 2 * kv_heads * head_dim, hidden], bias."""
         layers = self._attentions()
         weight = torch.cat([one.qkv.dense_weight()[one.heads * one.head_dim :] for one in layers])
@@ -117,14 +117,14 @@ class BlockHead(FeatureHead):
     def given(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M],
-        newest: whether these are texts' newest ones, and their states [M, state_width]; and the nodes' own states, None
-        where they have none."""
+        """Returns the logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above
+        [M], newest: whether these are texts' newest ones, and their states [M, state_width]; and the nodes' own states,
+        None where they have none."""
         return (logits, None) if self.markov is None else self.markov(logits, hidden, above, state, newest)
 
     @property
     def state_width(self) -> int:
-        """Size of what a node hands down to its children, 0: nothing."""
+        """Returns the size of what a node hands down to its children, 0: nothing."""
         return 0 if self.markov is None else self.markov.width
 
     def names(self) -> dict[str, ParamSlice]:

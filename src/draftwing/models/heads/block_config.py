@@ -68,7 +68,8 @@ class BlockConfig:
 def block_config(
     config: ModelConfig, raw: Mapping[str, Any], weights: Mapping[str, Any], target: DecoderModel
 ) -> BlockConfig:
-    """raw: flat keys (`flatten_config`).  weights: by name. Raises CheckpointError for what cannot be served."""
+    """Reads the config of a block head. raw: flat keys (`flatten_config`).  weights: by name. Raises CheckpointError
+    for what cannot be served."""
     fields, vocab = Fields(raw, "config"), target.config.vocab_size
     for key, neutral in _NEUTRAL.items():
         if raw.get(key) is not None and raw[key] != neutral:

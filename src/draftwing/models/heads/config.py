@@ -27,8 +27,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json on one level: those of `eagle_config` or `dflash_config`, and, in the speculators
-    layout, of the layers' own config, which the outer keys overrule."""
+    """Returns the keys of a config.json on one level: those of `eagle_config` or `dflash_config`, and, in the
+    speculators layout, of the layers' own config, which the outer keys overrule."""
     flat = {key: value for key, value in raw.items() if key not in (*_INNER, "transformer_layer_config")}
     if "transformer_layer_config" in raw or "speculators_model_type" in raw:
         kind = raw.get("speculators_model_type", "eagle3")
@@ -53,7 +53,7 @@ def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
-    """Sizes of the draft layers, from flat keys; layers, biases and head norms as the weights have them.
+    """Returns sizes of the draft layers, from flat keys; layers, biases and head norms as the weights have them.
 
     `bias` speaks of fc in these configs. The rotary base is the draft's own, 10000 where its config has none.
     """
@@ -117,7 +117,7 @@ def eagle3_config(
 
 
 def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
-    """Residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
+    """Returns residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
 
     count: how many fc has columns for.  layers: of the target.
 
@@ -140,7 +140,7 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
 
 
 def matrix(weights: Weights, name: str) -> Tensor:
-    """A tensor of two dimensions; raises CheckpointError for none."""
+    """Returns a tensor of two dimensions; raises CheckpointError for none."""
     if name not in weights:
         raise CheckpointError(f"tensors missing from the checkpoint: {name}")
     if weights[name].dim() != 2:
@@ -168,8 +168,9 @@ def layer_ids(raw: Mapping[str, Any], key: str) -> list[int] | None:
 def streams(
     key: str, ids: list[int], count: int, layers: int, boundary: bool, from_embedding: bool = False
 ) -> tuple[int, ...]:
-    """The ids of so many layers as `DecoderModel.forward` numbers them. layers: of the target.  boundary: whether they
-    count boundaries between layers, else outputs.  from_embedding: whether the output before the first has one, -1."""
+    """Returns the ids of so many layers as `DecoderModel.forward` numbers them. layers: of the target.  boundary:
+    whether they count boundaries between layers, else outputs.  from_embedding: whether the output before the first has
+    one, -1."""
     if len(ids) != count:
         raise CheckpointError(f"fc.weight has columns for {count} hidden states, {key} names the layers {show(ids)}")
     highest = layers if boundary else layers - 1
@@ -179,7 +180,8 @@ def streams(
 
 
 def has_part(raw: Mapping[str, Any], keys: tuple[str, ...], stored: bool) -> bool:
-    """A part that the config asks for or forbids; where it says nothing, the part is there if its weights are."""
+    """Returns a part that the config asks for or forbids; where it says nothing, the part is there if its weights
+    are."""
     said = [raw[key] for key in keys if raw.get(key) is not None]
     return any(said) if said else stored
 

@@ -104,7 +104,7 @@ def load_draft_head(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
 ) -> EagleHead | Eagle3Head | BlockHead | MTPHead:
-    """The head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
+    """Returns the head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
 
     aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
     embedding), or the one that the ids look like.
@@ -122,7 +122,7 @@ def load_draft_head(
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _multiplied_out(_draft_weights(path, target.config), path, dtype, target.config)
+        weights = _dequantised(_draft_weights(path, target.config), path, dtype, target.config)
     kind = head_kind(weights, path, target.config)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
@@ -160,8 +160,8 @@ def load_mtp_head(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
 ) -> MTPHead:
-    """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder or `.gguf`
-    file, or a file that holds little else.
+    """Returns the multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder or
+    `.gguf` file, or a file that holds little else.
 
     token_ids, dummy, weight_format: as for `load_draft_head`.  Raises CheckpointError where there are none that can be
     served.
@@ -195,7 +195,7 @@ def _prefix(target: DecoderModel) -> str:
 
 
 def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
-    """The tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
+    """Returns the tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
     CheckpointError for those of another model."""
     raw = read_json(path / "config.json")
     stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
@@ -224,7 +224,7 @@ def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, S
 
 
 def _mtp_of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
-    """The same of a file. Its own layers may be missing."""
+    """Returns the same of a file. Its own layers may be missing."""
     file, config = open_gguf(path), target.config
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or gguf.ARCHITECTURES.get(arch) != config.architecture:
@@ -240,7 +240,7 @@ def _mtp_of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool)
 
 
 def _dropped(path: Path) -> str:
-    """What a config says of layers that are not there: quantisers leave them out."""
+    """Returns what a config says of layers that are not there: quantisers leave them out."""
     if path.suffix == ".gguf":
         return ""
     named = named_layers(path)
@@ -250,8 +250,8 @@ def _dropped(path: Path) -> str:
 
 
 def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
-    """What the tensors are, without the `model.` of their names; raises CheckpointError for what is no head served
-    here."""
+    """Returns what the tensors are, without the `model.` of their names; raises CheckpointError for what is no head
+    served here."""
     for name in weights:
         if _predicts(name, target):
             return "mtp"
@@ -322,7 +322,7 @@ def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | s
 
 
 def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_vocab: int) -> Tensor | None:
-    """The target's id of each draft token [vocab] int64; None where they are the same.
+    """Returns the target's id of each draft token [vocab] int64; None where they are the same.
 
     offsets: `d2t`, the target's id minus the draft's.  kept: `t2d`, which of the target's tokens are among them.
     """
@@ -371,10 +371,9 @@ def _draft_weights(path: Path, target: ModelConfig) -> dict[str, Tensor]:
     return weights
 
 
-def _multiplied_out(
-    weights: dict[str, Tensor], path: Path, dtype: torch.dtype, target: ModelConfig
-) -> dict[str, Tensor]:
-    """The weights of a head, of which none is quantised any more: how the device holds them is said by their format."""
+def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, target: ModelConfig) -> dict[str, Tensor]:
+    """Returns the weights of a head, of which none is quantised any more: how the device holds them is said by their
+    format."""
     some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
     if some is None or any(_predicts(name, target) for name in weights):
         return weights
@@ -391,7 +390,7 @@ def _multiplied_out(
 
 
 def _predicts(name: str, target: ModelConfig) -> bool:
-    """Whether it is of a prediction layer of some model that is served."""
+    """Returns whether it is of a prediction layer of some model that is served."""
     return name.startswith(MTP_PREFIXES) or nextn_layer(name, target) is not None
 
 

@@ -147,6 +147,6 @@ class MTPHead(FeatureHead):
 
 
 def _layer_of(config: ModelConfig) -> LayerConfig:
-    """What a prediction layer is like: the target's first with attention, and with experts where it has any."""
+    """Returns what a prediction layer is like: the target's first with attention, and with experts where it has any."""
     able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
     return next((layer for layer in able if layer.experts is not None), able[0])

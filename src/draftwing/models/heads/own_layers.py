@@ -26,8 +26,8 @@ SIDE_FILE = "mtp-"  # what the name of a GGUF file with nothing but such layers 
 
 
 def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Options:
-    """Resolved options whose drafter is known: where `Options.resolve` leaves it to the files of the model, NEXTN if
-    they hold prediction layers that are served, else nobody. path: of the model. Raises ConfigError, and
+    """Returns resolved options whose drafter is known: where `Options.resolve` leaves it to the files of the model,
+    NEXTN if they hold prediction layers that are served, else nobody. path: of the model. Raises ConfigError, and
     CheckpointError for files that cannot be read."""
     if options.speculative_algorithm is not None:
         return options
@@ -39,13 +39,13 @@ def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Option
 
 
 def predicts(name: str, config: ModelConfig) -> bool:
-    """Whether a canonical name is of a prediction layer that is served with such a model."""
+    """Returns whether a canonical name is of a prediction layer that is served with such a model."""
     prefixes = MTP_PREFIXES if config.architecture in QWENS else (MTP_PREFIX,)
     return name.startswith(prefixes) or nextn_layer(name, config) is not None
 
 
 def named_layers(path: Path) -> tuple[str, int] | None:
-    """The key by which a folder's config.json says that there are prediction layers, and how many."""
+    """Returns the key by which a folder's config.json says that there are prediction layers, and how many."""
     raw = language_model(read_json(path / "config.json"))
     return next(((key, raw[key]) for key in KEYS if raw.get(key)), None)
 
@@ -82,8 +82,8 @@ def _holds_layer(file: GGUFFile) -> bool:
 
 
 def _side_file(path: Path, config: ModelConfig) -> Path | None:
-    """The `mtp-*.gguf` for a GGUF file in the same folder: of the same name, but for what follows the last hyphen (how
-    values are stored), and of the same sizes. Of several the one with the longest common name."""
+    """Returns the `mtp-*.gguf` for a GGUF file in the same folder: of the same name, but for what follows the last
+    hyphen (how values are stored), and of the same sizes. Of several the one with the longest common name."""
     if config.architecture not in QWENS:
         return None
     found = [file for file in sorted(path.parent.glob(f"{SIDE_FILE}*.gguf")) if _is_of(file, path)]
@@ -91,13 +91,13 @@ def _side_file(path: Path, config: ModelConfig) -> Path | None:
 
 
 def _name(side: Path) -> str:
-    """The name of the model in a side file's, without how values are stored."""
+    """Returns the name of the model in a side file's, without how values are stored."""
     whole = side.stem.removeprefix(SIDE_FILE)
     return whole.rpartition("-")[0] or whole
 
 
 def _is_of(side: Path, path: Path) -> bool:
-    """Whether the layers in a side file are those of the model at `path`, by names and sizes."""
+    """Returns whether the layers in a side file are those of the model at `path`, by names and sizes."""
     if not path.stem.startswith(_name(side)):
         return False
     try:

@@ -89,7 +89,7 @@ class Quantization:
     rules: tuple[Rule, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """module: its name with the `model.` prefix. None: it is not quantised."""
+        """Returns how a module is stored; module: its name with the `model.` prefix. None: it is not quantised."""
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
@@ -227,7 +227,7 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
 
 
 def _given(fields: Fields, key: str, old: str) -> str:
-    """The key that is there, of two with one meaning."""
+    """Returns the key that is there, of two with one meaning."""
     return old if fields.get(key) is None and fields.get(old) is not None else key
 
 
@@ -258,7 +258,8 @@ def _block(fields: Fields, key: str) -> tuple[int, int]:
 
 
 def _pattern(fields: Fields, key: str, pattern: str) -> str:
-    """A regular expression that can be matched soon. Repeats by numbers are none: the library writes them out."""
+    """Returns a regular expression that can be matched soon. Repeats by numbers are none: the library writes them
+    out."""
     wrong = "" if len(pattern) <= LONGEST_PATTERN else f"one of at most {LONGEST_PATTERN} characters"
     if "{" in pattern:
         wrong = "one without {"

@@ -21,7 +21,7 @@ Parts = Mapping[str, Tensor]  # by suffix; all that the scheme names
 
 
 def read_matrix(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
-    """The matrix of a module whose tensors are all there; raises CheckpointError."""
+    """Returns the matrix of a module whose tensors are all there; raises CheckpointError."""
     rows = _READERS[scheme.layout](module, parts, scheme)
     if not bool(rows.scales.isfinite().all()):
         raise CheckpointError(f"{module}.{scheme.scale}: expected finite values, found some that are not")
@@ -131,7 +131,7 @@ def _signed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _groups(wide: int, columns: int) -> tuple[int, int]:
-    """Columns of a group, and groups."""
+    """Returns columns of a group, and groups."""
     wide = min(wide or columns, columns)
     return wide, -(-columns // wide)
 
@@ -166,7 +166,7 @@ def _scales(module: str, parts: Parts, scheme: Scheme, shape: tuple[int, int]) -
 
 
 def _order(module: str, suffix: str, parts: Parts, columns: int, groups: int, wide: int) -> Tensor | None:
-    """The group of each column, or None where they follow each other."""
+    """Returns the group of each column, or None where they follow each other."""
     found = parts[suffix]
     if found.shape != (columns,) or found.dtype not in (torch.int32, torch.int64):
         raise CheckpointError(

@@ -57,7 +57,7 @@ class NativeAttention:
         return self._scratch
 
     def pools(self, first: int, count: int, shape: HeadShape) -> int:
-        """Where the addresses of so many layers' keys and values stand, which are all of this shape."""
+        """Returns where the addresses of so many layers' keys and values stand, which are all of this shape."""
         row = shape.head_dim + (SCALE_BYTES if self.pool.dtype == torch.int8 else 0)
         expected = (self.pool.slots + 1, shape.kv_heads, 2, row)
         assert all(kv.shape == expected for kv in self.pool.kv[first : first + count])
@@ -197,7 +197,7 @@ class CpuAttend(KernelAttend):
         return out
 
     def _half(self, x: Tensor) -> bool:
-        """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""
+        """Returns whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""
         half = x.dtype == torch.bfloat16
         assert self._kv_type if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
         return half

@@ -58,8 +58,8 @@ class BlockedGemm:
         self.shared = all(part.rows % _PANEL == 0 for part in parts[:-1])
 
     def last(self, outputs: int) -> BlockedGemm:
-        """The GEMM of the last so many outputs, or of some more where they do not begin with a panel, on the same
-        memory; with the same bits."""
+        """Returns the GEMM of the last so many outputs, or of some more where they do not begin with a panel, on the
+        same memory; with the same bits."""
         parts: list[_Panels] = []
         for part in reversed(self._panels):
             if outputs <= 0:

@@ -26,7 +26,7 @@ MAX_TOPK = 16  # candidates or tokens of a row that the kernels for sampling and
 
 @functools.cache
 def load_extension() -> Notable | None:
-    """The module of `chosen_isa`, described in the C files; None where none was built or is wanted.
+    """Returns the module of `chosen_isa`, described in the C files; None where none was built or is wanted.
     Raises ConfigError for one of other sources."""
     isa = chosen_isa()
     if isa is None:
@@ -40,7 +40,7 @@ def load_extension() -> Notable | None:
 
 
 def checked(module: ModuleType) -> ModuleType:
-    """The module. Raises ConfigError where it was built from sources that this Python code does not go with."""
+    """Returns the module. Raises ConfigError where it was built from sources that this Python code does not go with."""
     found = getattr(module, "interface", 0)
     if found != INTERFACE:
         raise ConfigError(
@@ -52,8 +52,8 @@ def checked(module: ModuleType) -> ModuleType:
 
 @functools.cache
 def chosen_isa() -> Isa | None:
-    """The set that kernels run with: the one that DRAFTWING_CPU_ISA names, or the best that was built and that this CPU
-    runs. None where none is there or wanted. Raises ConfigError for a name that cannot be had."""
+    """Returns the set that kernels run with: the one that DRAFTWING_CPU_ISA names, or the best that was built and that
+    this CPU runs. None where none is there or wanted. Raises ConfigError for a name that cannot be had."""
     if os.environ.get("DRAFTWING_NATIVE") == "0":
         return None
     usable = usable_sets()
@@ -71,8 +71,8 @@ def chosen_isa() -> Isa | None:
 
 @functools.cache
 def usable_sets() -> tuple[Isa, ...]:
-    """The sets that were built and that this CPU runs, from the plainest to the best, without those that somebody must
-    name. `plain` shows what the CPU has: if it is missing, there are none."""
+    """Returns the sets that were built and that this CPU runs, from the plainest to the best, without those that
+    somebody must name. `plain` shows what the CPU has: if it is missing, there are none."""
     built = built_sets()
     if PLAIN not in built:
         return ()
@@ -85,7 +85,7 @@ def usable_sets() -> tuple[Isa, ...]:
 
 
 def built_sets() -> tuple[Isa, ...]:
-    """The sets that were built, from the plainest to the best."""
+    """Returns the sets that were built, from the plainest to the best."""
     return tuple(isa for isa in known_sets() if importlib.util.find_spec(isa.module_name))
 
 

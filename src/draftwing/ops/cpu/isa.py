@@ -64,7 +64,7 @@ _SETS["arm64"] = _SETS["aarch64"]
 
 
 def known_sets(machine: str | None = None) -> tuple[Isa, ...]:
-    """The sets of a machine (`platform.machine()`; None: this one), from the plainest to the best."""
+    """Returns the sets of a machine (`platform.machine()`; None: this one), from the plainest to the best."""
     return _SETS.get(machine or platform.machine(), (PLAIN,))
 
 

@@ -195,7 +195,8 @@ class CpuLayerOps(LayerOps):
         return out
 
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
-        """Few, which steps that are recorded have, by the call that keeps the newest query of each row, of one."""
+        """Copies few rows, which steps that are recorded have, by the call that keeps the newest query of each row, of
+        one."""
         count, width = source.shape
         plain = type(target) is Tensor and type(source) is Tensor
         if count > RECORDED_ROWS or not plain or not target.is_contiguous():

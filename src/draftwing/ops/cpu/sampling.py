@@ -94,7 +94,7 @@ class CpuSamplingOps(SamplingOps):
         filtered: Tensor,
         count: int,
     ) -> tuple[Tensor, Tensor]:
-        """The best candidates of each node, bans aside.
+        """Returns the best candidates of each node, bans aside.
 
         logits [B, N, V] float32 or bfloat16; positions, depth [B, N] int64; params: fields [B], None where all rows are
         greedy; filtered [Bf] int64: batch indices of rows with filters; count: at most `MAX_TOPK` and V. Returns ids

@@ -83,7 +83,7 @@ class TallShape:
 
     @property
     def features(self) -> int:
-        """Rows of the weight that a block takes."""
+        """Returns rows of the weight that a block takes."""
         return self.groups * self.row_tiles * 64
 
     @property
@@ -96,7 +96,7 @@ class TallShape:
 
     @property
     def call(self) -> str:
-        """The template of gemm_tall.cu and what it is called with, up to the kind."""
+        """Returns the template of gemm_tall.cu and what it is called with, up to the kind."""
         cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
         return f"tall_gemm, {', '.join(map(str, cut))}"
 
@@ -164,8 +164,8 @@ def _tiled_gemm() -> Shape:
 
 
 def _sums(tokens: int, features: int) -> int:
-    """Bytes, as in gemm.cu. Of 16 features the pitch has some bank conflicts, which saves a block of 16 rows of x a
-    kilobyte: three then fit into the 32 KB that are set aside for two."""
+    """Returns bytes, as in gemm.cu. Of 16 features the pitch has some bank conflicts, which saves a block of 16 rows of
+    x a kilobyte: three then fit into the 32 KB that are set aside for two."""
     return tokens * (features + (4 if features > 16 else 2)) * 4
 
 
@@ -213,7 +213,7 @@ def shapes_for(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
 
 
 def tile_of(rows: int, features: int, processors: int) -> int:
-    """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
+    """Returns rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
     if rows <= _SMALL[-1]:
         tiles = _SMALL[:2] if features <= NARROW["tiny"] * processors else _SMALL  # else there would be few blocks
         return next((tile for tile in tiles if tile >= rows), tiles[-1])

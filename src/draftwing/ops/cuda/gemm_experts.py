@@ -204,8 +204,8 @@ class FewPairs:
 
 
 def routes_known(routed: Routed, choices: int) -> bool:
-    """Whether a kernel may read the routes before it waits for the one before it. That one is of these routes, too,
-    where it gave x a row for each pair: such kernels wait before they let the next one come."""
+    """Returns whether a kernel may read the routes before it waits for the one before it. That one is of these routes,
+    too, where it gave x a row for each pair: such kernels wait before they let the next one come."""
     return choices == 1 < routed.experts.shape[1]
 
 
@@ -221,8 +221,8 @@ def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:
 
 
 def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply activations of `dtype` with this weight, of which they read up to 16 bytes at a
-    time."""
+    """Returns whether the kernels multiply activations of `dtype` with this weight, of which they read up to 16 bytes
+    at a time."""
     if isinstance(weight, Tensor):
         columns, codes, fits = weight.shape[1], weight, dtype in (torch.bfloat16, torch.float16)
         fits = fits and weight.dtype == dtype

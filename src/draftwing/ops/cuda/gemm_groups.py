@@ -249,7 +249,7 @@ def unpack_blocks(rows: int, columns: int, room: int) -> int:
 
 
 def tile_of(rows: int, tiles: Sequence[int]) -> int:
-    """Rows of x that a block takes, of `tiles`, which are in order."""
+    """Returns rows of x that a block takes, of `tiles`, which are in order."""
     return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 

@@ -114,7 +114,7 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int])
 
 
 def compile_tall(width: Width, shapes: TallShapes, capability: tuple[int, int]) -> bytes:
-    """The image of these kernels, which is also kept in the user's cache folder."""
+    """Returns the image of these kernels, which is also kept in the user's cache folder."""
     return compile_source(read_source(width, shapes), _OPTIONS, capability)
 
 

@@ -104,8 +104,8 @@ def _check(driver: ctypes.CDLL, code: int) -> None:
 
 
 def compile_source(source: str, options: Sequence[str], capability: tuple[int, int]) -> bytes:
-    """The compiled image, from the user's cache folder where this was compiled before. Needs no device. Raises as
-    `Module` does, and OSError without NVRTC."""
+    """Returns the compiled image, from the user's cache folder where this was compiled before. Needs no device. Raises
+    as `Module` does, and OSError without NVRTC."""
     nvrtc, (major, minor) = _nvrtc(), capability
     arch = f"sm_{major}{minor}" + ("a" if major == 9 else "")  # "a": with the instructions of warp groups
     return _compile_cached(nvrtc, source, [f"--gpu-architecture={arch}", "--std=c++17", *options])

@@ -56,8 +56,8 @@ class AssignOps:
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, inputs: TargetInputs, ranked: Ranked,
         total: int,
     ) -> Assigned:  # fmt: skip
-        """The `total` nodes of the batch with the highest survival, of equals those of the first rows and the first
-        nodes; at least the B roots. Where there are fewer, queries of the dummy row are added."""
+        """Returns the `total` nodes of the batch with the highest survival, of equals those of the first rows and the
+        first nodes; at least the B roots. Where there are fewer, queries of the dummy row are added."""
         batch, nodes = draft.parent.shape
         assert batch <= total <= batch * nodes
         survival, alive = ranked.survival.flatten(), (draft.alive & (ranked.survival > 0)).flatten()

@@ -17,7 +17,7 @@ class MergeOps:
     device: torch.device
 
     def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
-        """The best nodes of two trees for each row, [B, shape.nodes]; `first` has N1 nodes, `second` N2.
+        """Returns the best nodes of two trees for each row, [B, shape.nodes]; `first` has N1 nodes, `second` N2.
 
         Nodes with the same path are one, graded by the better level, with the sources of both. Of all nodes no deeper
         than shape.depth those with the highest survival stay, of equals those of `first`, and the earlier ones. Nodes

@@ -80,7 +80,7 @@ class TreeBuilder:
         return self._constants[depth]
 
     def build(self, candidates: Tensor, match: Tensor, last: Tensor, nodes: int) -> Draft:
-        """The `nodes - 1` best nodes, as a tree under each row's last token.
+        """Returns the `nodes - 1` best nodes, as a tree under each row's last token.
 
         candidates [B, D, C]: token ids, C in rank order, -1 from where a candidate ends, D at least 1;
         match [B, C], 0 = no candidate; last [B]. Scores never grow with depth and a prefix's candidates are among its
@@ -177,7 +177,8 @@ class NGramIndex:
         self.gap.index_fill_(0, rows, -1)
 
     def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
-        """The newest count [B] tokens of rows that had prefix_len [B] enter the memory; limit: host bound of count."""
+        """Takes the newest count [B] tokens into the memory, of rows that had prefix_len [B]; limit: host bound of
+        count."""
         self.memory.insert(table.tokens, rows, prefix_len, count, limit)
 
     def remember(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
@@ -241,7 +242,7 @@ class NGramIndex:
         return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Draft:
-        """A tree of the candidates that the last `confidence` kept; dead nodes where they are fewer than
+        """Returns a tree of the candidates that the last `confidence` kept; dead nodes where they are fewer than
         shape.nodes."""
         depth = min(shape.depth, self.branch_length)
         if shape.nodes > 1 and depth > 0:

@@ -29,7 +29,7 @@ LENGTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of contexts, up to the
 # For each token that followed a context, so many occurrences are taken to be of tokens that have not been seen there:
 # as often as text of chats and code went on in another way. What others said says less.
 ESCAPE: Final = (2.3, 1.0, 0.6, 0.35, 0.28, 0.22, 0.18, 0.1, 0.06, 0.05, 0.03)
-OTHERS: Final = 2.0
+OTHERS: Final = 2.0  # times that many, where the tokens are of other requests
 WAYS: Final = 8  # tokens of a bucket, the newest first
 BACK: Final = 3  # contexts that a node's children come from
 
@@ -45,7 +45,7 @@ _WORD: Final = 1 << 64
 
 
 def signed(x: int) -> int:
-    """The 64 bits of x as torch counts them."""
+    """Returns the 64 bits of x as torch counts them."""
     return (x + (_WORD >> 1)) % _WORD - (_WORD >> 1)
 
 
@@ -58,7 +58,7 @@ BASE, FIRST, SECOND, OWNER, SALT = (
 
 
 def owners(count: int, secret: int) -> Tensor:
-    """[count] int64: 64 bits each, of which none says anything of another one or of their difference."""
+    """Returns [count] int64: 64 bits each, of which none says anything of another one or of their difference."""
     key = secret.to_bytes(8, "little")
     hashes = (blake2b(i.to_bytes(8, "little"), digest_size=8, key=key).digest() for i in range(count))
     return torch.tensor([int.from_bytes(one, "little", signed=True) for one in hashes])
@@ -68,7 +68,7 @@ SCORE_BITS: Final = 12  # of a probability's fraction, where they are summed
 
 
 def level_starts() -> Tensor:
-    """[LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.drafts.level_of`."""
+    """Returns [LEVELS - 1] float32: the least probability of level 1, 2, ... of `ops.drafts.level_of`."""
     return torch.sigmoid((torch.arange(1, LEVELS, dtype=torch.float64) - 0.5 - MIDDLE) / SLOPE).float()
 
 
@@ -153,7 +153,7 @@ class SuffixIndex:
     def insert(
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
-        """The trie learns tokens prefix_len + 1 .. prefix_len + count of each row: what followed the contexts that end
+        """Teaches the trie tokens prefix_len + 1 .. prefix_len + count of each row: what followed the contexts that end
         before them. rows, prefix_len, count [B]; limit: host bound of count; shared: whether requests of the same salt
         learn them, too."""
         real = torch.where(rows < self.rows, count, 0)
@@ -255,8 +255,8 @@ class SuffixIndex:
         return paths, grown
 
     def _following(self, context: Tensor, owner: Tensor, behind: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What follows context [B, width] by the `BACK` longest contexts that are known, of two of one length the row's
-        own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
+        """Returns what follows context [B, width] by the `BACK` longest contexts that are known, of two of one length
+        the row's own first; among the first `end` [B, 1] lengths and not longer than behind [B, 1]. Returns tokens and
         their probabilities [B, BACK * WAYS], 0 where there is none, and how many lengths may be tried for what follows
         them [B]."""
         key = (self.factors * context[:, None]).sum(-1)  # [B, W]

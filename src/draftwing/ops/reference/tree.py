@@ -32,13 +32,13 @@ class TreeOps:
     device: torch.device
 
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Plain decoding: ids, positions (which are kv_len) and write slots of the rows' last tokens, [B] int64
-        each."""
+        """Returns, for plain decoding, ids, positions (which are kv_len) and write slots of the rows' last tokens, [B]
+        int64 each."""
         ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
         return ids, kv_len, table.page_table[rows, kv_len]
 
     def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
-        """The trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
+        """Returns the trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
         kv_len + n, and its position is kv_len + depth."""
         tree = derive(draft.parent, draft.alive, depth_max)
         kv_len = table.kv_len.index_select(0, rows)  # [B]
@@ -72,8 +72,8 @@ class TreeOps:
     def simulate(
         self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, chance: int, vocab: int
     ) -> Tensor:
-        """The samples to give to `commit` for a step that accepts a draft of each level with this chance, out of
-        2^FRACTION_BITS, if it has accepted one of the level before: as many levels as there are powers of the chance
+        """Returns the samples to give to `commit` for a step that accepts a draft of each level with this chance, out
+        of 2^FRACTION_BITS, if it has accepted one of the level before: as many levels as there are powers of the chance
         above a hash of (row, kv_len). target [B, N] -> [B, N]; vocab: the target's.
 
         The walk goes to the first of the deepest alive nodes that are not deeper than wanted. Where the sample there is
@@ -105,7 +105,7 @@ class TreeOps:
 
 
 def powers_of(chance: int, count: int) -> list[int]:
-    """The first, second, ... power of a chance out of 2^FRACTION_BITS, each rounded down."""
+    """Returns the first, second, ... power of a chance out of 2^FRACTION_BITS, each rounded down."""
     powers = [chance]
     while len(powers) < count:
         powers.append(powers[-1] * chance >> FRACTION_BITS)
@@ -113,7 +113,7 @@ def powers_of(chance: int, count: int) -> list[int]:
 
 
 def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:
-    """[B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
+    """Returns [B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
     return position_words(rows, kv_len[:, None])[:, 0, 0].long() & ((1 << FRACTION_BITS) - 1)
 
 

@@ -24,7 +24,8 @@ def first_argmax(x: Tensor) -> Tensor:
 
 
 def top_candidates(x: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest values along the last dimension, in ascending order of id: [..., V] -> [..., count].
+    """Returns ids of the `count` largest values along the last dimension, in ascending order of id: [..., V] -> [...,
+    count].
 
     Of values equal to the smallest one kept, any may be. As in `first_argmax` the blocks with the largest maxima are
     found first: they hold all candidates.

@@ -53,7 +53,7 @@ class Buffers:
         self._outgrown: list[Tensor] = []  # CUDA graphs captured with them go on using them
 
     def take(self, name: str, rows: int, columns: int) -> Tensor:
-        """[rows, columns] float32: ones at first, later what the last user left."""
+        """Returns [rows, columns] float32: ones at first, later what the last user left."""
         kept = self._kept.get((name, columns))
         if kept is None or kept.shape[0] < rows:
             if kept is not None and kept.is_cuda:
@@ -265,8 +265,8 @@ def _tree_work(batch: Batch, reach: int, kv: Tensor, mean: Tensor, buffers: Buff
 def _chunk_work(
     table: Tensor, chunk: ChunkSpan, reach: int, kv: Tensor, mean: Tensor, buffers: Buffers
 ) -> tuple[Keys, list[Queries]]:
-    """The row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its own
-    whole, or as far as it reaches, and scores stay in the cache."""
+    """Returns the row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its
+    own whole, or as far as it reaches, and scores stay in the cache."""
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
     slots = F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK)

@@ -78,7 +78,7 @@ class ExpansionOps(SamplingOps):
         return newest
 
     def block_inputs(self, table: RowTensors, rows: Tensor, width: int, mask: int) -> BlockInputs:
-        """A block of `width` rows for each of rows [B]: its newest token, and tokens `mask` after it."""
+        """Returns a block of `width` rows for each of rows [B]: its newest token, and tokens `mask` after it."""
         step = torch.arange(width, device=rows.device)
         prefix_len = table.kv_len.index_select(0, rows)
         at = prefix_len.unsqueeze(1) + step  # [B, Q]
@@ -114,9 +114,10 @@ class ExpansionOps(SamplingOps):
         return x.repeat_interleave(times, 0)
 
     def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
-        """The draft with grades that a confidence head has moved: those of siblings by a third of how far it differs
-        from the grade of the best of them, in levels, rounded. Log odds that a node is accepted are hidden [D * B, H]
-        of its level, times weight [H] float32, plus bias and what the token above it adds, token_odds [V] float32."""
+        """Returns the draft with grades that a confidence head has moved: those of siblings by a third of how far it
+        differs from the grade of the best of them, in levels, rounded. Log odds that a node is accepted are hidden [D *
+        B, H] of its level, times weight [H] float32, plus bias and what the token above it adds, token_odds [V]
+        float32."""
         assert draft.grade is not None
         grade, depth = draft.grade, torch.zeros_like(draft.parent)
         child = torch.arange(grade.shape[1], device=grade.device) > 0
@@ -135,8 +136,8 @@ class ExpansionOps(SamplingOps):
         self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
-        """The best `topk` next tokens at kv_len + ahead of logits [M, V], any float type, which may be overwritten; M a
-        multiple of the rows [B]: M / B nodes of each.
+        """Returns the best `topk` next tokens at kv_len + ahead of logits [M, V], any float type, which may be
+        overwritten; M a multiple of the rows [B]: M / B nodes of each.
 
         target_ids [V] int64: the target's id of each of the logits' tokens, None where they are the same. noisy: batch
         indices of the rows with a temperature. These get the noise that the target will draw with at that position, so
@@ -157,12 +158,12 @@ class ExpansionOps(SamplingOps):
     def logit_editor(
         self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> LogitEditor:
-        """What edits a head's logits of rows [B]. bound: of their kv_len; vocab: the head's; draft_ids: of
+        """Returns what edits a head's logits of rows [B]. bound: of their kv_len; vocab: the head's; draft_ids: of
         `DraftHead`."""
         return TextEditor(table, rows, edits, bound, vocab, draft_ids)
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
-        """What makes the noise that the target draws with at kv_len + ahead of rows [B]."""
+        """Returns what makes the noise that the target draws with at kv_len + ahead of rows [B]."""
         return NoiseKey(table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0])
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
@@ -175,9 +176,9 @@ class ExpansionOps(SamplingOps):
         self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
         target_ids: Tensor | None,
     ) -> Expansion:  # fmt: skip
-        """The expansion of a tree for each of rows [B], with the rows that a head of one layer per level runs for each
-        node. tail: 1 where the root has a row of its own, at page-table entry kv_len, else 0; lookahead: the head's;
-        target_ids: as continuations are made with."""
+        """Returns the expansion of a tree for each of rows [B], with the rows that a head of one layer per level runs
+        for each node. tail: 1 where the root has a row of its own, at page-table entry kv_len, else 0; lookahead: the
+        head's; target_ids: as continuations are made with."""
         return TreeExpansion(table, rows, shape, first, tail, lookahead)
 
 
@@ -304,7 +305,8 @@ def of_parent(x: Tensor, parent: Tensor) -> Tensor:
 
 
 def _best_first(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best `count` of scores [B, M] and their places, best first; of equals the lower place. For small M."""
+    """Returns the best `count` of scores [B, M] and their places, best first; of equals the lower place. For small
+    M."""
     ordered, places = scores.sort(dim=1, descending=True, stable=True)
     return ordered[:, :count], places[:, :count]
 

@@ -146,6 +146,6 @@ class ExpertOps:
         return out
 
     def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> DeviceExpertGemm | None:
-        """The device's GEMMs with the weights [count * out, in] of experts, or None where it has none for them. A row
-        has the same bits in any batch if `route` was asked for that."""
+        """Returns the device's GEMMs with the weights [count * out, in] of experts, or None where it has none for them.
+        A row has the same bits in any batch if `route` was asked for that."""
         return None

@@ -55,7 +55,7 @@ def _keep_block(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def _smallest_reaching(rank: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
-    """The smallest rank r for which the weights of all entries with rank <= r sum to `wanted` or more.
+    """Returns the smallest rank r for which the weights of all entries with rank <= r sum to `wanted` or more.
 
     rank [M, V] int32, >= 0; weight [M, V] int64, >= 0; wanted [M, 1] int64, between 1 and the row's sum.
     Returns [M, 1] int32.

@@ -53,7 +53,7 @@ class LayerOps(ExpertOps):
     def mix_norm(
         self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`mix`, and `rms_norm` of it: [M, n] each"""
+        """Returns `mix`, and `rms_norm` of it: [M, n] each."""
         x = self.mix(y, routed, residual)
         return x, self.rms_norm(x, weight, eps)
 
@@ -102,7 +102,8 @@ class LayerOps(ExpertOps):
         positions: Tensor | None = None,
         feature_first: bool = False,
     ) -> Tensor:
-        """What a draft head's first GEMM reads: the embedding of a token next to a feature, each perhaps normed.
+        """Returns what a draft head's first GEMM reads: the embedding of a token next to a feature, each perhaps
+        normed.
 
         ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
         feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the
@@ -142,8 +143,8 @@ class LayerOps(ExpertOps):
         return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
 
     def gru(self, read: Tensor, kept: Tensor, state: Tensor) -> Tensor:
-        """The next state of a gated recurrent unit, as torch has it: read, kept [M, 3 * n], products of the input and
-        of state [M, n], for what is reset, what stays and what is new."""
+        """Returns the next state of a gated recurrent unit, as torch has it: read, kept [M, 3 * n], products of the
+        input and of state [M, n], for what is reset, what stays and what is new."""
         (r, z, n), (hr, hz, hn) = read.chunk(3, 1), kept.chunk(3, 1)
         stay = torch.sigmoid(z + hz)
         return (1 - stay) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + stay * state
@@ -157,8 +158,8 @@ class LayerOps(ExpertOps):
         return total.to(parts.dtype)
 
     def peer_sums(self, rank: int, ranks: int, exchange: Callable[[bytes], list[bytes]]) -> PeerSums | str:
-        """What sums few rows over the ranks; all of them ask together, and get the same. A text says why there is no
-        such thing, an empty one that the device does not know of it.
+        """Returns what sums few rows over the ranks; all of them ask together, and get the same. A text says why there
+        is no such thing, an empty one that the device does not know of it.
 
         exchange: what this rank gives -> what each of them gave.
         """
@@ -174,8 +175,8 @@ class LayerOps(ExpertOps):
         return None
 
     def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
-        """A matrix [count, n] of which `rows` gives the rows of ids [M], on the device, for `take_rows`; None where the
-        device shares the host's memory, and rows are read from where they are."""
+        """Returns a matrix [count, n] of which `rows` gives the rows of ids [M], on the device, for `take_rows`; None
+        where the device shares the host's memory, and rows are read from where they are."""
         return None
 
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
@@ -233,7 +234,7 @@ class LayerOps(ExpertOps):
         return onednn.takes(weight)
 
     def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
-        """A GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or None.
+        """Returns a GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or None.
 
         packed: a weight [outputs, inputs] by `onednn.pack`; alike: what `onednn.rows_summed_alike` says of it.
         """
@@ -242,8 +243,8 @@ class LayerOps(ExpertOps):
     block_kinds: frozenset[str] = frozenset()  # types of quantised blocks that there are GEMMs for
 
     def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockGemm:
-        """The GEMM of a weight whose rows are those of `parts`, one after the other; of `block_kinds`, of the same
-        number of columns. The parts are copied. dtype: of x and of the result."""
+        """Returns the GEMM of a weight whose rows are those of `parts`, one after the other; of `block_kinds`, of the
+        same number of columns. The parts are copied. dtype: of x and of the result."""
         raise NotImplementedError
 
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
@@ -253,15 +254,16 @@ class LayerOps(ExpertOps):
     keeps_groups = False  # whether there are GEMMs for `PackedGroups`
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        """The GEMMs for such a weight; only where `keeps_groups`."""
+        """Returns the GEMMs for such a weight; only where `keeps_groups`."""
         raise NotImplementedError
 
     def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
-        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is dequantised."""
+        """Returns the GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is
+        dequantised."""
         return None
 
     def side_work(self) -> SideWork | None:
-        """None where a device does one thing after the other."""
+        """Returns what runs beside other work, None where a device does one thing after the other."""
         return None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
@@ -277,7 +279,8 @@ class LayerOps(ExpertOps):
         return weight.device.type != "cuda"
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
-        """A GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or None."""
+        """Returns a GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or
+        None."""
         return None
 
     def head_products(
@@ -292,7 +295,8 @@ class LayerOps(ExpertOps):
         return None
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:
-        """Decoder layers that follow each other in one call, None where this device, or these layers, have none.
+        """Returns what runs decoder layers that follow each other in one call, None where this device, or these layers,
+        have none.
 
         kept: layers whose outputs the caller wants, counted from 1, besides that of the last.
         """
@@ -301,7 +305,7 @@ class LayerOps(ExpertOps):
     def head_top_k(
         self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> HeadTopK | None:
-        """The end of a draft head for few rows in one call: norm, GEMM and the best of its outputs; or None.
+        """Returns the end of a draft head for few rows in one call: norm, GEMM and the best of its outputs; or None.
 
         gemm: `LinearOp.few_rows`; norm: weight and eps; names [outputs] int64: what the outputs are called.
         """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _signed(word: int, bits: int) -> int:
-    """The value of an unsigned constant in two's complement, which is what torch's integer tensors hold."""
+    """Returns the value of an unsigned constant in two's complement, which is what torch's integer tensors hold."""
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
@@ -31,7 +31,7 @@ _HALF_STEP = 2.0**-32
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise for the token ids 0 .. vocab - 1.
+    """Returns standard Gumbel noise for the token ids 0 .. vocab - 1.
 
     seed [B] int64; position [B, P] int64, where the sampled token will stand. Returns [B, P, vocab] float32.
     """
@@ -39,7 +39,7 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel_at(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """The noise of chosen token ids: the same values `gumbel` gives them.
+    """Returns the noise of chosen token ids: the same values `gumbel` gives them.
 
     seed [B] int64; position [B, P] int64; token_ids [..., K] integers below 2^31, broadcast against [B, P, K] (a
     drafter with a vocabulary of its own passes its table of target ids as [K]). Returns [B, P, K] float32,
@@ -70,7 +70,7 @@ def _hash(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def position_words(seed: Tensor, position: Tensor) -> Tensor:
-    """Two words for each seed [B] and position [B, P]: [B, P, 2] int32. Products wrap modulo 2^64."""
+    """Returns two words for each seed [B] and position [B, P]: [B, P, 2] int32. Products wrap modulo 2^64."""
     key = position * _POSITION_MUL + (seed * _SEED_MUL)[:, None]
     key ^= (key >> 30) & ((1 << 34) - 1)
     key *= _MIX64[0]

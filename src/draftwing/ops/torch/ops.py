@@ -64,17 +64,17 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
 
     @property
     def title(self) -> str:
-        """What the log calls them."""
+        """Returns what the log calls them."""
         return self.name
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether there is a way to give a row the same bits in any batch."""
+        """Returns whether there is a way to give a row the same bits in any batch."""
         return self.device.type == "cpu"
 
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type to compute in where this one is asked for: on a CPU float32 for one in which the order of a row's
-        sums is torch's to choose, and depends on the batch."""
+        """Returns the type to compute in where this one is asked for: on a CPU float32 for one in which the order of a
+        row's sums is torch's to choose, and depends on the batch."""
         known = self.device.type != "cpu" or onednn.takes(torch.empty(0, dtype=dtype))
         return dtype if known else torch.float32
 
@@ -84,8 +84,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         return None
 
     def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
-        """Attention over the pool. exact: a query's result has the same bits however it is asked for, which on a CPU is
-        so anyway."""
+        """Returns attention over the pool. exact: a query's result has the same bits however it is asked for, which on
+        a CPU is so anyway."""
         return TorchAttention(pool)
 
     def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:

@@ -18,7 +18,7 @@ from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
 from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
 
-CANDIDATES = 8
+CANDIDATES = 8  # best tokens of a node, among which `exact` logits choose
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
 Exact = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -45,7 +45,7 @@ class SamplingOps:
         rescoring: Rescoring | None,
         edits: Edits | None = None,
     ) -> Tensor:
-        """`sample` with what the rows [B] of the table ask for: the next token of every node, [B, N].
+        """Does as `sample`, with what the rows [B] of the table ask for: the next token of every node, [B, N].
 
         drawing: read where `draws_by_row` is False; filtered: whether any row has top-k, top-p or min-p, read where it
         is True. rescoring: of logits that are rounded to a half type. edits: what is done to the logits before, where
@@ -69,7 +69,7 @@ class SamplingOps:
         banning: Tensor,
         exact: Exact | None = None,
     ) -> Tensor:
-        """The next token of every node; the lowest id wins a tie.
+        """Returns the next token of every node; the lowest id wins a tie.
 
         logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node,
         whose sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
@@ -123,7 +123,7 @@ def _marked(tokens: Tensor, values: Tensor) -> Tensor:
 def _noised(
     logits: Tensor, positions: Tensor, depth: Tensor, depth_max: int, params: SamplingRows, filtered: Tensor
 ) -> Tensor:
-    """Logits plus noise [B, N, V] float32, -inf where a filter removes; all rows have a temperature above 0."""
+    """Returns logits plus noise [B, N, V] float32, -inf where a filter removes; all rows have a temperature above 0."""
     batch, nodes, vocab = logits.shape
     assert depth_max or nodes == 1, f"depth 0 has 1 node, found {nodes}"
     x = logits.float()
@@ -150,7 +150,7 @@ def _removed(x: Tensor, params: SamplingRows) -> Tensor:
 
 
 def without_banned(logits: Tensor, positions: Tensor, params: SamplingRows, banning: Tensor) -> Tensor:
-    """A copy of the logits in which the ban ids of rows below `ban_until` are -inf."""
+    """Returns a copy of the logits in which the ban ids of rows below `ban_until` are -inf."""
     ids = params.ban_ids.index_select(0, banning)[:, None, :]  # [Bb, 1, S]
     active = positions.index_select(0, banning) + 1 < params.ban_until.index_select(0, banning)[:, None]  # [Bb, N]
     # Padding aims at token 0, which may also be a ban id: a minimum with +inf changes nothing in either order.

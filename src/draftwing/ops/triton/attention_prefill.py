@@ -93,7 +93,7 @@ def prefill_tiles(spans: list[tuple[int, int, int, int]], group: int, rows: int)
 
 
 def prefill_rows(kv: Tensor, exact: bool, tiling: Tiling | None = None) -> int:
-    """Rows of a tile of `prefill_attention` over this layer of the pool."""
+    """Returns rows of a tile of `prefill_attention` over this layer of the pool."""
     tiling = tiling or pick_tiling(kv)
     return tiling.prefill_rows if exact else tiling.fast_rows
 

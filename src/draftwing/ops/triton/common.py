@@ -54,7 +54,7 @@ _LAUNCH: dict[str, dict[str, Any]] = {}
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
+    """Returns keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
     known = _LAUNCH.get(device.type)
     if known is None:
         known = _LAUNCH[device.type] = _options(device.type)
@@ -62,7 +62,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 def ordinary_options(device: torch.device) -> dict[str, Any]:
-    """Those of a launch that waits for all before it; the kernel is written as all others are."""
+    """Returns those of a launch that waits for all before it; the kernel is written as all others are."""
     options = launch_options(device)
     return options | {"launch_pdl": False} if options["PDL"] else options
 
@@ -91,12 +91,14 @@ def _forget_preference(function: int) -> None:
 
 
 def lanes(count: int) -> int:
-    """A block of at least `count`; two at least, for reductions over an axis of one are not worth a special case."""
+    """Returns a block of at least `count`; two at least, for reductions over an axis of one are not worth a special
+    case."""
     return max(2, triton.next_power_of_2(count))
 
 
 def int_fields(count: int, like: Tensor, *shape: int) -> tuple[Tensor, list[Tensor]]:
-    """A launch's integers [count, pitch] int64 and its fields of this shape, padded so that each begins at 16 bytes."""
+    """Returns a launch's integers [count, pitch] int64 and its fields of this shape, padded so that each begins at 16
+    bytes."""
     size = math.prod(shape)
     ints = torch.empty(count, size + size % 2, dtype=torch.int64, device=like.device)
     return ints, [field[:size].view(shape) for field in ints.unbind(0)]

@@ -327,8 +327,8 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
 
 
 def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
-    """Pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of tokens;
-    with large tiles they may."""
+    """Returns pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of
+    tokens; with large tiles they may."""
     few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
     return SMALL_TILE if exact or few else LARGE_TILE
 

@@ -285,7 +285,7 @@ def _limit_kernel(
 
 
 def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTensors) -> Limits:
-    """The filters of each query.
+    """Returns the filters of each query.
 
     logits [B, N, V], any float type; positions [B, N] int64 of the queries; rows [B] int64, the rows of `params` of
     each, which may occur more than once. Bans count, as in `SamplingOps.sample`. Exactly the tokens of

@@ -231,15 +231,15 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
 
 
 def _is_part(part: TreeShape, whole: TreeShape) -> bool:
-    """Whether a tree of shape `whole` shows what one of shape `part` would have brought. One that two drafters made
-    shows what the lookup alone would have."""
+    """Returns whether a tree of shape `whole` shows what one of shape `part` would have brought. One that two drafters
+    made shows what the lookup alone would have."""
     if not part.depth or (part.proposer, whole.proposer) not in ((part.proposer, part.proposer), (LOOKUP_ALONE, BOTH)):
         return False
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
 
 def _first_guess(shape: TreeShape, confidence: int, base: int) -> float:
-    """Drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
+    """Returns drafts of a row that are accepted, before anything is known; base: as of `Acceptance`."""
     copied = HIT**2 * max(confidence - base, 0)
     grown = sum(HIT ** (level + 1) for level in range(shape.depth)) if base and shape.proposer != LOOKUP_ALONE else 0.0
     return min(max_drafts(shape), max(copied, grown))

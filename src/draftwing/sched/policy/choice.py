@@ -70,7 +70,7 @@ class ShapeChoice:
             req.skipped = not seen
 
     def answered(self, req: Req) -> None:
-        """A request has its whole answer."""
+        """Learns from a request that has its whole answer."""
         if self._draft_prefill is not None:
             self._draft_prefill.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
@@ -96,7 +96,7 @@ class ShapeChoice:
 
     @property
     def _reading(self) -> float:
-        """Seconds in which a step reads all weights."""
+        """Returns seconds in which a step reads all weights."""
         return self.policy.seconds(1, 0, PLAIN) or self._prefills.start
 
     def _rest(self, shape: TreeShape, rows: int, kv_tokens: int) -> float:
@@ -112,7 +112,8 @@ class ShapeChoice:
         return [entry | {"chosen": i == 0, "tried": False, "late": False} for i, entry in enumerate(entries)]
 
     def _is_given(self, ready: Sequence[Req]) -> bool:
-        """Whether the largest shape runs in any case: all outputs are predicted, and no confidence tells how well."""
+        """Returns whether the largest shape runs in any case: all outputs are predicted, and no confidence tells how
+        well."""
         return not self.policy.sees_predictions and all(req.request.prediction for req in ready)
 
     def context(
@@ -132,11 +133,11 @@ class ShapeChoice:
         return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
-        """The tree step of this number is planned for these requests, right behind a prefill or not."""
+        """Notes that the tree step of this number is planned for these requests, right behind a prefill or not."""
         self._planned[step] = self._observable(reqs), behind_prefill
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
-        """A step has ended. live: the request of each of its rows that still has it."""
+        """Learns from a step that has ended. live: the request of each of its rows that still has it."""
         passes, positions = 0, 0
         if (seen := plan.catch_up) is not None:
             passes, positions = seen.passes, sum(part.length for part in seen.texts)

@@ -83,7 +83,7 @@ class StepCost:
 
     @property
     def _factors_now(self) -> _Factors:
-        return self._factors.setdefault(self.threads, _Factors())
+        return self._factors.get(self.threads) or _Factors()
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is near."""
@@ -143,8 +143,8 @@ class StepCost:
                 known[bucket] = min((1 + 1 / OUTDATED) * known.get(bucket, math.inf), seconds / count)
 
     def _believed(self, shape: TreeShape, batch: int) -> bool:
-        """Whether a step that takes far less than expected says that measurements are wrong. A machine may become
-        slower, but not much faster; and of plain steps even a guess is rather low."""
+        """Returns whether a step that takes far less than expected says that measurements are wrong. A machine may
+        become slower, but not much faster; and of plain steps even a guess is rather low."""
         if self._samples.get((shape, batch), DOUBT) < DOUBT:
             return False
         return not shape.depth or self.known(shape, batch)
@@ -197,7 +197,8 @@ class StepCost:
 
     def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:
         """error: logarithm of a step's seconds divided by those expected. What stalls one step says little."""
-        factors, speed, own = self._factors_now, self._speed(bucket), self._own(shape, bucket)
+        factors = self._factors.setdefault(self.threads, _Factors())
+        speed, own = self._speed(bucket), self._own(shape, bucket)
         now = factors.steps[bucket] = factors.steps.get(bucket, 0) + 1
         _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
         error = min(max(error, -math.log(DOUBT)), math.log(AGREE))

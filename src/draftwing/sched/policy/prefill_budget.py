@@ -105,8 +105,8 @@ class PrefillBudget:
 
     @property
     def crowded_out(self) -> bool:
-        """Whether prompts wait all the time. Then every gap has a part of a prompt in it, and parts are as long as a
-        usual step allows, so that longer steps would make each gap longer by both."""
+        """Returns whether prompts wait all the time. Then every gap has a part of a prompt in it, and parts are as long
+        as a usual step allows, so that longer steps would make each gap longer by both."""
         return self._waited > RECENT // 4
 
     def latency_slack(self, prefilled: Sequence[Chunk]) -> float:
@@ -127,7 +127,7 @@ class PrefillBudget:
 
     @property
     def start(self) -> float:
-        """Seconds of a prefill without tokens: about what it takes to read all weights."""
+        """Returns seconds of a prefill without tokens: about what it takes to read all weights."""
         return self._start
 
     def token_seconds(self, kv_tokens: int) -> float:

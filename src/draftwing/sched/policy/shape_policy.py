@@ -63,7 +63,7 @@ class ShapePolicy(Protocol):
         ...
 
     def forget(self) -> None:
-        """Another head drafts from now on: forgets how much of its drafts was accepted. What steps cost stays."""
+        """Forgets, as another head drafts from now on, how much of its drafts was accepted. What steps cost stays."""
         return
 
     def saving(self, context: StepContext, at_best: bool = False) -> float | None:

@@ -110,8 +110,8 @@ class TreePolicy(ShapePolicy):
         return decision.chosen
 
     def _holding(self, context: StepContext) -> int | None:
-        """The last choice, if it is good for this step, too. Where nothing is drafted for these rows nothing is for
-        rows that promise less."""
+        """Returns the last choice, if it is good for this step, too. Where nothing is drafted for these rows nothing is
+        for rows that promise less."""
         chosen, until, before = self._held
         confidences = before.confidences
         same = len(context.confidences) == len(confidences) and context.full_trees_only is before.full_trees_only
@@ -166,7 +166,8 @@ class TreePolicy(ShapePolicy):
         return found
 
     def _with_try(self, context: StepContext, decision: Decision) -> Decision:
-        """The decision, with a try in place of the best option where one might be better and its loss is saved up."""
+        """Returns the decision, with a try in place of the best option where one might be better and its loss is saved
+        up."""
         best, batch = decision.options[decision.best], len(context.confidences)
         bucket, confidences = batch.bit_length(), set(context.confidences) - {0}
         rows = batch - context.confidences.count(0)
@@ -234,7 +235,7 @@ class TreePolicy(ShapePolicy):
             self._confirm, self._held = index, self._held._replace(until=0)
 
     def _rate(self, index: int, context: StepContext) -> tuple[float, float]:
-        """Expected tokens per second of an option, and tokens."""
+        """Returns expected tokens per second of an option, and tokens."""
         counts, batch, shape = Counter(context.confidences), len(context.confidences), self.menu[index]
         del counts[0]
         seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf

@@ -128,7 +128,7 @@ class CountRequest(Body, hints="cache_control speed billing_policy"):
     context_management: ContextManagement | None = None
 
     def chat(self) -> Chat:
-        """The conversation. Raises RequestError for what it cannot be."""
+        """Returns the conversation. Raises RequestError for what it cannot be."""
         messages = _conversation(self.messages, _texts(self.system, "system"))
         if not self.messages:
             raise RequestError("messages must hold at least one message", "messages")
@@ -258,7 +258,7 @@ def _choice(given: AnthropicChoice) -> ToolChoice:
 
 
 def _texts(content: str | Sequence[TextBlock] | None, where: str) -> str:
-    """The text of a content that may hold nothing else."""
+    """Returns the text of a content that may hold nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_text(block, f"{where}.{i}") for i, block in enumerate(content))

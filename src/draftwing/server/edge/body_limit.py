@@ -83,7 +83,7 @@ class _Body:
         return message
 
     def count(self, size: int, max_size: int | None = None) -> None:
-        """max_size: that the body may have, if it is one."""
+        """Counts a part of a body. max_size: that the body may have, if it is one."""
         self.size += size
         self._limit.held += size
         if max_size is not None and self.size > max_size:

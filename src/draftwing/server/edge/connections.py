@@ -184,7 +184,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(413)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's name for what follows from a request that cannot be read."""
+        """Ends what cannot be read as a request; the name is uvicorn's."""
         self._refuse(400, self._wrong or msg)
 
     # -- what the parser finds ----------------------------------------------------------------------------------------

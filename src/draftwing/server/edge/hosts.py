@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def guarded(app: ASGIApp, options: Options) -> ASGIApp:
-    """The application behind `SiteCheck` and, where there are pages that may read it, `Sharing`."""
+    """Returns the application behind `SiteCheck` and, where there are pages that may read it, `Sharing`."""
     sites = Sites(options.host_names, own=is_loopback(options.host) and not options.has_key)
     if not options.has_key:
         app = SiteCheck(app, sites)
@@ -141,7 +141,7 @@ def _is_page(origin: str) -> bool:
 
 
 def _name(url: str) -> str:
-    """The host of a URL, in lower case and without its port; empty where there is none."""
+    """Returns the host of a URL, in lower case and without its port; empty where there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

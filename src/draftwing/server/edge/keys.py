@@ -129,7 +129,7 @@ class KeyCheck:
         await response(scope, receive, send)
 
     def _find(self, scope: Scope) -> ApiKey | None:
-        """The key that was sent, if it is one."""
+        """Returns the key that was sent, if it is one."""
         found: ApiKey | None = None
         headers = dict(scope["headers"])
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

@@ -29,7 +29,7 @@ class Throttle:
         self._due: dict[str, float] = {}  # when the next answer to a client would come, were none let through at once
 
     def wait(self, name: str) -> float | None:
-        """Returns seconds until this client may be answered once more; None: it would be too long."""
+        """Takes the client's next turn and returns seconds until then; None, and takes none: it would be too long."""
         now = self._clock()
         due = max(self._due.get(name, -math.inf), now - self._spared)
         if due - now > self._max_seconds:

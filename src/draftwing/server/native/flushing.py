@@ -24,8 +24,8 @@ class Flushing:
         return self._waiting
 
     async def flush(self, seconds: float) -> bool:
-        """Whether the cache was flushed within so many seconds; 0: now or not. Raises QueueFull where too many wait,
-        or EngineDead."""
+        """Returns whether the cache was flushed within so many seconds; 0: now or not. Raises QueueFull where too many
+        wait, or EngineDead."""
         if await self._try():
             return True
         if not seconds:

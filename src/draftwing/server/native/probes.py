@@ -96,7 +96,7 @@ def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
 
 
 def load(stats: Mapping[str, Any], info: EngineInfo) -> dict[str, Any]:
-    """An entry of /v1/loads, in SGLang's words. stats: as `Engine.stats`."""
+    """Returns an entry of /v1/loads, in SGLang's words. stats: as `Engine.stats`."""
     numbers = engine_numbers(stats, info.max_total_tokens)
     running, waiting, max_running = stats["running"], stats["waiting"], info.options.max_running_requests
     return {

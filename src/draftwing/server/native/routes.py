@@ -218,7 +218,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What a client needs that has no tokenizer of its own, by the names of tokenizer_config.json."""
+        """Returns what a client needs that has no tokenizer of its own, by the names of tokenizer_config.json."""
         tokenizer = service.tokenizer
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' for a tokenizer.json
@@ -239,7 +239,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 def _names(rid: str | list[str] | None, prompts: int) -> list[str]:
-    """The id of each prompt: distinct ones unless the client chose one for all, which is the job's."""
+    """Returns the id of each prompt: distinct ones unless the client chose one for all, which is the job's."""
     if isinstance(rid, list) and len(rid) != prompts:
         raise RequestError(f"rid must hold one id per prompt; found {len(rid)} for {prompts}", "rid")
     if isinstance(rid, list):

@@ -57,7 +57,7 @@ class GenerateRequest(
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
+        """Returns checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
         RequestError. defaults: of the model, for what is not given."""
         processors = self._each("custom_logit_processor", prompts)
         given = self.sampling_params or {}
@@ -112,7 +112,7 @@ class GenerateRequest(
         return params, "max_new_tokens" in fields
 
     def each_logprobs(self, prompts: int) -> list[LogprobParams | None]:
-        """The log probabilities that are asked for each of the prompts. Raises RequestError."""
+        """Returns the log probabilities that are asked for each of the prompts. Raises RequestError."""
         columns = [self._each(name, prompts) for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")]
         ids = self.token_ids_logprob
         nested = ids is not None and any(not isinstance(one, int) for one in ids)
@@ -139,7 +139,7 @@ class GenerateRequest(
         return "max_new_tokens"  # each prompt has its own
 
     def prompt(self) -> tuple[str, Any]:
-        """Name and value of the field that holds the prompts."""
+        """Returns name and value of the field that holds the prompts."""
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("give exactly one of text and input_ids", "text")
         return ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
@@ -170,7 +170,7 @@ class TokenizeRequest(Body):
         return self
 
     def chat(self) -> Chat:
-        """The conversation. Raises RequestError for what it cannot be."""
+        """Returns the conversation. Raises RequestError for what it cannot be."""
         return Chat(
             conversation(self.messages or []),
             template=self.chat_template_kwargs or {},

@@ -46,7 +46,7 @@ class OllamaAnswer:
         self._given = 0  # calls
 
     def body(self) -> dict[str, Any]:
-        """The whole answer as one object."""
+        """Returns the whole answer as one object."""
         answer, reader = self._answer, self._reader
         reader.push(answer.text, True, answer.token_ids)
         more: dict[str, Any] = {"thinking": reader.reasoning} if reader.reasoning else {}
@@ -55,7 +55,7 @@ class OllamaAnswer:
         return {**head(self._model), **self._content(reader.content, **more), **self._logprobs(), **self._ending()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Lines with what is new, then one that says how it ended."""
+        """Yields lines with what is new, then one that says how it ended."""
         async for answer, text in self.generation:
             for one in await self.generation.render(len(text), partial(self._news, answer, text)):
                 yield one
@@ -81,7 +81,8 @@ class OllamaAnswer:
         return [line(one, large) for one in lines]
 
     def _new_calls(self, complete: bool) -> list[dict[str, Any]]:
-        """A line's content with the calls that were not given out yet, if any. complete: the newest one is, too."""
+        """Returns a line's content with the calls that were not given out yet, if any. complete: the newest one is,
+        too."""
         calls = self._calls(complete)
         return [self._content(tool_calls=calls)] if calls else []
 

@@ -68,14 +68,15 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
-    """The answer to a request without a prompt, by which clients load and free models."""
+    """Returns the answer to a request without a prompt, by which clients load and free models."""
     reason = "unload" if str(body.keep_alive).rstrip("smh") == "0" else "load"
     loaded = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
     return with_ignored_header(json_response(encode(loaded)), body.ignored)
 
 
 async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:
-    """The answer to a raw prompt. Raises RequestError, as Ollama does, for what only a template could put into it."""
+    """Returns the answer to a raw prompt. Raises RequestError, as Ollama does, for what only a template could put into
+    it."""
     if body.system:
         raise RequestError("system cannot be given with raw, whose prompt is used as it is", "system")
     params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))

@@ -98,7 +98,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
     @property
     def _num_predict(self) -> Any:
-        """The length that the client chose; 0 and less leave it to the context."""
+        """Returns the length that the client chose; 0 and less leave it to the context."""
         asked = (self.options or ModelOptions()).num_predict
         return None if isinstance(asked, int) and not isinstance(asked, bool) and asked <= 0 else asked
 
@@ -178,8 +178,8 @@ class _Calls:
         self._by_id[call.id] = call
 
     def answered(self, message: OllamaMessage) -> str | None:
-        """The id of the call that a message has the result of: by its id, else the first one without a result, of that
-        name if there is any."""
+        """Returns the id of the call that a message has the result of: by its id, else the first one without a result,
+        of that name if there is any."""
         if message.tool_call_id is not None:
             call = self._by_id.get(message.tool_call_id)
         else:

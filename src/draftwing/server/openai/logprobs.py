@@ -13,7 +13,7 @@ from draftwing.text.tokenizer import Tokenizer
 
 
 def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat; tokens: indices into the answer's."""
+    """Returns `choices[].logprobs` of a chat; tokens: indices into the answer's."""
 
     def entry(value: float, token: int) -> dict[str, Any]:
         raw = texts.raw(token)
@@ -28,7 +28,7 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> d
 
 
 def text_logprobs(answer: Answer, tokens: Sequence[int], texts: TokenTexts, offset: int = 0) -> dict[str, Any]:
-    """`choices[].logprobs` of a text completion; offset: characters of the echoed prompt."""
+    """Returns `choices[].logprobs` of a text completion; offset: characters of the echoed prompt."""
     ids = [answer.token_ids[i] for i in tokens]
     return _columns(ids, [answer.logprobs[i] for i in tokens], [offset + answer.starts[i] for i in tokens], texts)
 
@@ -44,7 +44,7 @@ def prompt_logprobs(
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Columns of two pieces of a text completion, one after the other."""
+    """Returns columns of two pieces of a text completion, one after the other."""
     return {name: first[name] + second[name] for name in first}
 
 

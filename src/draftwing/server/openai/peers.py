@@ -104,7 +104,7 @@ class PeerFields(
         return params.replace(grammar=params.grammar._replace(whitespace=whitespace))
 
     def _whitespace(self) -> str | None:
-        """The white space that JSON of the grammar may have, if the request says. Raises RequestError."""
+        """Returns the white space that JSON of the grammar may have, if the request says. Raises RequestError."""
         inner = self.structured_outputs or StructuredOutputs()
         given = {
             "guided_whitespace_pattern": self.guided_whitespace_pattern,
@@ -132,7 +132,7 @@ class PeerFields(
 
 
 def _one_of(choices: Any, name: str) -> str:
-    """The regular expression of one of several texts. Raises RequestError."""
+    """Returns the regular expression of one of several texts. Raises RequestError."""
     if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
         raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)
     size = 0

@@ -22,8 +22,8 @@ from draftwing.text.token_text import TokenTexts
 def usage(
     prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False, ended: bool = True
 ) -> dict[str, Any]:
-    """speculates: report how many drafts were accepted, rejected; once all answers are finished.  ended: whether they
-    are: before, it is not known what of their prompts was cached."""
+    """Returns `usage`. speculates: report how many drafts were accepted, rejected; once all answers are finished.
+    ended: whether they are: before, it is not known what of their prompts was cached."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
     reasoning = sum(answer.reasoning_tokens for answer in answers)
     found: dict[str, Any] = {
@@ -48,7 +48,7 @@ def usage(
 
 
 def cached_tokens(answers: Sequence[Answer]) -> int:
-    """Prompt tokens of finished answers that were in the cache before the first answer to each prompt."""
+    """Returns prompt tokens of finished answers that were in the cache before the first answer to each prompt."""
     least: dict[int, int] = {}  # by the list that the answers to a prompt share
     for answer in answers:
         prompt, cached = id(answer.request.prompt_ids), answer.meta.get("cached_tokens", 0)
@@ -99,7 +99,7 @@ class Completion:
             yield event({**head, "choices": [], "usage": self._usage(), **self._measured()})
 
     def _news(self, head: dict[str, Any], answer: Answer, text: str, first: bool, large: bool) -> list[str]:
-        """Events of an answer that made progress."""
+        """Returns events of an answer that made progress."""
         contents: list[dict[str, Any]] = []
         if steps := answer.take_trace():
             trace = [_traced_step(step, self._texts) for step in steps]
@@ -128,7 +128,7 @@ class Completion:
     # -- the shape of a choice ------------------------------------------------------------------------------------
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
-        """A finished answer."""
+        """Returns a finished answer."""
         text, logprobs = self._shown(answer, answer.text, first=True)
         return {"text": text, "logprobs": logprobs}
 
@@ -146,7 +146,8 @@ class Completion:
         return {"finish_reason": reason, "matched_stop": answer.matched_stop}
 
     def _shown(self, answer: Answer, text: str, first: bool) -> tuple[str, dict[str, Any] | None]:
-        """Text of an answer, and log probabilities of what it is made of, with the echoed prompt before the first."""
+        """Returns text of an answer, and log probabilities of what it is made of, with the echoed prompt before the
+        first."""
         before, request = self._before(answer), answer.request
         shown = before + text if first else text
         if answer.wanted is None:
@@ -159,7 +160,7 @@ class Completion:
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
     def _before(self, answer: Answer) -> str:
-        """The echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
+        """Returns the echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
         if not self._echo:
             return ""
         if answer.index not in self._echoed:
@@ -172,17 +173,19 @@ class Completion:
         return self._echoed[answer.index]
 
     def _ids(self, answer: Answer) -> dict[str, Any]:
-        """The token ids of prompt and answer, where they were asked for; those of a stop that is not shown included."""
+        """Returns the token ids of prompt and answer, where they were asked for; those of a stop that is not shown
+        included."""
         if not self._asked.return_token_ids:
             return {}
         return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """The token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
+        """Returns the token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
         return {}
 
     def _new_ids(self, answer: Answer) -> dict[str, Any]:
-        """The token ids for an event: the prompt's with the first one, and the answer's since the event before."""
+        """Returns the token ids for an event: the prompt's with the first one, and the answer's since the event
+        before."""
         if not self._asked.return_token_ids:
             return {}
         sent = self._sent.get(answer.index)
@@ -268,7 +271,7 @@ class ChatCompletion(Completion):
         return deltas
 
     def _message(self, answer: Answer) -> dict[str, Any]:
-        """The whole message of an answer that was read to its end."""
+        """Returns the whole message of an answer that was read to its end."""
         reader = self._readers[answer.index]
         # An answer that is all reasoning or calls has no content; an empty one has an empty content.
         content = reader.content if reader.content or not (reader.calls or reader.reasoning) else None
@@ -279,7 +282,7 @@ class ChatCompletion(Completion):
         return message
 
     def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
-        """Log probabilities of what the newest text is made of. empty: also where that is nothing."""
+        """Returns log probabilities of what the newest text is made of. empty: also where that is nothing."""
         if answer.wanted is None:
             return None
         tokens = answer.take_shown()

@@ -120,7 +120,7 @@ class Message(
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them."""
+    """Returns messages as chat templates want them."""
     if not messages:
         raise RequestError("messages must hold at least one message", "messages")
     called: dict[str, str] = {}  # names of functions by call id
@@ -251,7 +251,7 @@ class ChatRequest(
 
     @property
     def _reasoning(self) -> tuple[str | None, int | None]:
-        """The effort of reasoning, and the most tokens for it."""
+        """Returns the effort of reasoning, and the most tokens for it."""
         asked = self.reasoning or ReasoningConfig()
         effort, budget = split_effort(asked.effort if self.reasoning_effort is None else self.reasoning_effort)
         return effort, budget if asked.max_tokens is None else asked.max_tokens

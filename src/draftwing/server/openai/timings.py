@@ -9,8 +9,8 @@ from draftwing.text.answer import Answer
 
 
 def timings_and_metrics(answer: Answer, record: AnswerRecord, speculates: bool) -> dict[str, Any]:
-    """`timings` as llama.cpp has it, and `metrics.speculative_decoding` as vLLM has it. Without the first for an answer
-    that ended before its first token, and without the second where nothing was verified."""
+    """Returns `timings` as llama.cpp has it, and `metrics.speculative_decoding` as vLLM has it. Without the first for
+    an answer that ended before its first token, and without the second where nothing was verified."""
     found: dict[str, Any] = {}
     if record.first is not None:
         found["timings"] = _timings(answer, record, speculates)
@@ -20,8 +20,8 @@ def timings_and_metrics(answer: Answer, record: AnswerRecord, speculates: bool) 
 
 
 def durations(answer: Answer, record: AnswerRecord) -> tuple[float, float]:
-    """Seconds of a finished answer that its prompt took, and from its first token to the last: what the engine took
-    before the first one, but for waiting, is the prompt's. Zeros where there is none."""
+    """Returns seconds of a finished answer that its prompt took, and from its first token to the last: what the engine
+    took before the first one, but for waiting, is the prompt's. Zeros where there is none."""
     if record.first is None or record.ended is None:
         return 0.0, 0.0
     decode, meta = record.ended - record.first, answer.meta

@@ -47,7 +47,7 @@ class ChatTool(Body, hints="cache_control"):
 
     @property
     def definition(self) -> int:
-        """Characters of its grammar."""
+        """Returns characters of its grammar."""
         grammar = self.custom and self.custom.format and self.custom.format.grammar
         return len(grammar.definition) if grammar else 0
 
@@ -141,14 +141,14 @@ def _named(tool: NamedTool | ChosenTool, functions: Sequence[Function], where: s
 
 
 def _called(name: str, arguments: str, custom: bool) -> dict[str, Any]:
-    """A call's fields by its kind."""
+    """Returns a call's fields by its kind."""
     if custom:
         return {"type": "custom", "custom": {"name": name, "input": arguments}}
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def whole_call(call: Call) -> dict[str, Any]:
-    """A call in a message."""
+    """Returns a call in a message."""
     return {"id": call.id, **_called(call.name, call.arguments, call.custom)}
 
 

@@ -37,7 +37,7 @@ class Reasoning:
     def bounded(
         self, request: GenerationRequest, start: Start | None = None, grammar_after: bool = False
     ) -> GenerationRequest:
-        """The request with what its `thinking_budget` asks for. Without a known style it is left to be refused.
+        """Returns the request with what its `thinking_budget` asks for. Without a known style it is left to be refused.
 
         start: where the answer begins; None: as the prompt's end says.  grammar_after: a grammar is of what comes
         after reasoning, too; else it leaves no place for any, and RequestError is raised.
@@ -72,7 +72,7 @@ class Reasoning:
 
     @cached_property
     def _markers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the markers of a block's beginning and end."""
+        """Returns token ids of the markers of a block's beginning and end."""
         begin, end = (_ANALYSIS, END) if self.style is None else (self.style.begin, self.style.end)
         found = []
         for marker in (begin, end):

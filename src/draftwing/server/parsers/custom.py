@@ -15,7 +15,7 @@ _CALLED = {"lark": "Lark grammar", "regex": "regular expression"}
 def custom_function(
     name: str, description: str | None, syntax: str | None, definition: str | None, where: str
 ) -> Function:
-    """A custom tool as a function. syntax: of `definition`, "lark" or "regex"; None where any text will do.
+    """Returns a custom tool as a function. syntax: of `definition`, "lark" or "regex"; None where any text will do.
     where: the field that holds the format. Raises RequestError for a grammar that is wrong, or not supported."""
     text = {"type": "string"}
     if syntax is None:

@@ -34,7 +34,7 @@ class Function:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The arguments as a format of a structural tag."""
+        """Returns the arguments as a format of a structural tag."""
         return self.form or {"type": "json_schema", "json_schema": self.schema}
 
 

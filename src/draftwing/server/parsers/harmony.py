@@ -44,8 +44,8 @@ def is_harmony(template: str | None) -> bool:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a header begins as the text does, or may begin so once there is more of it. text: at most `MAX_HEADER`
-    characters."""
+    """Returns whether a header begins as the text does, or may begin so once there is more of it. text: at most
+    `MAX_HEADER` characters."""
     text = text.lstrip().removeprefix(START)
     if START.startswith(text) or _ROLE.startswith(text):
         return True
@@ -135,8 +135,8 @@ class HarmonyReader(MessageReader):
         return "thought" if channel is not None and channel[1] == "analysis" else "text"
 
     def _function(self, header: str) -> str | None:
-        """The function that a message calls; models leave out its namespace at times, and a tool that they know may be
-        one of the request's."""
+        """Returns the function that a message calls; models leave out its namespace at times, and a tool that they know
+        may be one of the request's."""
         recipient = _RECIPIENT.findall(header)[-1]
         names = (recipient, recipient.removeprefix(_NAMESPACE))
         return next((name for name in names if name in self._style.names), None)
@@ -221,8 +221,8 @@ class HarmonyReader(MessageReader):
 
 
 def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one call,
-    whose result follows it, and says nothing else."""
+    """Returns messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one
+    call, whose result follows it, and says nothing else."""
     out: list[dict[str, Any]] = []
     waiting: dict[str | None, deque[dict[str, Any]]] = {}  # messages of calls whose turn has not come, by their id
     for given in messages:

@@ -130,7 +130,7 @@ class MessageReader:
         return found
 
     def _with_inputs(self, parts: Iterable[Part], final: bool) -> Iterator[Part]:
-        """The parts, with inputs in place of the arguments of custom tools."""
+        """Yields the parts, with inputs in place of the arguments of custom tools."""
         for part in parts:
             if not isinstance(part, CallPiece) or part.name is not None:
                 yield from self._end_input()

@@ -123,8 +123,8 @@ class ReasoningParser:
 
 
 def count_reasoning(parser: ReasoningParser, style: ReasoningStyle, ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Reasoning tokens of an answer whose text `parser` has taken: its first tokens, up to the one that completes the
-    end marker, that one included. All of them while the block is open, none without a block."""
+    """Returns reasoning tokens of an answer whose text `parser` has taken: its first tokens, up to the one that
+    completes the end marker, that one included. All of them while the block is open, none without a block."""
     if not parser.opened:
         return 0
     if not parser.closed:

@@ -87,7 +87,7 @@ _MAX_ID = 64  # characters of an id that the model gives a call
 
 
 def new_call_id(length: int = 24) -> str:
-    """The id of a call; length: of `ToolStyle`."""
+    """Returns the id of a call; length: of `ToolStyle`."""
     number = secrets.token_hex(12)
     return number[:9] if length == 9 else f"call_{number}"
 

@@ -79,16 +79,16 @@ class Watcher:
         pass
 
     def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
-        """The engine gave `tokens` more; before: when it last did."""
+        """Notes that the engine gave `tokens` more; before: when it last did."""
 
     def finished(self, answer: AnswerRecord) -> None:
-        """`reason` and `ended` are set."""
+        """Notes that `reason` and `ended` are set."""
 
     def responded(self, record: HttpRecord) -> None:
-        """The response is complete. Answers may still be unfinished: the engine was asked to abort them."""
+        """Notes that the response is complete. Answers may still be unfinished: the engine was asked to abort them."""
 
     def close(self) -> None:
-        """The server ends. It may block."""
+        """Ends with the server. It may block."""
 
 
 class Observer:
@@ -108,7 +108,7 @@ class Observer:
 
     @property
     def arrived(self) -> float | None:
-        """When the current HTTP request came; None where there is none, or it is not observed."""
+        """Returns when the current HTTP request came; None where there is none, or it is not observed."""
         record = self._current.get()
         return None if record is None else record.arrived
 

@@ -56,7 +56,7 @@ class Asset:
 
     @cached_property
     def zipped(self) -> bytes:
-        """The body for those who accept gzip; compressed when it is first asked for."""
+        """Returns the body for those who accept gzip; compressed when it is first asked for."""
         return gzip.compress(self.body, mtime=0)
 
 
@@ -66,7 +66,7 @@ def is_file(path: str) -> bool:
 
 
 def load_assets() -> dict[str, Asset]:
-    """The page's files by their path below `assets`."""
+    """Returns the page's files by their path below `assets`."""
     folder = Path(__file__).with_name("assets")
     served = [file for file in folder.rglob("*") if file.suffix in _TYPES]
     return {file.relative_to(folder).as_posix(): Asset(file.read_bytes(), _TYPES[file.suffix]) for file in served}

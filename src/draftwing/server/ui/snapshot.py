@@ -29,7 +29,8 @@ TOTALS = (
 
 
 def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
-    """What does not change while the engine lives. knows_effort: whether the chat template reads how much to reason."""
+    """Returns what does not change while the engine lives. knows_effort: whether the chat template reads how much to
+    reason."""
     info = service.engine.info
     params = SamplingParams()
     depth, topk, nodes = info.shape.tree
@@ -68,7 +69,7 @@ class Snapshots:
         self._answered = 0.0  # monotonic, when the engine gave them
 
     async def take(self) -> dict[str, Any] | None:
-        """A snapshot; None when the server is about to end."""
+        """Returns a snapshot; None when the server is about to end."""
         engine = self._service.engine
         if engine.draining:
             return None
@@ -90,7 +91,7 @@ class Snapshots:
         }
 
     def _numbers(self) -> dict[str, Any]:
-        """The engine's newest numbers; nothing before there are any."""
+        """Returns the engine's newest numbers; nothing before there are any."""
         stats, capacity = self._stats, self._service.engine.info.max_total_tokens
         if not stats:
             return {}

@@ -12,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between two snapshots
-MAX_VIEWERS = 32
+MAX_VIEWERS = 32  # of all keys together: each makes an event a second
 MAX_OF_A_KEY = 8  # viewers with one key
 
 Snapshot = dict[str, Any]
@@ -32,8 +32,8 @@ class Viewers:
         return len(self._viewers)
 
     def enter(self, client: str = "") -> object | None:
-        """One more viewer, who is to `leave` in any case; None where there are too many, or too many of this client.
-        client: the name of its key, if it has one."""
+        """Returns one more viewer, who is to `leave` in any case; None where there are too many, or too many of this
+        client. client: the name of its key, if it has one."""
         own = list(self._viewers.values()).count(client)
         if len(self) >= MAX_VIEWERS or (client and own >= MAX_OF_A_KEY):
             return None

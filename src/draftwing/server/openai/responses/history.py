@@ -77,14 +77,14 @@ class History:
 
 
 def listed(line: Sequence[Stored]) -> list[dict[str, Any]]:
-    """All that went into the last one of a line of responses, each of which goes on from the one before it."""
+    """Returns all that went into the last one of a line of responses, each of which goes on from the one before it."""
     earlier = [item for one in line[:-1] for item in one.items()]
     own: list[dict[str, Any]] = json.loads(line[-1].input)
     return earlier + own
 
 
 def stored(body: ResponsesRequest, response: dict[str, Any]) -> Stored:
-    """A finished response as it is stored; made in a thread where it is large."""
+    """Returns a finished response as it is stored; made in a thread where it is large."""
     items = [_shown(item) for item in body.items]
     ids = frozenset(item["id"] for item in (*items, *response["output"]))
     others = {name: value for name, value in response.items() if name != "output"}
@@ -93,7 +93,7 @@ def stored(body: ResponsesRequest, response: dict[str, Any]) -> Stored:
 
 
 def _shown(item: Item) -> dict[str, Any]:
-    """An item of the input as it is listed: with an id, and a message's content as parts."""
+    """Returns an item of the input as it is listed: with an id, and a message's content as parts."""
     shown = item.model_dump(by_alias=True, exclude_none=True) | {"type": item.kind}
     shown.setdefault("id", f"{_PREFIXES.get(item.kind, item.kind)}_{uuid.uuid4().hex}")
     if item.kind == "reasoning":

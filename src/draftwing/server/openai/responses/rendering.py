@@ -78,7 +78,7 @@ class _Items(ContentBlocks):
         ]
 
     def _event(self, kind: str, /, **fields: Any) -> Event:
-        """An event of the last item."""
+        """Returns an event of the last item."""
         return kind, {"item_id": self.blocks[-1]["id"], "output_index": self.last, **fields}
 
 
@@ -119,8 +119,8 @@ class ResponseObject:
         yield await self._whole()
 
     async def _whole(self, name: str | None = None, lost: str | None = None) -> str:
-        """An event that holds the response. name: None where it has ended, and is stored before the client hears of it,
-        who may go on at once.  lost: see `_now`."""
+        """Returns an event that holds the response. name: None where it has ended, and is stored before the client
+        hears of it, who may go on at once.  lost: see `_now`."""
 
         def made(large: bool) -> str:
             response = self._now(lost)
@@ -140,7 +140,7 @@ class ResponseObject:
         return named_event(name, {"sequence_number": self._number, **data}, large)
 
     def _now(self, lost: str | None = None) -> dict[str, Any]:
-        """The response as far as it is. lost: why there will be no more of the answer."""
+        """Returns the response as far as it is. lost: why there will be no more of the answer."""
         answer, body, params = self._answer, self._body, self._answer.request.params
         status = "failed" if lost is not None else _status(answer)
         if status == "failed":
@@ -201,7 +201,7 @@ def _item(prefix: str, kind: str) -> dict[str, Any]:
 
 
 def _grows(item: dict[str, Any]) -> tuple[str, str]:
-    """The field of a call that grows, and how its events are called."""
+    """Returns the field of a call that grows, and how its events are called."""
     custom = item["type"] == "custom_tool_call"
     return ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
 

@@ -100,7 +100,8 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, which reads so many bytes of JSON from the store: as if they had come as the body."""
+    """Returns the result of `work`, which reads so many bytes of JSON from the store: as if they had come as the
+    body."""
     limit = service.options.max_body_size
     if size > limit:
         raise RequestError(

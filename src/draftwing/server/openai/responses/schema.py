@@ -147,7 +147,7 @@ class ResponsesRequest(
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """Returns the input as items."""
         return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-MAX_RESPONSES = 1024
+MAX_RESPONSES = 1024  # that are stored at a time; the oldest go
 SECONDS = 3600.0  # since a response was stored, or gone on from
 LOOK_SECONDS = 60.0  # between two looks for what is older
 _BYTES = 2048  # that a response takes besides its JSON, at most
@@ -47,7 +47,7 @@ class Stored:
 
     @property
     def body(self) -> bytes:
-        """The response."""
+        """Returns the response."""
         return b'%b,"output":%b}' % (self.head[:-1], self.output)
 
     def items(self) -> list[dict[str, Any]]:
@@ -126,8 +126,8 @@ class ResponseStore:
             return share.responses[id][0] if id in share.responses else None
 
     def conversation(self, client: str, id: str) -> list[Stored] | None:
-        """A response and all that it goes on from, the first one first; None where one of them is not there any more.
-        That it was asked for keeps all of them for longer."""
+        """Returns a response and all that it goes on from, the first one first; None where one of them is not there any
+        more. That it was asked for keeps all of them for longer."""
         with self._lock:
             share = self._share(client)
             found = self._line(share, id)
@@ -138,7 +138,7 @@ class ResponseStore:
             return found
 
     def holder(self, client: str, item: str) -> Stored | None:
-        """The response that an item is of. That it was asked for keeps it for longer."""
+        """Returns the response that an item is of. That it was asked for keeps it for longer."""
         with self._lock:
             share = self._share(client)
             id = share.by_item.get(item)
@@ -185,7 +185,7 @@ class ResponseStore:
         share.responses.move_to_end(stored.id)
 
     def _line(self, share: _Share, id: str | None) -> list[Stored]:
-        """A response and those that it goes on from, as far as they are there, the first one first."""
+        """Returns a response and those that it goes on from, as far as they are there, the first one first."""
         found: dict[str, Stored] = {}
         while id is not None and id in share.responses and id not in found:  # a client may give two of them one id
             found[id] = share.responses[id][0]

@@ -48,7 +48,7 @@ class OneTool(Body, hints="output_schema"):
 
     @property
     def definition(self) -> int:
-        """Characters of its grammar."""
+        """Returns characters of its grammar."""
         return len((self.format and self.format.definition) or "")
 
 
@@ -156,7 +156,7 @@ class Toolbox:
 
 
 def shown_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
-    """The tools as a response repeats them: those that the model could see."""
+    """Returns the tools as a response repeats them: those that the model could see."""
     return [_shown(tool) for tool in tools if tool.type not in HOSTED]
 
 
@@ -171,7 +171,7 @@ def _shown(tool: OneTool) -> dict[str, Any]:
 
 
 def _offers(tools: Sequence[tuple[str, ResponsesTool]]) -> Iterator[tuple[Offer, str]]:
-    """Each tool, and the field that holds it."""
+    """Yields each tool, and the field that holds it."""
     for where, tool in tools:
         if tool.type in HOSTED:
             continue
