@@ -4,9 +4,10 @@
 
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
-ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. What
-`--out` has of other sizes, types and contexts stays there, so that long runs can be made in pieces.
-`llama_cpp_build.py` says what a build of llama.cpp needs.
+ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. With
+`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server, which chooses flash
+attention by itself. What `--out` has of other sizes, types and contexts stays there, so that long runs can be made in
+pieces. `llama_cpp_build.py` says what a build of llama.cpp needs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from gguf import GGUFWriter
 from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import let_go, listed, machine
+from made_contexts import fill, llama
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
 
 from draftwing.engine.engine import Engine
@@ -140,14 +143,31 @@ def warmed(engine: Engine, prompt: list[int], tokens: int) -> Answer:
     return ask_engine(engine, prompt, tokens)
 
 
+def served(ask: Ask, prompt: list[int], tokens: int) -> Answer:
+    """As `warmed`."""
+    ask(prompt, 16)
+    answer = ask(prompt, tokens)
+    assert answer.computed <= 64, f"{answer.computed} tokens were computed: the context is not cached"
+    return answer
+
+
 def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> dict[str, Any]:
     prompt = [random.Random(context).randrange(VOCAB) for _ in range(context)]
-    prompts = {LLAMA: theirs(args, file, context, args.tokens, True)}
-    asks: dict[str, Ask] = {LLAMA: lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))}
-    for name, engine in engines.items():
-        prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
-        asks[name] = partial(warmed, engine)
-    rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
+    prompts: dict[str, float] = {}
+    asks: dict[str, Ask] = {name: partial(warmed, engine) for name, engine in engines.items()}
+    with ExitStack() as stack:
+        if args.made:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            asks[LLAMA] = partial(served, stack.enter_context(llama(args, file, "auto", prompt, folder, axes=True)))
+            for engine in engines.values():
+                fill(engine, prompt)
+            prompt = [*prompt, 7]  # one more token: recurrent states cannot go back
+        else:
+            prompts[LLAMA] = theirs(args, file, context, args.tokens, True)
+            asks[LLAMA] = lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))
+            for name, engine in engines.items():
+                prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
+        rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}
     found["ratio"] = {name: median_ratio(own, rates[LLAMA]) for name, own in rates.items()}
@@ -162,8 +182,9 @@ def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
     for what, found in runs.items():
         rates, ratios, prompts = (found[part] for part in ("decode", "ratio", "prompt"))
         ours = [f"{rates[name]:.1f} ({ratios[name]:.2f}x)" if name in rates else None for name in names[1:]]
-        own = next(rate for name, rate in prompts.items() if name != LLAMA)
-        rows.append([what, round(rates[LLAMA], 1), *ours, round(prompts[LLAMA]), round(own)])
+        own = next((rate for name, rate in prompts.items() if name != LLAMA), None)
+        read = [None if rate is None else round(rate) for rate in (prompts.get(LLAMA), own)]
+        rows.append([what, round(rates[LLAMA], 1), *ours, *read])
     return {
         "date": max(found["date"] for found in runs.values()),
         "commit": commit,
@@ -190,6 +211,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.8B")
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
     parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
+    parser.add_argument("--made", action="store_true", help="contexts are made up")
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -208,7 +230,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
-        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}",
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}{' --made' * args.made}",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
@@ -218,7 +240,7 @@ def main() -> None:
         for context in args.contexts:
             found = compare(args, file, context, engines)
             print(context, found, flush=True)
-            runs[f"{args.size}, {args.quantised}, {context:,}"] = {**about, **found}
+            runs[f"{args.size}, {args.quantised}, {context:,}{' made up' * args.made}"] = {**about, **found}
             write(args, runs)
         for engine in engines.values():
             let_go(engine)

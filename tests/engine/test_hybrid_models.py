@@ -116,7 +116,11 @@ def test_what_is_cached_is_what_steps_would_make(tmp_path: Path, kind: str) -> N
             found = [answer for _ in range(3) for answer in llm.generate(prompts, params)]
             more_turns = [prompt + answer.token_ids + [5, 6] for prompt, answer in zip(prompts, found, strict=False)]
             found += llm.generate(more_turns, params)
-            print(algorithm, [a.meta_info["cached_tokens"] for a in found], {k: v for k, v in llm.engine.stats().items() if "snap" in k or "retr" in k})
+            print(
+                algorithm,
+                [a.meta_info["cached_tokens"] for a in found],
+                {k: v for k, v in llm.engine.stats().items() if "snap" in k or "retr" in k},
+            )
             return found
 
     plain = answers("none", disable_radix_cache=True)
