@@ -5,8 +5,7 @@
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
 ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. With
-`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server, which chooses flash
-attention by itself. What `--out` has of other sizes, types and contexts stays there, so that long runs can be made in
+`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of other sizes, types and contexts stays there, so that long runs can be made in
 pieces. `llama_cpp_build.py` says what a build of llama.cpp needs.
 """
 
@@ -158,7 +157,7 @@ def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> 
     with ExitStack() as stack:
         if args.made:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            asks[LLAMA] = partial(served, stack.enter_context(llama(args, file, "auto", prompt, folder, axes=True)))
+            asks[LLAMA] = partial(served, stack.enter_context(llama(args, file, args.flash, prompt, folder, axes=True)))
             for engine in engines.values():
                 fill(engine, prompt)
             prompt = [*prompt, 7]  # one more token: recurrent states cannot go back
@@ -212,6 +211,7 @@ def main() -> None:
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
     parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
     parser.add_argument("--made", action="store_true", help="contexts are made up")
+    parser.add_argument("--flash", choices=["on", "off", "auto"], default="auto", help="attention of llama.cpp there")
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -230,7 +230,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
-        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}{' --made' * args.made}",
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}{f' --made --flash {args.flash}' * args.made}",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_hybrid_models import texts
+from engine.test_hybrid_models import CHAIN, TREE, texts
 from family_files import FAMILIES, FORMS, PREDICTING, written
 from tiny_checkpoint import VOCAB
 
 from draftwing.ops import make_ops
 
 KINDS = make_ops(torch.device("cpu")).block_kinds
-CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 SOME = [
     ("glm4-moe-lite", "fp8 block"),
     ("deepseek-v3", "Q8_0"),
@@ -25,6 +23,8 @@ SOME = [
     ("glm4-moe", "compressed int4"),
     ("gemma4-per-layer", "gptq"),
     ("gemma4-experts", "Q4_K"),
+    ("qwen3.5", "Q4_K"),
+    ("qwen3.5-moe", "fp8 block"),
 ]
 
 

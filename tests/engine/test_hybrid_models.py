@@ -101,8 +101,8 @@ def test_two_ranks(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
 def test_what_is_cached_is_what_steps_would_make(tmp_path: Path, kind: str) -> None:
-    """A, B, A, then conversations that go on, in a pool from which states are evicted and requests preempted; one of
-    them writes JSON. Rows of the prediction layer are cached, too."""
+    """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one
+    writes JSON. Rows of the prediction layer are cached, too."""
     folder, drafters = written(tmp_path, kind)
     generator = torch.Generator().manual_seed(1)
     system = torch.randint(0, 256, (90,), generator=generator).tolist()
@@ -116,20 +116,15 @@ def test_what_is_cached_is_what_steps_would_make(tmp_path: Path, kind: str) -> N
             found = [answer for _ in range(3) for answer in llm.generate(prompts, params)]
             more_turns = [prompt + answer.token_ids + [5, 6] for prompt, answer in zip(prompts, found, strict=False)]
             found += llm.generate(more_turns, params)
-            print(
-                algorithm,
-                [a.meta_info["cached_tokens"] for a in found],
-                {k: v for k, v in llm.engine.stats().items() if "snap" in k or "retr" in k},
-            )
+            assert llm.engine.stats()["retractions"] > 0
             return found
 
     plain = answers("none", disable_radix_cache=True)
-    assert not any(answer.meta_info["cached_tokens"] for answer in plain)
+    assert plain[2].text.startswith('{"a": ') and not any(answer.meta_info["cached_tokens"] for answer in plain)
     for algorithm in drafters:
         found = answers(algorithm, speculative_fixed_shape=True)
-        print(plain[2].text)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain], algorithm
-        assert all(answer.meta_info["cached_tokens"] >= 64 for answer in found[3:])
+        assert sum(answer.meta_info["cached_tokens"] >= 64 for answer in found) > 4, "many begin with what was cached"
 
 
 @pytest.mark.gpu
