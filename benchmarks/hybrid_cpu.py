@@ -5,8 +5,9 @@
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
 ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. With
-`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of other sizes, types and contexts stays there, so that long runs can be made in
-pieces. `llama_cpp_build.py` says what a build of llama.cpp needs.
+`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of
+other sizes, types and contexts stays there, so that long runs can be made in pieces. `llama_cpp_build.py` says what a
+build of llama.cpp needs.
 """
 
 from __future__ import annotations
@@ -230,7 +231,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
-        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}{f' --made --flash {args.flash}' * args.made}",
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}"
+        + f" --made --flash {args.flash}" * args.made,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
