@@ -38,6 +38,7 @@ from draftwing.engine.engine import Engine
 
 VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
 LLAMA = "llama.cpp"
+SETTLING = 128  # tokens before the first round: steps are recorded, and a policy learns what they take and bring
 DRAFTERS = {  # options of each engine
     "none": {},
     "NEXTN": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
@@ -162,17 +163,20 @@ def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> 
             for engine in engines.values():
                 fill(engine, prompt)
             prompt = [*prompt, 7]  # one more token: recurrent states cannot go back
+            for engine in engines.values():
+                ask_engine(engine, prompt, SETTLING)
         else:
             prompts[LLAMA] = theirs(args, file, context, args.tokens, True)
             asks[LLAMA] = lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))
             for name, engine in engines.items():
-                prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
+                prompts[name] = len(prompt) / ask_engine(engine, prompt, SETTLING).first
         rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}
     found["ratio"] = {name: median_ratio(own, rates[LLAMA]) for name, own in rates.items()}
+    lengths = {name: [round(answer.accept_length, 2) for answer in answers] for name, answers in rounds.items()}
     recorded = {name: len(engine.parts.executor.graphs) for name, engine in engines.items()}
-    return {**found, "prompt": prompts, "rounds": rates, "recorded": recorded}
+    return {**found, "prompt": prompts, "rounds": rates, "lengths": lengths, "recorded": recorded}
 
 
 def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
