@@ -115,7 +115,7 @@ def test_what_is_cached_is_what_steps_would_make(tmp_path: Path) -> None:
             found = [answer for _ in range(3) for answer in llm.generate(prompts, params)]
             more_turns = [prompt + answer.token_ids + [5, 6] for prompt, answer in zip(prompts, found, strict=False)]
             found += llm.generate(more_turns, params)
-            assert llm.engine.stats()["retractions"] > 0
+            assert algorithm != "none" or llm.engine.stats()["retractions"] > 0
             return found
 
     plain = answers("none", disable_radix_cache=True)
