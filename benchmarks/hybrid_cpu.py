@@ -134,6 +134,7 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
     what = ["-p", context, "-n", 0] if prompt else ["-p", 0, "-n", tokens, "-d", context]
     programs = build(args.isa, args.cache)
     command = [programs / "llama-bench", "-m", file, "-t", args.threads, "-r", 1, "-o", "json", *what]
+    command += ["-fa", args.flash]
     out = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, check=True).stdout
     return float(json.loads(out)[0]["avg_ts"])
 
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
     parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
     parser.add_argument("--made", action="store_true", help="contexts are made up")
-    parser.add_argument("--flash", choices=["on", "off", "auto"], default="auto", help="attention of llama.cpp there")
+    parser.add_argument("--flash", choices=["on", "off"], default="off", help="flash attention of llama.cpp")
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -236,7 +237,7 @@ def main() -> None:
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
         f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}"
-        + f" --made --flash {args.flash}" * args.made,
+        + " --made" * args.made + " --flash on" * (args.flash == "on"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
