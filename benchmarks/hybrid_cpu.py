@@ -133,20 +133,8 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
     """Tokens per second of llama-bench: of a prompt, or of an answer after a prompt."""
     what = ["-p", context, "-n", 0] if prompt else ["-p", 0, "-n", tokens, "-d", context]
     programs = build(args.isa, args.cache)
-    command = [
-        programs / "llama-bench",
-        "-m",
-        file,
-        "-t",
-        args.threads,
-        "-fa",
-        args.flash,
-        "-r",
-        1,
-        "-o",
-        "json",
-        *what,
-    ]
+    command = [programs / "llama-bench", "-m", file, "-t", args.threads, "-fa", args.flash, *what]
+    command += ["-r", 1, "-o", "json"]
     out = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, check=True).stdout
     return float(json.loads(out)[0]["avg_ts"])
 

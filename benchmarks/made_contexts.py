@@ -102,7 +102,7 @@ def grow(small: Path, large: Path, text: list[int], axes: bool = False) -> None:
             to.write(head)
             for _ in range(width):
                 to.write(repeated(file, cells, size, wanted))
-        if states := file.read():  # of recurrent layers, and in front of them their number of tokens
+        if states := file.read():  # of recurrent layers, behind their number and the newest token's position
             to.write(states[:4] + struct.pack("i", wanted - 1) + states[8:])
 
 
