@@ -38,7 +38,7 @@ from draftwing.engine.engine import Engine
 
 VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
 LLAMA = "llama.cpp"
-SETTLING = 128  # tokens before the first round: steps are recorded, and a policy learns what they take and bring
+SETTLING = 64  # tokens before the first round: steps are recorded, and a policy learns what they take and bring
 DRAFTERS = {  # options of each engine
     "none": {},
     "NEXTN": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
