@@ -4,9 +4,10 @@
 
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
-ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. What
-`--out` has of other sizes, types and contexts stays there, so that long runs can be made in pieces.
-`llama_cpp_build.py` says what a build of llama.cpp needs.
+ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. With
+`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of
+other sizes, types and contexts stays there, so that long runs can be made in pieces. `llama_cpp_build.py` says what a
+build of llama.cpp needs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +31,14 @@ from gguf import GGUFWriter
 from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import let_go, listed, machine
+from made_contexts import fill, llama
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
 
 from draftwing.engine.engine import Engine
 
 VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
 LLAMA = "llama.cpp"
+SETTLING = 64  # tokens before the first round: steps are recorded, and a policy learns what they take and bring
 DRAFTERS = {  # options of each engine
     "none": {},
     "NEXTN": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
@@ -129,7 +133,8 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
     """Tokens per second of llama-bench: of a prompt, or of an answer after a prompt."""
     what = ["-p", context, "-n", 0] if prompt else ["-p", 0, "-n", tokens, "-d", context]
     programs = build(args.isa, args.cache)
-    command = [programs / "llama-bench", "-m", file, "-t", args.threads, "-r", 1, "-o", "json", *what]
+    command = [programs / "llama-bench", "-m", file, "-t", args.threads, "-fa", args.flash, *what]
+    command += ["-r", 1, "-o", "json"]
     out = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, check=True).stdout
     return float(json.loads(out)[0]["avg_ts"])
 
@@ -140,19 +145,39 @@ def warmed(engine: Engine, prompt: list[int], tokens: int) -> Answer:
     return ask_engine(engine, prompt, tokens)
 
 
+def served(ask: Ask, prompt: list[int], tokens: int) -> Answer:
+    """As `warmed`."""
+    ask(prompt, 16)
+    answer = ask(prompt, tokens)
+    assert answer.computed <= 64, f"{answer.computed} tokens were computed: the context is not cached"
+    return answer
+
+
 def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> dict[str, Any]:
     prompt = [random.Random(context).randrange(VOCAB) for _ in range(context)]
-    prompts = {LLAMA: theirs(args, file, context, args.tokens, True)}
-    asks: dict[str, Ask] = {LLAMA: lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))}
-    for name, engine in engines.items():
-        prompts[name] = len(prompt) / ask_engine(engine, prompt, 8).first
-        asks[name] = partial(warmed, engine)
-    rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
+    prompts: dict[str, float] = {}
+    asks: dict[str, Ask] = {name: partial(warmed, engine) for name, engine in engines.items()}
+    with ExitStack() as stack:
+        if args.made:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            asks[LLAMA] = partial(served, stack.enter_context(llama(args, file, args.flash, prompt, folder, axes=True)))
+            for engine in engines.values():
+                fill(engine, prompt)
+            prompt = [*prompt, 7]  # one more token: recurrent states cannot go back
+            for engine in engines.values():
+                ask_engine(engine, prompt, SETTLING)
+        else:
+            prompts[LLAMA] = theirs(args, file, context, args.tokens, True)
+            asks[LLAMA] = lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))
+            for name, engine in engines.items():
+                prompts[name] = len(prompt) / ask_engine(engine, prompt, SETTLING).first
+        rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}
     found["ratio"] = {name: median_ratio(own, rates[LLAMA]) for name, own in rates.items()}
+    lengths = {name: [round(answer.accept_length, 2) for answer in answers] for name, answers in rounds.items()}
     recorded = {name: len(engine.parts.executor.graphs) for name, engine in engines.items()}
-    return {**found, "prompt": prompts, "rounds": rates, "recorded": recorded}
+    return {**found, "prompt": prompts, "rounds": rates, "lengths": lengths, "recorded": recorded}
 
 
 def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
@@ -162,8 +187,9 @@ def result(runs: dict[str, Any], hardware: str, commit: str) -> dict[str, Any]:
     for what, found in runs.items():
         rates, ratios, prompts = (found[part] for part in ("decode", "ratio", "prompt"))
         ours = [f"{rates[name]:.1f} ({ratios[name]:.2f}x)" if name in rates else None for name in names[1:]]
-        own = next(rate for name, rate in prompts.items() if name != LLAMA)
-        rows.append([what, round(rates[LLAMA], 1), *ours, round(prompts[LLAMA]), round(own)])
+        own = next((rate for name, rate in prompts.items() if name != LLAMA), None)
+        read = [None if rate is None else round(rate) for rate in (prompts.get(LLAMA), own)]
+        rows.append([what, round(rates[LLAMA], 1), *ours, *read])
     return {
         "date": max(found["date"] for found in runs.values()),
         "commit": commit,
@@ -190,6 +216,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.8B")
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
     parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
+    parser.add_argument("--made", action="store_true", help="contexts are made up")
+    parser.add_argument("--flash", choices=["on", "off"], default="off", help="flash attention of llama.cpp")
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -208,7 +236,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "accept_length": args.accept_length,
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
-        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}",
+        f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}"
+        + " --made" * args.made + " --flash on" * (args.flash == "on"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"
@@ -218,7 +247,7 @@ def main() -> None:
         for context in args.contexts:
             found = compare(args, file, context, engines)
             print(context, found, flush=True)
-            runs[f"{args.size}, {args.quantised}, {context:,}"] = {**about, **found}
+            runs[f"{args.size}, {args.quantised}, {context:,}{' made up' * args.made}"] = {**about, **found}
             write(args, runs)
         for engine in engines.values():
             let_go(engine)

@@ -4,9 +4,9 @@
 
 The model is `--model` of `cpu_contexts.py`, a GGUF file with random weights, so nobody could tell. This engine goes
 through the prompt without its layers, and its pool is filled with random numbers; llama.cpp, with flash attention and
-without, gets the state of a short prompt over and over. Then both answer questions behind that, whose 48 tokens they do
-compute. All run after each other, for memory: `none` is this engine, `off` and `on` are llama.cpp's flash attention.
-`--out` keeps what it has of other runs.
+without, gets the state of a short prompt over and over, anew for each question. Then both answer questions behind that,
+whose 48 tokens they do compute. All run after each other, for memory: `none` is this engine, `off` and `on` are
+llama.cpp's flash attention. `--out` keeps what it has of other runs. `hybrid_cpu.py --made` is for recurrent layers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import torch
 from chat_servers import Contender, Server, run_with
@@ -30,11 +31,10 @@ from cpu_contexts import LLAMAS, SHAPES, SPARE, Shape, ask_llama, write_random
 from gguf_files import MIXTURES
 from llama_cpp_build import CACHE, ISAS, build
 from load_runs import let_go, listed
-from torch import Tensor
 from turns import Ask, ask_engine, cpu_engine, kv_bytes_per_token, read_bandwidth
 
 from draftwing.engine.engine import Engine
-from draftwing.ops.cpu.extension import load_extension
+from draftwing.models.decoder import DecoderLayer, DecoderModel
 
 ENDING = 48  # tokens of a question
 SHORT = 64  # of llama.cpp's prompt
@@ -48,20 +48,16 @@ MOST_READ = 1 << 30  # bytes of a plain read
 @contextmanager
 def without_layers() -> Iterator[None]:
     """Meanwhile layers give what they get."""
-    raw: Any = load_extension()
-    real = raw.layers
-
-    def skip(x: Tensor, normed: Tensor | None, outs: Tensor, *rest: Any) -> None:
-        outs[0].copy_(x)
-
-    raw.layers = skip
-    try:
+    with (
+        patch.object(DecoderModel, "_whole_layers", lambda model, aux_layers: None),
+        patch.object(DecoderLayer, "__call__", lambda layer, x, *others: x),
+        patch.object(DecoderLayer, "mix", lambda layer, normed, x, *others: x),
+    ):
         yield
-    finally:
-        raw.layers = real
 
 
 def fill(engine: Engine, text: list[int]) -> None:
+    """Has the engine cache the text with random keys and values. States of recurrent layers are those of no text."""
     with without_layers():
         ask_engine(engine, text, 1)
     noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
@@ -80,20 +76,21 @@ def repeated(file: BinaryIO, rows: int, size: int, wanted: int) -> bytes:
     return (part * -(-wanted // rows))[: wanted * size]
 
 
-def grow(small: Path, large: Path, text: list[int]) -> None:
+def grow(small: Path, large: Path, text: list[int], axes: bool = False) -> None:
     """small: the state of a slot with a few tokens; large: where that of `text` goes, which has its keys and values
-    again and again."""
+    again and again, and the same recurrent state.  axes: whether a token has further positions, as in Qwen3.5."""
     with small.open("rb") as file, large.open("wb") as to:
         magic, version, count = struct.unpack("3I", file.read(12))
         file.seek(4 * count, os.SEEK_CUR)
         streams, cells = struct.unpack("2I", file.read(8))
-        file.seek(12 * cells, os.SEEK_CUR)  # of each its position, and the one sequence that has it
+        file.seek((24 if axes else 12) * cells, os.SEEK_CUR)  # of each its position, and the one sequence that has it
         turned, layers = struct.unpack("2I", file.read(8))
         assert streams == 1, "expected one slot"
         wanted = len(text)
         to.write(struct.pack(f"3I{wanted}i2I", magic, version, wanted, *text, streams, wanted))
-        for position in range(wanted):
-            to.write(struct.pack("iIi", position, 1, 0))
+        for position, token in enumerate(text):
+            more = (position, position, token) if axes else ()
+            to.write(struct.pack(f"iI{len(more)}ii", position, 1, *more, 0))
         to.write(struct.pack("2I", turned, layers))
         for part in range(2 * layers):  # keys of all layers, then values
             if part < layers or not turned:
@@ -105,32 +102,25 @@ def grow(small: Path, large: Path, text: list[int]) -> None:
             to.write(head)
             for _ in range(width):
                 to.write(repeated(file, cells, size, wanted))
+        if states := file.read():  # of recurrent layers, behind their number and the newest token's position
+            to.write(states[:4] + struct.pack("i", wanted - 1) + states[8:])
 
 
 @contextmanager
-def llama(args: Any, file: Path, flash: str, text: list[int], folder: Path) -> Iterator[Ask]:
-    command = [
-        build(args.isa, args.cache) / "llama-server",
-        "-m",
-        file,
-        "-fa",
-        flash,
-        "-np",
-        1,
-        "-c",
-        args.context + SPARE,
-    ]
-    command += ["-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup", "--slot-save-path", folder]
+def llama(args: Any, file: Path, flash: str, text: list[int], folder: Path, axes: bool = False) -> Iterator[Ask]:
+    """axes: of `grow`."""
+    command: list[Any] = [build(args.isa, args.cache) / "llama-server", "-m", file, "-fa", flash, "-np", 1]
+    command += ["-c", len(text) + SPARE, "-t", args.threads, "-tb", args.threads, "--cache-ram", 0, "--no-warmup"]
+    command += ["--slot-save-path", folder]
     with Server(Contender("llama.cpp", tuple(map(str, command))), folder / "log") as server:
 
         def ask(prompt: list[int], tokens: int) -> Any:
+            server.post("/slots/0?action=restore", {"filename": "large"})  # recurrent states cannot go back
             return ask_llama(server, prompt, tokens)
 
-        server.ready(lambda: ask(text[:SHORT], 1))
+        server.ready(lambda: ask_llama(server, text[:SHORT], 1))
         server.post("/slots/0?action=save", {"filename": "small"})
-        grow(folder / "small", folder / "large", text)
-        server.post("/slots/0?action=restore", {"filename": "large"})
-        (folder / "large").unlink()
+        grow(folder / "small", folder / "large", text, axes)
         yield ask
 
 

@@ -1,5 +1,5 @@
-"""Small random models of the families with latent attention, experts by sigmoids, and Gemma 4's layers, in each format
-in which people have them."""
+"""Small random models of the families with latent attention, experts by sigmoids, Gemma 4's layers and recurrent ones,
+in each format in which people have them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_models
+import hybrid_gguf
+import hybrid_models
 import moe_models
 import tiny_quantised as tiny
 import torch
@@ -18,9 +20,11 @@ from tiny_checkpoint import write_tokenizer
 from torch import Tensor, from_numpy
 
 MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2"]
-FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS)]
+HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
+FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS), *HYBRIDS]
+WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next"]
 FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
-PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe"]
+PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # of whole blocks of K-quants
 
 
@@ -29,11 +33,14 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
     one. Its weights are those of the files, dequantised."""
     theirs, helper = made(family, {**(WIDE if form == "Q4_K" else {}), **sizes})
     extra: dict[str, Tensor] = {}
-    if family in PREDICTING:
+    more: dict[str, Any] = {}
+    if family in PREDICTING and family in HYBRIDS:
+        extra, more = hybrid_models.layer_weights(theirs), {"mtp_num_hidden_layers": 1}
+    elif family in PREDICTING:
         extra = moe_models.published(theirs, moe_models.predicting(theirs))
     if form in Type.__members__:
         return theirs, in_gguf(folder, theirs, helper, extra, Type[form])
-    moe_models.with_layer(folder / "model", theirs, extra)
+    moe_models.with_layer(folder / "model", theirs, extra, **more)
     write_tokenizer(folder / "model")
     if helper is not None:
         helper.save_pretrained(folder / "assistant")
@@ -44,7 +51,9 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
     file, wide = folder / "model/model.safetensors", folder / "wide/model.safetensors"
     parts = moe_models.by_expert(load_file(file))  # as quantisers write experts
     save_file({name: part.clone() for name, part in parts.items()}, file)
-    exact, read = tiny.quantise(folder / "model", config, lambda _: write), load_file(wide)
+    small = ("_proj_a", "_proj_b", "_proj_ba", "conv")  # what quantisers leave of recurrent layers
+    exact = tiny.quantise(folder / "model", config, lambda module: None if module.endswith(small) else write)
+    read = load_file(wide)
     experts = [value for name, value in load_file(file).items() if ".experts." in name and name.endswith(".weight")]
     assert all(value.dtype != torch.float32 for value in experts), "all of them are quantised"
     for name, part in moe_models.by_expert(read).items():
@@ -57,6 +66,10 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
 
 def made(family: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
     """A model, and an assistant for it or None."""
+    if family in HYBRIDS:
+        known = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"}
+        known |= {"moe_intermediate_size"} if family in WITH_EXPERTS else set()
+        return hybrid_models.reference(family, **{name: size for name, size in sizes.items() if name in known}), None
     if family in MOE:
         own = {"rope_parameters": moe_models.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
         if family == "minimax-m2":
@@ -76,12 +89,17 @@ def in_gguf(folder: Path, theirs: Any, helper: Any, extra: dict[str, Tensor], ki
     write_tokenizer(tokenizer)
     (tokenizer / "config.json").write_text("{}")
     path = folder / "model.gguf"
-    if helper is None:
+    if theirs.config.model_type in hybrid_gguf.ARCHITECTURES:
+        tied = theirs.config.tie_word_embeddings
+        state = {name: value for name, value in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
+        hybrid_gguf.write(path, theirs.config, {**state, **extra}, kind)
+    elif helper is None:
         moe_models.write_gguf(path, theirs.config, {**theirs.state_dict(), **extra}, kind, joined=True)
     else:
         gemma4_models.write_gguf(path, theirs, kind)
         gemma4_models.write_gguf(folder / "assistant.gguf", helper, kind)
-    block, kept = GGML_QUANT_SIZES[kind][0], ["embed_tokens", "mlp.gate.", "moe.gate.", "router."]
+    block = GGML_QUANT_SIZES[kind][0]
+    kept = ["embed_tokens", "mlp.gate.", "moe.gate.", "router.", "expert_gate.", "conv1d", "conv.conv"]
     kept += ["lm_head"] * theirs.config.tie_word_embeddings
     for name, value in theirs.state_dict().items():
         if value.dim() > 1 and value.shape[-1] % block == 0 and not any(part in name for part in kept):

@@ -8,8 +8,9 @@ from typing import Any
 
 import gguf as gguf_package
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import quantize
+from moe_models import quantised
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -66,12 +67,10 @@ def write(
         if only_mtp and not (mtp or top):
             continue
         for theirs, made in _converted(name, value.detach().float(), arch, config, joined_experts, joined_inputs):
-            own = (
-                kind
-                if made.dim() > 1 and not any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd"))
-                else Type.F32
-            )
-            writer.add_tensor(theirs, quantize(made.contiguous().numpy(), own), raw_dtype=own)
+            wide = made.dim() == 1 or made.shape[-1] % GGML_QUANT_SIZES[kind][0] != 0
+            wide |= any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd"))
+            own = Type.F32 if wide else kind
+            writer.add_tensor(theirs, quantised(made.contiguous().numpy(), own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

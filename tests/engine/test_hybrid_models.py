@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from hybrid_gguf import write
-from hybrid_models import layer_weights, reference, saved, with_layer
+from hybrid_models import LAYERS, layer_weights, reference, saved, with_layer
+from reference.block_heads import dflash_head
+from reference.checkpoints import Checkpoint, eagle3_head
 from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
@@ -59,6 +61,69 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     assert all(len(set(ids)) > 10 for ids in plain)
     for algorithm in drafters:
         assert texts(folder, algorithm, dtype) == plain, algorithm
+
+
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"], algorithm="EAGLE3")
+@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], algorithm="DFLASH")
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_published_heads_draft_for_it(tmp_path: Path, kind: str, algorithm: str) -> None:
+    """Heads have dense layers with keys and values, and read the outputs of layers of either kind."""
+    folder, _ = written(tmp_path / "model", kind)
+    sizes = {"hidden_size": 64, "vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    target = Checkpoint({}, {"hidden_size": 64, "vocab_size": VOCAB, "num_hidden_layers": LAYERS})
+    if algorithm == "EAGLE3":
+        head = eagle3_head(target, rows=None, **heads, **sizes, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    else:
+        head = dflash_head(target, **heads, **sizes)
+    own = {"speculative_draft_model_path": str(head.write(tmp_path / "head")), "speculative_fixed_shape": True}
+    plain = texts(folder, "none", "float32")
+    for shape in (CHAIN, TREE):
+        assert texts(folder, algorithm, "float32", **own, **shape) == plain, shape
+
+
+@pytest.mark.slow
+@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_two_ranks(tmp_path: Path, kind: str) -> None:
+    folder, drafters = written(tmp_path, kind)
+    own = {"tp_size": 2, "max_running_requests": 3}
+    plain = texts(folder, "none", "float32", **own)
+    assert texts(folder, drafters[-1], "float32", speculative_fixed_shape=True, **own, **TREE) == plain
+
+
+@pytest.mark.slow
+def test_what_is_cached_is_what_steps_would_make(tmp_path: Path) -> None:
+    """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one
+    writes JSON. Rows of the prediction layer are cached, too."""
+    folder, _ = written(tmp_path, "qwen3.5")
+    generator = torch.Generator().manual_seed(1)
+    system = torch.randint(0, 256, (90,), generator=generator).tolist()
+    prompts = [[*system, *torch.randint(0, 256, (count,), generator=generator).tolist()] for count in (3, 70, 20)]
+    asked = ({}, {"temperature": 0.8, "sampling_seed": 1}, {"regex": r'(\{"a": [0-9]{1,3}\}\n)+'})
+    params: list[dict[str, Any]] = [{"temperature": 0.0, "max_new_tokens": 40, **one} for one in asked]
+    options = {**ENGINE, "max_total_tokens": 320, "max_running_requests": 2, "chunked_prefill_size": 64}
+
+    def answers(algorithm: str, **more: Any) -> list[Any]:
+        with LLM(str(folder), **options, **more, speculative_algorithm=algorithm) as llm:
+            found = [answer for _ in range(3) for answer in llm.generate(prompts, params)]
+            more_turns = [prompt + answer.token_ids + [5, 6] for prompt, answer in zip(prompts, found, strict=False)]
+            found += llm.generate(more_turns, params)
+            assert algorithm != "none" or llm.engine.stats()["retractions"] > 0
+            return found
+
+    plain = answers("none", disable_radix_cache=True)
+    assert plain[2].text.startswith('{"a": ') and not any(answer.meta_info["cached_tokens"] for answer in plain)
+    for algorithm in ("NGRAM", "NEXTN+SUFFIX"):
+        found = answers(algorithm, speculative_fixed_shape=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain], algorithm
+        assert sum(answer.meta_info["cached_tokens"] >= 64 for answer in found) > 4, "many begin with what was cached"
 
 
 @pytest.mark.gpu
