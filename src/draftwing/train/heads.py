@@ -273,6 +273,7 @@ class TargetHead:
         """
         weight, slow = self._weight, PLAIN.wide_gemm_is_slow(self._weight)
         if self._kept is None or self._kept[0] is not ids:
+            self._kept = None  # or both would be there at once: another head's may take as much as the target's head
             others = torch.ones(len(weight), dtype=torch.bool, device=weight.device).index_fill_(0, ids, False)
             own = weight[ids]
             self._kept = ids, own.float() if slow else own, weight[others]

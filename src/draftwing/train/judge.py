@@ -109,13 +109,14 @@ def draft_along(
 ) -> dict[str, Drafted]:
     """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving. Along a
     text that was drawn at a temperature drafts have its noise, as an engine's have. None: all are greedy."""
-    found = dict[str, Drafted]()
+    found, norm = dict[str, Drafted](), head.output_layer()[0]
     for numbers, batch, states in states_along(head, part, depth, max_length):
         rows, longest = batch.ids.shape
         answers = torch.zeros(rows * longest, dtype=torch.bool, device=batch.ids.device)
         answers[batch.position] = True  # before each token of an answer
         keys = [_key(part, number) for number in numbers]
-        hits = _hits(head, batch, list(states), keys, temperatures)
+        normed = [hidden if norm is None else norm(hidden) for hidden in states]
+        hits = _hits(head, batch, normed, keys, temperatures)
         # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
         right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
         for row, key in enumerate(keys):
@@ -124,15 +125,15 @@ def draft_along(
 
 
 def _hits(
-    head: ChainHead, batch: Batch, states: Sequence[Tensor], keys: Sequence[str], temperatures: Temperatures | None
+    head: ChainHead, batch: Batch, normed: Sequence[Tensor], keys: Sequence[str], temperatures: Temperatures | None
 ) -> Tensor:
     """Returns for each index of the batch, and each draft of a chain that begins there, whether it is the text's token:
-    [B * T, depth] bool."""
+    [B * T, depth] bool. normed: of each draft the states [n, width] that go into the head's output layer."""
     places, longest = batch.position, batch.ids.shape[1]
     device, text = places.device, places // longest
-    hits = torch.zeros(batch.ids.numel(), len(states), dtype=torch.bool, device=device)
+    hits = torch.zeros(batch.ids.numel(), len(normed), dtype=torch.bool, device=device)
     said = torch.nn.functional.pad(batch.ids, (0, 1)).flatten()[places + text + 1]  # after each place
-    normed, weight = [head.readout(hidden)[0] for hidden in states], head.readout(states[0])[1]
+    weight = head.output_layer()[1].dense_weight()
     for part in chunks(len(places), head.config.vocab_size, device):
         here = torch.arange(len(places), device=device)[part]
         warm, noise = None, None

@@ -103,7 +103,8 @@ def merge(head: AnyHead, parent: AnyHead, traffic: Moments, general: Moments, we
 
 
 def _merge_matrix(mine: Tensor, theirs: Tensor, traffic: Tensor, general: Tensor, weight: float) -> None:
-    """mine, theirs [out, in]; mine is overwritten. A block of inputs at a time, so that little is in float64."""
+    """mine, theirs [out, in]; mine is overwritten. A block of inputs and of outputs at a time, so that little is in
+    float64."""
     spread = float(weight * _mean_square(traffic) + _mean_square(general))
     ridge = RIDGE * spread or 1.0  # where no input was seen: it is the parent's again
     columns = zip(mine.split(traffic.shape[1], 1), theirs.split(traffic.shape[1], 1), strict=True)
@@ -111,11 +112,13 @@ def _merge_matrix(mine: Tensor, theirs: Tensor, traffic: Tensor, general: Tensor
         wanted = weight * seen.double()
         both = wanted + other.double()
         both.diagonal().add_(ridge)
-        change = wanted @ (own - before).double().t()  # [in, out]
         factor, failed = torch.linalg.cholesky_ex(both)
         # By rounding the smallest directions may have come out below -ridge.
-        solved = torch.linalg.solve(both, change) if failed else torch.cholesky_solve(change, factor)
-        own.copy_(before + solved.t())
+        lu = torch.linalg.lu_factor(both) if failed else None
+        for rows, kept in zip(own.split(BLOCK), before.split(BLOCK), strict=True):
+            change = wanted @ (rows - kept).double().t()  # [in, out]
+            solved = torch.cholesky_solve(change, factor) if lu is None else torch.linalg.lu_solve(*lu, change)
+            rows.copy_(kept + solved.t())
 
 
 def _mean_square(moments: Tensor) -> Tensor:

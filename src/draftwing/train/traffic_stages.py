@@ -152,12 +152,13 @@ class TrafficStages(Stages):
         version has begun begins anew."""
         try:
             super().fit()
+            return
         except StateError as error:
             if self.run.out.resolve() != self.folder / RUN:
                 raise
             logger.warning("%s. That is done: training begins anew", error)
-            (self.run.out / "fit" / STATE_FILE).unlink()
-            super().fit()
+        (self.run.out / "fit" / STATE_FILE).unlink()
+        super().fit()  # not above, where the error holds the model and the head of the first time
 
     @cached_property
     def tokens(self) -> list[Tokens]:

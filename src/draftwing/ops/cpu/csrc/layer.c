@@ -254,8 +254,9 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     memset(job.spare, 0, (size_t)taken_bytes(&job));
-    RELEASE_GIL
+    /* Many layers take as long as several turns: others of Python would wait for all of them. */
+    PyThreadState *released = job.count > 1 ? PyEval_SaveThread() : release_gil();
     run_team(some_of_layers, &job, &job.team, job.attention.workers);
-    TAKE_GIL
+    take_gil(released);
     Py_RETURN_NONE;
 }

@@ -164,8 +164,9 @@ static void learn(Workers *w, const Watched *call, int64_t threads) {
     w->credit = 0;
 }
 static void run_gomp(void (*work)(void *), void *data, Workers *w, int64_t threads) {
-    const int64_t now = clock_ns(CLOCK_MONOTONIC);
-    Watched call = {.work = work, .data = data, .pinned = w->pinned, .turn = turn, .begin = now};
+    /* What a stage that began in one thread has waited before is none of this call's. */
+    const int64_t begin = clock_ns(CLOCK_MONOTONIC) - (turn ? turn->waited : 0);
+    Watched call = {.work = work, .data = data, .pinned = w->pinned, .turn = turn, .begin = begin};
     gomp_parallel(watch, &call, (unsigned)threads, 0);
     learn(w, &call, threads);
 }
