@@ -5,6 +5,8 @@
 Member join(Team *team) { return (Member){.team = team, .size = 1}; }
 void meet(const Member *me, Ahead *next) {}
 void run_team(void (*work)(void *), void *data, Team *team, Workers *workers) { work(data); }
+PyThreadState *release_gil(void) { return NULL; }
+void take_gil(PyThreadState *released) {}
 Product product_of(const int64_t *n, int64_t half) { return (Product){0}; }
 
 /* out [rows, outputs], x [rows, inputs] floats; blocks: as `Product` has them; spare [rounded_size] -> products of
