@@ -280,7 +280,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # They share their memory, but for those of both, and of prompts then. A prompt's leave their results.
-            mixed, queries = options.enable_mixed_chunk, prefill_sizes(tokens)[-1]
+            mixed, queries = options.enable_mixed_chunk and executor.target.keeps_kv_alone, prefill_sizes(tokens)[-1]
             prompts = peak(executor, first_step(min(queries, longest * rows), longest, length))
             graphs = graphs + prompts if mixed else max(graphs, prompts)
             hidden = rig.model.config.hidden_size
