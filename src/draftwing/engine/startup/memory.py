@@ -58,22 +58,22 @@ class Rig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Returns nodes of the largest tree."""
+        """Returns the number of nodes of the largest tree."""
         return max(shape.nodes for shape in self.menu)
 
     def states(self, slots: int, rows: int) -> RowStates | None:
-        """Returns those of recurrent layers, if there are any."""
+        """Returns the states of recurrent layers, None where there are none."""
         return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
 
     @property
     def first_draft_layer(self) -> int:
-        """Returns pool layer of the drafter's first."""
+        """Returns the pool layer of the drafter's first layer."""
         return len(self.model.kv_layers)
 
 
 def row_length(entries: int) -> int:
-    """Returns length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton compiles
-    a kernel once more for strides that are none."""
+    """Returns the length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton
+    compiles a kernel once more for strides that are none."""
     return -(-entries // 16) * 16
 
 
