@@ -349,7 +349,7 @@ class DraftModel(Served):
         cost = self.world.cost((1, 2, 4, 8, 16, 32, 64, 128))
         config = SchedulerConfig(
             330_000, 128, self.TREE.nodes, 8192, initial_confidence=self.CONFIDENCE if drafts else 0,
-            lagging=frozenset([PLAIN] if drafts else []),
+            skips_extend=frozenset([PLAIN] if drafts else []),
             deferral=DraftDeferral(32_768, 8192, True) if drafts else NO_DEFERRAL,
         )  # fmt: skip
         policy = TreePolicy(menu, cost, True, self.CONFIDENCE) if drafts else FixedShape(PLAIN)

@@ -148,15 +148,23 @@ def test_an_assistant(clusters: int, made: list[tuple[int, str]], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("large", "free", "made"), [(True, 1 << 20, True), (True, 1 << 16, False), (False, 1 << 40, False)]
-)
+    ("large", "free", "share", "made"),
+    [
+        (True, 1 << 20, None, True), (True, 1 << 16, None, False), (False, 1 << 40, None, False),
+        (True, 1 << 20, 0.6, True), (True, 1 << 20, 0.55, False),
+    ],
+)  # fmt: skip
 def test_by_default_where_it_is_large_and_there_is_room(
-    large: bool, free: int, made: bool, tmp_path: Path, ops: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """272 x 64 values are 34,816 bytes in bfloat16."""
+    large: bool, free: int, share: float | None, made: bool, tmp_path: Path, ops: list[tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """272 x 64 values are 34,816 bytes in bfloat16; with a share of 0.6 of 2 MiB the engine has 0.2 MiB beside 1 MiB
+    of weights."""
     monkeypatch.setattr(quantized_lm_head, "_LARGE", 272 * 64 + (not large))
     monkeypatch.setattr(CpuDevice, "free_memory", lambda self: free)
-    with closing(Case("EAGLE", tmp_path).engine()):
+    monkeypatch.setattr(CpuDevice, "total_memory", lambda self: 1 << 21)
+    pool = {"mem_fraction_static": share, "max_total_tokens": None} if share else {}
+    with closing(Case("EAGLE", tmp_path).engine(**pool)):
         assert ops == [(272, "int8")] * made
 
 

@@ -9,6 +9,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from draftwing.layers.linear_ops.base import PackMode
+from draftwing.layers.mixer import Placement
 from draftwing.models.decoder import pack_layers
 from draftwing.ops.attention import FunctionAttend
 
@@ -19,7 +20,8 @@ def test_matrices_that_become_one_make_the_same(device: torch.device, mended_int
 
     generator = torch.Generator().manual_seed(0)
     config, layer = DeltaNetConfig(2, 4, 8, 16, 4), LayerConfig(64, AttentionConfig(4, 2, 16), 96)
-    plain, packed = (GatedDeltaNet(config, layer, 0, torch.float32, torch.device("cpu"), 64) for _ in range(2))
+    place = Placement(layer, 0, torch.float32, torch.device("cpu"), 64)
+    plain, packed = (GatedDeltaNet(config, place) for _ in range(2))
     for one, other in zip(plain.parameters(), packed.parameters(), strict=True):
         one.data.normal_(0, 0.3, generator=generator)
         other.data.copy_(one)

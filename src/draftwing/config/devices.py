@@ -27,7 +27,7 @@ class Defaults(NamedTuple):
     chunked_prefill_size: int
     overlap: bool = False  # whether a step is planned while the one before runs
     graph_size: int = 0  # largest batch that graphs are captured of; 0: the device has none
-    mixed: bool = False  # whether parts of prompts and requests that decode share a forward where nobody drafts
+    mixed: bool = False  # whether parts of prompts and requests that decode share a forward
 
 
 def check_device(asked: str | type[Any]) -> None:

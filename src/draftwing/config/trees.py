@@ -28,7 +28,7 @@ Given = tuple[int | None, int | None, int | None]  # steps, topk and draft token
 
 
 def max_nodes(steps: int, topk: int) -> int:
-    """Returns nodes that tree expansion offers, the root included: topk at level 1, then topk children of topk
+    """Returns how many nodes tree expansion offers, the root included: topk at level 1, then topk children of topk
     nodes."""
     return 1 + topk + (steps - 1) * topk**2
 

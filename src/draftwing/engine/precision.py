@@ -102,7 +102,7 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
 
 
 def _draft_lm_head(options: Options, device: Device, dtype: torch.dtype) -> str | None:
-    """The scheme of the lm_head of drafts; None: as the model or the head has it."""
+    """Returns the scheme of the lm_head of drafts; None: as the model or the head has it."""
     asked = options.speculative_lm_head_quantization
     if asked == "none":
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class LayerConfig:
 
     @property
     def weights(self) -> int:
-        """Returns values in its matrices."""
+        """Returns how many values its matrices have."""
         experts, values = self.experts, 2 * self.hidden * self.per_layer
         if experts is None or experts.beside:
             values += 3 * self.hidden * self.ffn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,6 @@ from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
-
-if TYPE_CHECKING:
-    pass
 
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 

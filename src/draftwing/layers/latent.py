@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ from draftwing.ops.contracts import HeadProducts, Routed
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
-
-if TYPE_CHECKING:
-    pass
 
 _EPS = 1e-6  # of the norms of latents, whatever a config says of the others
 

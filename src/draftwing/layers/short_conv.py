@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,6 @@ from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, 
 from draftwing.ops.attention import Attend
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

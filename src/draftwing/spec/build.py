@@ -83,8 +83,8 @@ def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
 
 
 def _like(first: FeatureHead, other: FeatureHead, context: DraftContext) -> FeatureHead:
-    """The other packed head, with its lm_head in fewer bits, too, where the first has it so. What both share is there
-    once."""
+    """Returns the other packed head, with its lm_head in fewer bits, too, where the first has it so. What both share is
+    there once."""
     if first.quantized_lm_head is not None and context.draft_lm_head is not None:
         own = other.output_layer()[1]
         shared = own is first.output_layer()[1]
@@ -95,8 +95,8 @@ def _like(first: FeatureHead, other: FeatureHead, context: DraftContext) -> Feat
 
 
 def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
-    """A copy of a packed lm_head for drafts of few rows, where that is asked for, or by default it is large and there
-    is room. Says so."""
+    """Returns a copy of a packed lm_head for drafts of few rows, where that is asked for, or by default it is large and
+    there is room. Says so."""
     scheme, shape = context.draft_lm_head, (lm_head.out_features, lm_head.in_features)
     if scheme is None:
         return None

@@ -131,6 +131,13 @@ def test_an_engine_has_states_and_its_start_leaves_none(hybrid):
         assert not layer.state[:-1].any() and layer.state[-1].any(), "all was the dummy's"
 
 
+def test_graphs_of_mixed_steps_are_counted_where_there_will_be_any(rig, hybrid, monkeypatch):
+    """Of a model whose layers keep more than keys and values there are none."""
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and GB)
+    found = [[sizing.trial(options(enable_mixed_chunk=on), one, 8)[1] for on in (False, True)] for one in (rig, hybrid)]
+    assert found[0][1] > found[0][0] + GB and found[1][1] == found[1][0]
+
+
 def test_a_draft_model_has_no_recurrent_layers(hybrid, harness):
     draft = DraftLM(harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT)), harness.VOCAB)
     drafter = ModelDrafter(draft, 7, TREE.topk, torch.float32, hybrid.device.ops)

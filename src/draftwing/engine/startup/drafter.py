@@ -46,7 +46,9 @@ def make_drafter(
 
     def free_memory() -> int:
         device.trim()
-        return device.free_memory()
+        share = options.mem_fraction_static
+        others = 0 if share is None else int(device.total_memory() * (1 - share))  # what this engine leaves alone
+        return device.free_memory() - others
 
     drafter: Drafter = options.drafter_spec.make(
         DraftContext(

@@ -58,22 +58,22 @@ class Rig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Returns nodes of the largest tree."""
+        """Returns the number of nodes of the largest tree."""
         return max(shape.nodes for shape in self.menu)
 
     def states(self, slots: int, rows: int) -> RowStates | None:
-        """Returns those of recurrent layers, if there are any."""
+        """Returns the states of recurrent layers, None where there are none."""
         return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
 
     @property
     def first_draft_layer(self) -> int:
-        """Returns pool layer of the drafter's first."""
+        """Returns the pool layer of the drafter's first layer."""
         return len(self.model.kv_layers)
 
 
 def row_length(entries: int) -> int:
-    """Returns length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton compiles
-    a kernel once more for strides that are none."""
+    """Returns the length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton
+    compiles a kernel once more for strides that are none."""
     return -(-entries // 16) * 16
 
 
@@ -280,7 +280,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # They share their memory, but for those of both, and of prompts then. A prompt's leave their results.
-            mixed, queries = options.enable_mixed_chunk, prefill_sizes(tokens)[-1]
+            mixed, queries = options.enable_mixed_chunk and executor.target.keeps_kv_alone, prefill_sizes(tokens)[-1]
             prompts = peak(executor, first_step(min(queries, longest * rows), longest, length))
             graphs = graphs + prompts if mixed else max(graphs, prompts)
             hidden = rig.model.config.hidden_size

@@ -32,8 +32,8 @@ def for_rows(rows: int, lm_head: Linear, quantized: Linear | None) -> Linear:
 
 @torch.no_grad()
 def quantized_copy(lm_head: Linear, scheme: str, ops: LayerOps) -> Linear | None:
-    """A packed layer with the outputs of another, which stays as it is, in one of the schemes of `ops.groups`; over
-    ranks as that one is. None where the kernels do not take its weight, or it is in fewer bits already."""
+    """Returns a packed layer with the outputs of another, which stays as it is, in one of the schemes of `ops.groups`;
+    over ranks as that one is. None where the kernels do not take its weight, or it is in fewer bits already."""
     if lm_head.op.sizes:
         return None
     weight, form = lm_head.dense_weight().detach(), GroupFormat(scheme, ops)
