@@ -2,8 +2,8 @@
 
     python benchmarks/draft_lm_head.py [--algorithm EAGLE3] [--tree 5,4,16] [--temperature 0] [--formats none,int8]
 
-The default model with its own heads, on a CPU: for each format the drafts' lm_head is quantised, multiplied out again
-and computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's. Of
+The default model with its own heads, on a CPU: for each format the drafts' lm_head is quantised, dequantised again and
+computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's. Of
 `w4a16:16` the best 16 logits are computed again with the matrix as it is. Prompts are those of MT-bench. `--out` adds
 lines to a file, from which `--sum` makes the table.
 """

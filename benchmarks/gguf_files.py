@@ -40,7 +40,7 @@ FACTORS = {
 
 
 def write_float32(model: Path, out: Path) -> None:
-    """The same model with every tensor multiplied out: what quantised arithmetic is measured against."""
+    """The same model with every tensor dequantised: what quantised arithmetic is measured against."""
     file = open_gguf(model)
     writer = GGUFWriter(out, file.metadata["general.architecture"])
     copy_metadata(GGUFReader(model), writer, skip="general.file_type")

@@ -16,13 +16,13 @@ SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 LONGEST = (
     "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
     "tests/train/test_traffic_stages.py", "tests/engine/graphs/test_prefill.py", "tests/engine/test_compile.py",
-    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/startup/test_precompile.py",
-    "tests/cli/test_main.py", "tests/server/test_attacks.py", "tests/sched/policy/test_tree_policy.py",
-    "tests/ops/test_triton_delta_net.py", "tests/engine/test_exact_states.py",
+    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/test_hybrid_models.py",
+    "tests/engine/startup/test_precompile.py", "tests/cli/test_main.py", "tests/server/test_attacks.py",
+    "tests/sched/policy/test_tree_policy.py", "tests/ops/test_triton_delta_net.py", "tests/engine/test_exact_states.py",
     "tests/spec/test_model_drafter_reference.py", "tests/ops/test_cuda_experts_host.py",
     "tests/sched/test_scheduler_stateful.py", "tests/engine/test_exact.py", "tests/engine/test_no_host_reads.py",
     "tests/engine/test_requests.py", "tests/ops/test_isa.py", "tests/ops/test_suffix.py",
-    "tests/engine/test_triton_engine.py", "tests/test_docs.py",
+    "tests/engine/test_triton_engine.py", "tests/engine/test_quantized_lm_head.py", "tests/test_docs.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 

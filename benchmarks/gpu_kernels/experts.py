@@ -7,7 +7,7 @@ at the sizes of four models.
     python benchmarks/gpu_kernels/experts.py sweep [seconds] # other cuts and shapes, for 1, 4, 16, 64 and 1,024 tokens
     python benchmarks/gpu_kernels/experts.py sweep few       # cuts alone, for up to 64
 
-First each format is compared with its matrices multiplied out in float64, and a token alone with the same token in a
+First each format is compared with its dequantised matrices in float64, and a token alone with the same token in a
 batch, bit for bit; what differs is said to be WRONG. Then a layer's router, GEMMs and sum are timed, over several
 layers of different weights and choices, which are in no cache. Tokens choose independently of each other. The floor is
 the time to read the experts that were chosen, at `timing.read_rate`. Kernels are compiled first, by processes without a

@@ -116,7 +116,7 @@ def kernels(chosen: dict[int, Shapes]) -> dict[str, SmallMGemm | GroupGemm]:
 
 
 def check(chosen: dict[int, Shapes]) -> None:
-    """Raises unless each kernel gives the bits of the bfloat16 kernel of one row with the matrix multiplied out."""
+    """Raises unless each kernel gives the bits of the bfloat16 kernel of one row with the dequantised matrix."""
     dense = small_m_gemm(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     for (label, ours), product in itertools.product(kernels(chosen).items(), PRODUCTS):
         weight = weights_of(product, label)[0]
@@ -126,7 +126,7 @@ def check(chosen: dict[int, Shapes]) -> None:
         for rows in (1, 2, 3, 7, 8, 16, 17, 32, 33, 64, 100, 128):
             got, expected = call(ours, product, x[:rows], extra[:rows], weight), torch.cat(each[:rows])
             assert torch.equal(got, expected), (label, product.name, rows)
-    print("all bits are those of the matrices multiplied out, one row at a time")
+    print("all bits are those of the dequantised matrices, one row at a time")
 
 
 def table(
@@ -185,7 +185,7 @@ def prompts() -> None:
                 dense = each_us(functools.partial(unpack_first, ours, x), weights)
                 cells.append(f"{rows}: {kernel:.0f} / {dense:.0f}")
             print(
-                f"{product.name}, {label}: kernel / multiplied out and cuBLAS, us by rows: {', '.join(cells)}",
+                f"{product.name}, {label}: kernel / dequantised and cuBLAS, us by rows: {', '.join(cells)}",
                 flush=True,
             )
 

@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     product: Product
     rows: int
     took: dict[int, float]
-    unpacked: float  # the matrix multiplied out, and cuBLAS
+    unpacked: float  # the matrix dequantised, and cuBLAS
     plain: float  # cuBLAS in bfloat16
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ def main(seconds: float) -> None:
                     right(label, product, kernels, packed(product, WIDTHS[label]))
             except RuntimeError as error:  # behind some errors a device gives no more results
                 print(f"WRONG: {label} {product.name}: {str(error)[:300]}", flush=True)
-    print(f"{time.monotonic() - begin:.0f} s; rows, microseconds: best, multiplied out and cuBLAS, cuBLAS in bfloat16, "
+    print(f"{time.monotonic() - begin:.0f} s; rows, microseconds: best, dequantised and cuBLAS, cuBLAS in bfloat16, "
           "the share of its rate; best three: tokens, groups, row tiles, stages, ahead, cluster, blocks")  # fmt: skip
     print("\n".join(map(str, found)))
     print_tables(chosen(found))

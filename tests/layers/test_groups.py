@@ -106,7 +106,7 @@ def test_parts_of_one_matrix(parts: tuple[QuantizedRows, ...]) -> None:
     [(int4(32), fp8(32)), (int4(32), torch.randn(32, COLUMNS).to(BF16)), (int4(32, order=5), int4(32, 1, order=6))],
     ids=["two widths", "one is dense", "two orders"],
 )
-def test_parts_that_no_kernel_reads_at_once_are_multiplied_out(parts: tuple[QuantizedRows | Tensor, ...]) -> None:
+def test_parts_that_no_kernel_reads_at_once_are_dequantised(parts: tuple[QuantizedRows | Tensor, ...]) -> None:
     layer = made(GroupTorchOps(CPU), *parts)
     assert not isinstance(layer.op, PackedLinear)
     assert torch.equal(layer.dense_weight(), values(*parts))
@@ -159,7 +159,7 @@ def test_prompts(deterministic: bool, order: int | None) -> None:
 
 @pytest.mark.parametrize("order", [None, 5])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_matrices_are_multiplied_out_beside_attention(
+def test_matrices_are_dequantised_beside_attention(
     deterministic: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of three matrices, of which the first of each is in front of attention: with the same bits, for all of

@@ -88,6 +88,7 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     assert history.list()[2].parent is None and history.current() == history.list()[2].number
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_learns_judges_and_merges(served: Served) -> None:
     served.add("on a gpu", learnable.texts(served.target, 120, 7))

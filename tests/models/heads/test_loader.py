@@ -261,7 +261,7 @@ def test_token_map_is_ignored_by_eagle3(
 
 @pytest.mark.parametrize("name", ["fp8 block", "compressed int4 zeros", "gptq"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_quantised_heads_are_multiplied_out(
+def test_quantised_heads_are_dequantised(
     drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, kind: str, name: str
 ) -> None:
     weights = drafts.eagle_weights() if kind == "eagle" else drafts.eagle3_weights()

@@ -67,7 +67,7 @@ def logits(model: DecoderModel) -> Tensor:
 @pytest.mark.further(arch="qwen2", name=[name for name in FORMATS if name != "int4 zeros"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_is_the_model_of_the_matrices_multiplied_out(
+def test_it_is_the_model_of_the_dequantised_matrices(
     tmp_path: Path, name: str, arch: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, ops = checkpoint(tmp_path, name, arch), GroupTorchOps(CPU)

@@ -59,7 +59,7 @@ def test_scales_in_powers_of_two() -> None:
     np.testing.assert_array_equal(found.dense(torch.float32).numpy(), written.exact)
 
 
-def test_many_rows_are_multiplied_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, write = tiny.FORMATS["fp8 block"]
     found = read(config, write(matrix(50, 64)).tensors)
     whole = found.dense(torch.float32)
