@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import traceback
 import warnings
 from collections import deque
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from typing import IO
 
 import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-BESIDE = pytest.StashKey[subprocess.Popen[str]]()
+BESIDE = pytest.StashKey[tuple[subprocess.Popen[bytes], IO[str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,30 +30,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if command := session.config.option.beside:
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        session.config.stash[BESIDE] = started
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        session.config.stash[BESIDE] = started, output
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    option = session.config.option
-    # A process that has asked for a GPU cannot be copied.
-    if option.processes and not option.collectonly and not session.testsfailed and not torch.cuda.is_available():
-        alone = [item for item in session.items if item.get_closest_marker("timing")]
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    option, alone = session.config.option, session.items
+    if option.collectonly or session.testsfailed:
+        return None
+    if option.processes and not torch.cuda.is_available():  # a process that has asked for a GPU cannot be copied
+        alone = [item for item in alone if item.get_closest_marker("timing")]
         Copies(session, [item for item in session.items if not item.get_closest_marker("timing")]).run(option.processes)
-        session.items = alone
-        if session.shouldfail:
-            raise session.Failed(session.shouldfail)
-    if beside := session.config.stash.get(BESIDE, None):
-        session.testsfailed += beside.wait() != 0
-    # pytest's own loop runs the items that are left.
+    if BESIDE in session.config.stash:
+        session.config.stash[BESIDE][0].wait()
+    for item, following in zip(alone, [*alone[1:], None], strict=False):
+        if session.shouldfail or session.shouldstop:
+            break
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if BESIDE in session.config.stash and session.config.stash[BESIDE][0].wait() and not exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if beside := config.stash.get(BESIDE, None):
-        text, _ = beside.communicate()
-        terminalreporter.section(f"{config.option.beside} ended with {beside.returncode}")
-        terminalreporter.write(text)
+    if BESIDE in config.stash:
+        process, output = config.stash[BESIDE]
+        terminalreporter.section(f"{config.option.beside} ended with {process.wait()}")
+        output.seek(0)
+        terminalreporter.write(output.read())
 
 
 class Copies:
@@ -66,13 +82,16 @@ class Copies:
 
     def run(self, count: int) -> None:
         # Processes have folders of their own in this one.
-        self.session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        self.session.config._tmp_path_factory.getbasetemp()
         try:
             for _ in range(min(count, len(self.files))):
                 self.start()
             while self.pids and not self.session.shouldfail:
-                for pipe in wait(list(self.pids)):
+                for pipe in wait(list(self.pids), 10):
                     self.hear(pipe)
+                # What a process has started may keep its end of the pipe open.
+                for pipe in [pipe for pipe, pid in self.pids.items() if not pipe.poll() and has_ended(pid)]:
+                    self.ended(pipe)
         finally:
             for pipe in self.pids:
                 pipe.close()  # ends its process after the present test
@@ -93,10 +112,11 @@ class Copies:
         hook = self.session.config.hook
         try:
             what, value = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
+            what = "end"
+        if what == "end":
             self.ended(pipe)
-            return
-        if what == "more":
+        elif what == "more":
             file = self.files.popleft() if self.files else []
             self.given[pipe] += file
             pipe.send(file)
@@ -112,13 +132,20 @@ class Copies:
         """A process has ended, or died in a test: then another one goes on behind that test."""
         status = os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(pipe), 0)[1])
         left = self.given.pop(pipe)
+        pipe.close()
         if left:
             item = self.items[left.popleft()]
             why = f"the process that ran it ended with {status}"
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
             item.ihook.pytest_runtest_logreport(report=report)
-            self.files.appendleft(list(left))
-            self.start()
+            if left:
+                self.files.appendleft(list(left))
+            if self.files:
+                self.start()
+
+
+def has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def work(session: pytest.Session, items: Sequence[pytest.Item], pipe: Connection) -> None:
