@@ -106,6 +106,8 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
     numbers: dict[tuple[str, type, Any, bool], Any] = {}
     elements: dict[tuple[str, str], Any] = {}
     builtin = core.builtin(lambda: None).__code__
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
+    convert, make_of, is_type = semantic.cast, semantic.to_tensor, core.dtype.__eq__
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         inner, semantic = member.__wrapped__ if member.__code__ is builtin else member, triton.TritonSemantic(builder)
@@ -182,6 +184,8 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
                 if number is not None:
                     return core.tensor(number.handle, rhs.type), rhs
         tensors = type(lhs) is type(rhs) is core.tensor
+        if tensors and left_ptr and lhs.dtype.is_ptr() and rhs.dtype.is_int():
+            return broadcast(self, lhs, rhs)
         if not tensors or divides or lhs.dtype.name != rhs.dtype.name or lhs.dtype.is_ptr():
             return check_types(self, lhs, rhs, left_ptr, right_ptr, arithmetic, divides)
         if lhs.type.is_block() == rhs.type.is_block():
@@ -201,10 +205,17 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
         return numbers[key]
 
     def unwrapped(value: Any) -> Any:
-        kind = type(value)
-        if kind is core.tensor or kind is int or kind is float or kind is bool:
-            return value
-        return value.value if kind is core.constexpr else unwrap(value)
+        return value if type(value) in plain else unwrap(value)
+
+    def cast(self: Any, tensor: Any, dtype: Any, rounding: Any = None) -> Any:
+        return tensor if tensor.type.scalar is dtype.scalar else convert(self, tensor, dtype, rounding)
+
+    def to_tensor(self: Any, value: Any, check: bool = True) -> Any:
+        """Of each value that a kernel gives a name."""
+        return value if type(value) is core.tensor else make_of(self, value, check)
+
+    def same_type(self: Any, other: Any) -> bool:
+        return self is other or is_type(self, other)
 
     def constant(self: Any, value: Any, dtype: Any) -> Any:
         """Nothing changes a tensor where it is."""
@@ -232,7 +243,10 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
     monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast)
     monkeypatch.setattr(semantic, "binary_op_type_checking_impl", operands)
     monkeypatch.setattr(semantic, "scalar_constant", constant)
+    monkeypatch.setattr(semantic, "cast", cast)
+    monkeypatch.setattr(semantic, "to_tensor", to_tensor)
     monkeypatch.setattr(core, "_unwrap_if_constexpr", unwrapped)
+    monkeypatch.setattr(core.dtype, "__eq__", same_type)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.block_type, "with_element_ty", with_element)
     monkeypatch.setattr(core.block_type, "to_ir", lambda self, builder: self)
