@@ -270,7 +270,7 @@ def test_a_spoilt_request_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_reads_and_writes_as_the_device_does(lazy: bool) -> None:
-    """Steps of chunks, plain ones and trees at random, committed a step later; what is left is a state of the device."""
+    """Chunks, plain steps and trees at random, committed a step later; what is left is what the device wrote."""
     kv, rng = manager(StateSizes(40, 100, 100, lazy)), random.Random(1)
     states, spec = states_of(kv), DeltaSpec(1, 1, 2, 2, 2)
     device = RowStates({0: spec}, 40, ROWS, 4, torch.float32, torch.device("cpu"), lazy)

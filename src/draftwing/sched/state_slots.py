@@ -1,9 +1,9 @@
 """State slots of models with recurrent layers: who has which. Host only.
 
 A running row has two, which its steps read and write by turns (`kv.row_states`); the device swaps them, and the host
-does as it does; where states are lazy, at every second plain step neither. All others are *snapshots*, at nodes of the radix tree, or free. A row begins with a snapshot, or with
-the state of an empty text, which is slot 0; it reads that once and writes a slot of its own, and it gets its second one
-with the plan after that.
+does as it does; where states are lazy, every second plain step writes none. All others are *snapshots*, at nodes of the
+radix tree, or free. A row begins with a snapshot, or with the state of an empty text, which is slot 0; it reads that
+once and writes a slot of its own, and it gets its second one with the plan after that.
 
 What a row writes is its own until it is released, so a slot may be given away while a step in flight writes it: whoever
 gets it is launched later.
@@ -45,7 +45,7 @@ class HeldStates:
     """What a running request has. read, write: of its next step.  spare: its second slot, until its first step is
     planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first, 0 of one
     that writes none.  newest, length: the slot that a committed step wrote last, 0 before there is one, and the tokens
-    in it.  wanted: positions of its prompt at which snapshots are to be taken.  saves: those that are, with their slots.
+    in it.  wanted: positions of its prompt at which snapshots are to be taken.  saves: those that are, with slots.
     fresh: as of `RowStates`, once the steps in flight have run."""
 
     read: int

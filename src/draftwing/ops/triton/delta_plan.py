@@ -79,8 +79,8 @@ def _plan_trees_kernel(
     LAZY: tl.constexpr, RAGGED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, CAP_PAD: tl.constexpr,
     DEPTH_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M). count: M. each: queries of a tree that is not ragged. cap: steps of a walk. LAZY: of rows whose state is
-    fresh none is written."""
+    """Grid (M). count: M. each: queries of a tree that is not ragged. cap: steps of a walk. LAZY: rows whose state
+    is fresh keep it."""
     start(PDL)
     query = tl.program_id(0)
     if RAGGED:
@@ -252,9 +252,9 @@ def plan_trees(states: RowStates, batch: Batch, width: int) -> Walks:
     _plan_trees_kernel[(count,)](
         sources, known, walk_steps, walks, segments, batch.rows, batch.prefix_len, path, path_len, starts, batch.table,
         batch.write_slots, states.read, states.write, states.page, states.length, states.fresh, states.node_slots,
-        batch.table.stride(0), count, trees, each, depth, steps, LAZY=states.lazy and batch.window == 1, RAGGED=ragged is not None, NODES=nodes,
-        NODES_PAD=lanes(nodes), CAP_PAD=lanes(cap), DEPTH_PAD=lanes(depth), WIDTH=width, WIDTH_PAD=lanes(width),
-        num_warps=4, **launch_options(device),
+        batch.table.stride(0), count, trees, each, depth, steps, LAZY=states.lazy and batch.window == 1,
+        RAGGED=ragged is not None, NODES=nodes, NODES_PAD=lanes(nodes), CAP_PAD=lanes(cap), DEPTH_PAD=lanes(depth),
+        WIDTH=width, WIDTH_PAD=lanes(width), num_warps=4, **launch_options(device),
     )  # fmt: skip
     return Walks(
         count, sources.view(tokens, width), known, walk_steps, walks.view(count, 4), segments.view(2 * count, 2)

@@ -22,9 +22,7 @@ def _advance_kernel(
     start(PDL)
     row = tl.load(rows + tl.program_id(0))
     read, write, page = tl.load(reads + row), tl.load(writes + row), 1 - tl.load(pages + row)
-    left = False
-    if LAZY:
-        left = tl.load(fresh + row) > 0
+    left = (tl.load(fresh + row) > 0) & LAZY
     tl.store(fresh + row, tl.where(left | TREE, 0, 1).to(tl.int64))
     tl.store(reads + row, tl.where(left, read, write))
     tl.store(writes + row, tl.where(left, write, read))
@@ -48,5 +46,6 @@ class TritonStateOps:
         assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
         _advance_kernel[(len(rows),)](
             states.read, states.write, states.page, states.length, states.fresh, states.node_slots, rows, prefix_len,
-            LAZY=states.lazy and nodes == 1, TREE=nodes > 1, NODES=states.nodes, NODES_PAD=lanes(states.nodes), num_warps=1, **launch_options(rows.device),
+            LAZY=states.lazy and nodes == 1, TREE=nodes > 1, NODES=states.nodes, NODES_PAD=lanes(states.nodes),
+            num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
