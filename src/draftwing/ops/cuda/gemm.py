@@ -30,7 +30,10 @@ FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
+# Of the blocks that the turns of a grid have room for, so many have to be there: else a matrix is cut as `uneven`, where
+# there is such a cut. A turn more, for a few blocks, takes as long as another.
+_EVEN = 0.6
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,18 @@ def kernels_of(
     """Returns the kernels of these shapes. Without an entry, `add_long` is `add`."""
     found = {key: (kernel_of(module, key, shape, part), shape) for key, shape in shapes.items()}
     return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
+
+
+def even_key(
+    kernels: Mapping[tuple[str, int], tuple[Kernel, Shape | TallShape]], key: tuple[str, int], rows: int, width: int,
+    processors: int,
+) -> tuple[str, int]:  # fmt: skip
+    """Returns the key, or that of the cut for a grid whose last turn has few blocks. width: of the result."""
+    (kind, tile), shape = key, kernels[key][1]
+    x, y = shape.grid(kind, rows, width, processors)
+    room = processors * shape.blocks
+    few = x * y < _EVEN * -(-x * y // room) * room and x * y > room
+    return (f"{kind}_uneven", tile) if few and (f"{kind}_uneven", tile) in kernels else key
 
 
 def kind_of(residual: Tensor | None, depth: int) -> str:
