@@ -96,7 +96,8 @@ def test_a_turn_of_few_blocks_more() -> None:
     }
     for features, rows, processors, expected in (
         (17408, 64, 132, "silu_uneven"), (14336, 64, 132, "silu"), (17408, 64, 144, "silu"),
-        (17408, 32, 132, "silu_uneven"), (14336, 32, 132, "silu"), (17408, 16, 132, "silu"), (27648, 64, 132, "silu"), (128, 64, 132, "silu"),
+        (17408, 32, 132, "silu_uneven"), (14336, 32, 132, "silu"), (17408, 16, 132, "silu"),
+        (27648, 64, 132, "silu"), (128, 64, 132, "silu"),
     ):  # fmt: skip
         assert even_key(shapes, ("silu", rows), rows, features, processors) == (expected, rows), (features, rows)
     assert even_key(shapes, ("plain", 64), 64, 17408, 132) == ("plain", 64), "there is no other cut"

@@ -31,8 +31,8 @@ NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
 KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
-# Of the blocks that the turns of a grid have room for, so many have to be there: else a matrix is cut as `uneven`, where
-# there is such a cut. A turn more, for a few blocks, takes as long as another.
+# Share of the room in a grid's turns that its blocks take at least: else a matrix is cut as `uneven`, where there is
+# such a cut, since a turn for a few blocks takes as long as another.
 _EVEN = 0.6
 
 
