@@ -105,9 +105,9 @@ def test_a_turn_of_few_blocks_more() -> None:
 
 @on_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [Width(8, False, 1, True), Width(4, True, 1)])
 @pytest.mark.parametrize("rows", [17, 32, 33, 64])
-def test_bits_of_uneven_cuts(rows: int) -> None:
-    width = Width(8, False, 1, True)
+def test_bits_of_uneven_cuts(rows: int, width: Width) -> None:
     ours, plain = GroupGemm(device(), torch.bfloat16, width), small_m_gemm(device(), torch.bfloat16)
     weight = pack(quantized(width, 4352, 1664, 1, 128), torch.bfloat16, device())
     x, ours.only = random(rows, 1664, seed=2, dtype=torch.bfloat16), ("silu_uneven", 32 if rows <= 32 else 64)
