@@ -95,8 +95,10 @@ class DeltaSteps:
             yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
             self.kv_len += torch.tensor(lengths)
             self.advance(self.kv_len - 1)
-        plain = [([0], [0])] * (4 if self.states.lazy else 1)
-        for parents, accepted in ((PARENTS, ACCEPTED), *plain, (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), *plain):
+        more = [([0], [0])] * (2 if self.states.lazy else 0)  # the first of these writes no state
+        for parents, accepted in (
+            (PARENTS, ACCEPTED), ([0], [0]), *more, (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), ([0], [0]),
+        ):  # fmt: skip
             yield self.run(self.trees(parents), self.inputs(ROWS * len(parents)))
             self.commit(len(parents), accepted)
         yield from self.states.layers[0][1:]
