@@ -11,8 +11,8 @@ A running row has two, and reads one while a step writes the other. The step tha
 `advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
 is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
 or cached prefix it is computed in. Where states are *lazy*, every second plain step writes none: its token is one that
-was accepted since, to the step after it. A step of many rows reads their states for as long as it reads weights, and to
-write them takes longer. State slot 0 is that of an empty text: zeros, never written. The last one is the
+was accepted since, to the step after it. With many rows a step reads and writes states for as long as it reads weights.
+State slot 0 is that of an empty text: zeros, never written. The last one is the
 dummy row's, which no request reads.
 """
 

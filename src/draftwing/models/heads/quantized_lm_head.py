@@ -20,7 +20,7 @@ from draftwing.ops.torch.layer_ops import LayerOps
 # time on an H100, 4 bits 0.54 to 0.60 (docs/dev/quantised_kernels.md).
 MOST_ROWS = 64
 # Logits of a row that are computed again with the lm_head as it is, where 4 bits have found them: those with 8 bits are
-# right as they are. Acceptance with 8 and 16: docs/dev/quantised_kernels.md.
+# right as they are. Acceptance with so many: docs/dev/quantised_kernels.md; other numbers were not tried.
 RESCORED = {"w4a16": 16}
 _LARGE = 1 << 26  # values of an lm_head of which there is a copy by default: in 16 bits they are read in 30 to 50 us
 _STEP = 1 << 14  # rows that are quantised and packed at a time: what lies between takes some times their bytes

@@ -32,7 +32,8 @@ NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
 KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
 # Share of the room in a grid's turns that its blocks take at least: else a matrix is cut as `uneven`, where there is
-# such a cut, since a turn for a few blocks takes as long as another.
+# such a cut, since a turn for a few blocks takes as long as another. Not swept: with 0.52 the other cut is faster
+# (docs/dev/gpu_kernels.md), and what is cut well has 0.8 and more.
 _EVEN = 0.6
 
 
@@ -324,9 +325,10 @@ def even_key(
     """Returns the key, or that of the cut for a grid whose last turn has few blocks. width: of the result."""
     (kind, tile), shape = key, kernels[key][1]
     x, y = shape.grid(kind, rows, width, processors)
-    room = processors * shape.blocks
-    few = x * y < _EVEN * -(-x * y // room) * room and x * y > room
-    return (f"{kind}_uneven", tile) if few and (f"{kind}_uneven", tile) in kernels else key
+    room = processors * shape.blocks  # of a turn
+    turns = -(-x * y // room)
+    other = f"{kind}_uneven", tile
+    return other if turns > 1 and x * y < _EVEN * turns * room and other in kernels else key
 
 
 def kind_of(residual: Tensor | None, depth: int) -> str:
