@@ -350,6 +350,21 @@ static struct {  // of the next runs, where the weight is one of experts
     int there;
 } expert;
 
+#ifdef HEADS
+using HeadKernel = void (*)(const u16*, const u16*, u16*, int, int, int, int, int, int, int, float, const u16*,
+                            const u16*, const u16*, int, int, int, int);
+static struct {  // of the next run besides what `job` has; strides of x and y, and what is turned
+    int heads, x_row, x_head, y_row, y_head;
+    float factor;
+    const u16 *turned, *cos, *sin;
+    int width, row, head, angles;
+} heads;
+extern "C" void head_sizes(int count, int x_row, int x_head, int y_row, int y_head, float factor, const u16* turned,
+                           const u16* cos, const u16* sin, int width, int row, int head, int angles) {
+    heads = {count, x_row, x_head, y_row, y_head, factor, turned, cos, sin, width, row, head, angles};
+}
+#endif
+
 // A thread of a block of experts' has to wait for the earlier kernel before it reads what that one writes, which is x and,
 // where routes are not known, these; and then before it lets the next kernel come.
 static void wait_for_earlier_kernels() {
@@ -362,6 +377,11 @@ static bool may_read(bool x) { return !expert.there || waited[me] || (expert.kno
 
 static void body() {
     const int fiber = me;
+#ifdef HEADS
+    ((HeadKernel)job.kernel)(job.x, job.w, job.y, job.M, job.N, heads.heads, heads.x_row, heads.x_head, heads.y_row,
+                             heads.y_head, heads.factor, heads.turned, heads.cos, heads.sin, heads.width, heads.row,
+                             heads.head, heads.angles);
+#else
     if (expert.there)
         ((ExpertKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, expert.rows, job.bias, expert.order,
                                    expert.tiles, job.y, expert.tile_count, expert.choices, expert.known, job.N, job.K,
@@ -370,6 +390,7 @@ static void body() {
         ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
                                   job.K);
     else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
+#endif
     fibers[fiber].done = true;
     ++steps;
     leave(fiber);

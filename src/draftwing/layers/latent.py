@@ -233,7 +233,10 @@ class LatentAttention(Mixer):
         source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
         plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
-        q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
+        if isinstance(self.key_up.op, HeadsOp):
+            q = self.ops.head_queries(self.key_up.op.products, plain, turned, cos, sin, config.factor)
+        else:
+            q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
         if self._written(made, cos, sin, attend):
             out = attend.read(self.pool_layer, q, self.kind)
         else:

@@ -35,7 +35,7 @@ CONFIG = {
 CHILD = """
 import json, os, pickle, sys
 from draftwing.engine.startup.precompile import collect, compile_launch
-launches, experts = collect(pickle.load(sys.stdin.buffer))
+launches = collect(pickle.load(sys.stdin.buffer)).launches
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 compile_launch(smallest)
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
@@ -235,9 +235,9 @@ def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
 OF_EXPERTS = """
 import json, pickle, sys
 from draftwing.engine.startup.precompile import collect
-launches, layouts = collect(pickle.load(sys.stdin.buffer))
-print(json.dumps([layout.kind for layout in layouts]))
-for launch in launches:
+needed = collect(pickle.load(sys.stdin.buffer))
+print(json.dumps([layout.kind for layout in needed.experts]))
+for launch in needed.launches:
     if launch.name == "_expert_gemm_kernel":
         print(launch.specialization)
 """
