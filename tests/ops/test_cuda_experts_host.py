@@ -81,11 +81,12 @@ class Host:
         self, name: str, x: Tensor, w: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, limit: float = 0.0,
         early: bool = False,
     ) -> Tensor:  # fmt: skip
-        kind, tile, tiles = name.partition("_")[0], int(name.partition("_")[2]), routed.tiles
+        (cut_kind, _, tile), tiles = name.rpartition("_"), routed.tiles
+        kind, cut = cut_kind.removesuffix(gemm_experts.OTHER), self.cuts[cut_kind, int(tile)]
         assert tiles is not None
         codes, scales, zeros = (w, None, None) if isinstance(w, Tensor) else (w.words, w.scales, w.zeros)
         width = len(codes) // COUNT // (1 if kind == "plain" else 2)
-        out, cut = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16), self.cuts[kind, tile]
+        out = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16)
         many, choices = tiles.tiles.shape[1], routed.choices(x)
         self._library.groups(pointer(scales), pointer(zeros), 0)
         self._library.source(None, 0)
@@ -96,7 +97,14 @@ class Host:
         known = int(gemm_experts.routes_known(routed, choices))
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
-        launch(self._library, name, (cut.threads, 1, cut.shared_bytes(tile)), (x, codes, bias, None, out), sizes, early)
+        launch(
+            self._library,
+            name,
+            (cut.threads, 1, cut.shared_bytes(int(tile))),
+            (x, codes, bias, None, out),
+            sizes,
+            early,
+        )
         self._library.source(None, 0)
         return out
 
@@ -160,8 +168,9 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 def check(
-    run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False, tile: int | None = None
+    run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False, tile: int | str | None = None
 ) -> None:
+    """tile: as the cut's name ends."""
     weight, dense = weight_of(layout, COUNT * 80, depth)
     routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth > 256 else None
     x = random(rows if kind == "silu" else routed.pairs, depth, seed=3)
@@ -217,7 +226,8 @@ def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], 
     for early in (False, True):
         check(run, layout, kind, rows, 64 * cut.layout.chunks, early)
     if rows == 1 and (kind, 1) in run.cuts:
-        check(run, layout, kind, rows, 64 * cut.layout.chunks, tile=1)
+        for name in ("1", "other_1"):
+            check(run, layout, kind, rows, 64 * cut.layout.chunks, tile=name)
 
 
 @pytest.mark.parametrize("short", BY_ROWS, ids=str)

@@ -1,5 +1,5 @@
-"""The kernels of gemm_heads.cu in C++ on the CPU (gemm_host.cpp): right, and a row has the bits that it has alone in any
-batch. On a GPU: test_cuda_heads.py."""
+"""The kernels of gemm_heads.cu in C++ on the CPU (gemm_host.cpp): right, and a row has the bits that it has alone, in
+any batch. On a GPU: test_cuda_heads.py."""
 
 from __future__ import annotations
 
