@@ -308,7 +308,7 @@ def route(
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
     made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, held, made, own is not None)
+    return Routed(experts, weights, held, made, own is not None, shared)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
