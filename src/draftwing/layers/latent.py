@@ -230,14 +230,18 @@ class LatentAttention(Mixer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         config, rows = self.config, len(x)
         made = self.down(x)
-        source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
+        written = self._written(made, cos, sin, attend, self.query_norm)
+        if self.query_norm is None:
+            source = x
+        else:
+            source = self.query_norm(made[:, : config.query_latent]) if written is None else written
         plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
         if isinstance(self.key_up.op, HeadsOp):
             q = self.ops.head_queries(self.key_up.op.products, plain, turned, cos, sin, config.factor)
         else:
             q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
-        if self._written(made, cos, sin, attend):
+        if written is not None:
             out = attend.read(self.pool_layer, q, self.kind)
         else:
             keys = self._latents(made, cos, sin)
@@ -249,14 +253,19 @@ class LatentAttention(Mixer):
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         made = self.down.last(x, self.config.width)
-        if not self._written(made, cos, sin, attend):
+        if self._written(made, cos, sin, attend) is None:
             keys = self._latents(made, cos, sin)
             attend.write(self.pool_layer, keys, keys)
 
-    def _written(self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> bool:
-        """made [M, ..] of `down`. Returns whether `attend` has written what the tokens keep."""
-        kept = made[:, -self.config.width :]
-        return attend.write_latents(self.pool_layer, kept, self.norm.weight, self.norm.eps, cos, sin)
+    def _written(
+        self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend, norm: RMSNorm | None = None
+    ) -> Tensor | None:
+        """made [M, ..] of `down`. Returns what queries are made of, by their norm, where `attend` has written what the
+        tokens keep, else None."""
+        kept, query = made[:, -self.config.width :], None
+        if norm is not None:
+            query = made[:, : self.config.query_latent], norm.weight
+        return attend.write_latents(self.pool_layer, kept, self.norm.weight, self.norm.eps, cos, sin, query)
 
     def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""
