@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import SHARES, options_for, read_files
-from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.cuda.nvrtc import ALL_SHARED, Kernel, Module, compile_source
 
 _CHUNK, _FEATURES = 64, 16  # of gemm.cu: columns of a chunk, and features of a warp
 _WARPS, _TILE = 2, 8  # of gemm_heads.cu: of a block, and rows at a time
@@ -71,7 +71,9 @@ def takes(weight: Tensor, heads: int, dtype: torch.dtype) -> bool:
 @functools.cache
 def head_kernel(device: torch.device, dtype: torch.dtype, chunks: int) -> Kernel:
     """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
-    return Module(read_source((chunks,)), options_for(dtype), device).kernel(f"heads_{chunks}", _WARPS * 32)
+    module = Module(read_source((chunks,)), options_for(dtype), device)
+    # Attention and the GEMM behind it come up meanwhile, and find no room where little shared memory is set aside.
+    return module.kernel(f"heads_{chunks}", _WARPS * 32, blocks=ALL_SHARED)
 
 
 def compile_ahead(dtype: torch.dtype, chunks: int, capability: tuple[int, int]) -> None:
