@@ -43,13 +43,13 @@ class HeadGemm:
         assert x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.storage_offset() % 8 == 0
         if x.is_meta or not rows:
             return out
-        width, beside = 0, (0, 0, 0)
+        beside = 0, 0, 0, 0  # width; strides of rows and heads, and of angles
         if turned is not None:
             assert turned.stride(2) == cos.stride(-1) == sin.stride(-1) == 1 and cos.stride(0) == sin.stride(0)
-            width, beside = turned.shape[2], (*turned.stride()[:2], cos.stride(0))
+            beside = turned.shape[2], turned.stride(0), turned.stride(1), cos.stride(0)
         head_kernel(x.device, x.dtype, self.chunks)(
-            grid(rows, heads, self.outputs, width), x, self.weight, out, rows, self.outputs, heads, *x.stride()[:2],
-            *out.stride()[:2], factor, turned, cos, sin, width, *beside,
+            grid(rows, heads, self.outputs, beside[0]), x, self.weight, out, rows, self.outputs, heads, *x.stride()[:2],
+            *out.stride()[:2], factor, turned, cos, sin, *beside,
         )  # fmt: skip
         return out
 

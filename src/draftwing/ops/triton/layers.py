@@ -236,7 +236,7 @@ def _chosen_logits_kernel(
     weights = ()
     for first in tl.static_range(0, SIZE, STEP):  # no kernel writes them
         col = first + tl.arange(0, STEP)
-        weights = weights + (tl.load(source + col, mask=col < SIZE, other=0.0),)  # noqa: RUF005 (Triton's tuples)
+        weights = weights + (tl.load(source + col, mask=col < SIZE, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     if ids is None:
         wait(PDL)
     total = tl.zeros([STEP], tl.float32)
