@@ -23,7 +23,7 @@ FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_b
 DENSE = 0  # a kind of codes besides those of `expert_rows`
 MAX_PAIRS = 16  # pairs of a tile
 _TILES = (8, MAX_PAIRS)  # that there are kernels for; and for a single token, where others are faster
-OTHER = "_other"  # ends the kind of a second cut for the same
+OTHERS = ("_second", "_third")  # end the kinds of other cuts for the same
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
 # Of gemm_stream.cu:
@@ -173,8 +173,11 @@ def cuts_for(layout: Layout) -> Cuts:
         # Alone a stream is as fast, but leaves the next kernel no shared memory to begin early in, which is a larger
         # part of the little that there is to read: a step of Qwen3-30B-A3B in fp8 took 2.05 ms with it, not 1.94.
         cuts |= {(kind, 1): kept[kind, _TILES[0]] for kind in KINDS}
-        # A second round of blocks for a few of them would take as long as the first.
-        cuts |= {(kind + OTHER, 1): _CUT if cuts[kind, 1] == _LESS else _LESS for kind in ("plain", "silu")}
+    if layout.kind == FP8:
+        # A second round of blocks takes as long as the first, however few there are. Measured on an H100.
+        for kind in ("plain", "silu"):
+            others = [cut for cut in (_LESS, _CUT, _CUT._replace(row_tiles=5)) if cut != cuts[kind, 1]]
+            cuts |= {(kind + other, 1): cut for other, cut in zip(OTHERS, others, strict=True)}
     return cuts
 
 
@@ -199,7 +202,8 @@ class FewPairs:
     def _pick(self, kind: str, tokens: int, tiles: int, width: int) -> tuple[Kernel, Cut | Stream]:
         # A token chooses no expert twice.
         tile = next(n for n in self._tiles[kind] if tokens <= n or n == MAX_PAIRS)
-        found = [self._kernels[name, tile] for name in (kind, kind + OTHER) if (name, tile) in self._kernels]
+        names = (kind, *(kind + other for other in OTHERS))
+        found = [self._kernels[name, tile] for name in names if (name, tile) in self._kernels]
         return found[best_of([cut for _, cut in found], kind, tiles, width, self._multiprocessors)]
 
     def __call__(
@@ -293,5 +297,5 @@ def read_source(layout: Layout, cuts: Cuts) -> str:
     kind, groups, zeros, chunks = layout
     weights = "StoredExperts" if kind == DENSE else f"Words<{kind}, {groups}, {str(zeros).lower()}>"
     files = (*FILES, *(STREAM_FILES if chunks else ()))
-    lines = (cut.line(f"{kind}_{tile}", kind.removesuffix(OTHER), tile) for (kind, tile), cut in cuts.items())
+    lines = (cut.line(f"{kind}_{tile}", kind.partition("_")[0], tile) for (kind, tile), cut in cuts.items())
     return "".join([*read_files(files), f"using Weights = {weights};\n", *lines])

@@ -155,16 +155,12 @@ _HOPPER: dict[int, Shapes] = {
     | _EXACT
     | {
         ("plain", 2): ring(2, row_tiles=2, ahead=2, blocks=2),
-        ("plain_slim", 2): ring(2, row_tiles=1, ahead=10, blocks=1),
         ("plain_narrow", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
-        ("add_slim", 2): ring(2, row_tiles=1, ahead=10, blocks=1),
         ("add", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
         ("silu", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
         ("add_long", 2): ring(2, row_tiles=4, ahead=3, blocks=1),
         ("add_long_narrow", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
-        ("plain_slim", 8): ring(8, row_tiles=1, ahead=6, blocks=1),
         ("plain_narrow", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
-        ("add_slim", 8): ring(8, row_tiles=1, ahead=6, blocks=1),
         ("add", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
         ("silu", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
         ("add_long", 8): shared(8, (1, 4), row_tiles=2, ahead=4, stages=4, blocks=3, cluster=2),
