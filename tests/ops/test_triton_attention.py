@@ -276,14 +276,17 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, 
     assert v_norm or torch.equal(kv[:, :, 1], expected[:, :, 1])
 
 
+@pytest.mark.parametrize("beside", [0, 24])
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_write_latents(dtype: torch.dtype, eight: bool, device: torch.device) -> None:
-    """Of rows that are apart, to a pool of their type and to one in 8 bits."""
+def test_write_latents(dtype: torch.dtype, eight: bool, beside: int, device: torch.device) -> None:
+    """Of rows that are apart, to a pool of their type and to one in 8 bits; perhaps a norm beside it."""
     latent, turned, count = 96, 16, 5
     stored = FP8 if eight and dtype.itemsize == 2 else dtype
     rng = torch.Generator().manual_seed(7)
-    made = torch.randn(count, latent + turned + 9, generator=rng).to(device, dtype)[:, 9:]
+    both = torch.randn(count, beside + latent + turned + 9, generator=rng).to(device, dtype)[:, 9:]
+    query, made = both.split((beside, latent + turned), 1)
+    query_weight = (torch.rand(beside, generator=rng) + 0.5).to(device, dtype)
     weight = (torch.rand(latent, generator=rng) + 0.5).to(device, dtype)
     table = rope_table(RopeConfig(), turned, 40, dtype, device)
     cos, sin = table[torch.randint(40, (count,), generator=rng).to(device)].unsqueeze(2).unbind(1)
@@ -291,9 +294,16 @@ def test_write_latents(dtype: torch.dtype, eight: bool, device: torch.device) ->
     spec = KVSpec(1, latent + turned, shared=True)
     found, expected = (KVPool([spec], 9, stored, device, [(0.5, 0.5)]) for _ in range(2))
     scale = found.scales[0][0]
-    rope.write_latents(made, weight, 1e-6, cos, sin, slots, found.kv[0], scale)
-    x = made[:, :latent].double()
-    normed = (x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()).to(dtype)
+    out = rope.write_latents(
+        made, weight, 1e-6, cos, sin, slots, found.kv[0], scale, (query, query_weight) if beside else None
+    )
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return (x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()).to(dtype)
+
+    assert out.shape == query.shape
+    torch.testing.assert_close(out, norm(query, query_weight), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    normed = norm(made[:, :latent], weight)
     keys = torch.cat((normed.unsqueeze(1), rotate(made[:, None, latent:], cos, sin)), 2)
     expected.write(0, slots, keys, keys)
     unit = 0.13 if stored == FP8 else TOLERANCE[dtype]  # a code more or less

@@ -149,12 +149,16 @@ class Attend:
         in qkv, which is contiguous within each of M."""
         return False
 
-    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
-        """Writes what tokens keep of latent attention; False where the caller norms, rotates and writes it.
+    def write_latents(
+        self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        query: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Writes what tokens keep of latent attention; None where the caller norms, rotates and writes it.
 
         made [M, latent + turned]: of each token, rows perhaps apart; norm [latent]: weights of the latent's RMS norm;
-        cos, sin [M, 1, turned]: for the rest."""
-        return False
+        cos, sin [M, 1, turned]: for the rest. query: x [M, n], rows perhaps apart, and weights [n] of its norm, which
+        has the same eps -> x normed, [M, n]; without, [M, 0]."""
+        return None
 
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
@@ -356,8 +360,16 @@ class MixedAttend(Attend):
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
 
-    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
-        return all(part.write_latents(layer, made[at], norm, eps, cos[at], sin[at]) for part, at in self._parts)
+    def write_latents(
+        self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        query: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        return _both(
+            [
+                part.write_latents(layer, made[at], norm, eps, cos[at], sin[at], query and (query[0][at], query[1]))
+                for part, at in self._parts
+            ]
+        )
 
 
 def _both(made: list[Tensor | None]) -> Tensor | None:
