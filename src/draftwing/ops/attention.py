@@ -250,7 +250,7 @@ class Batch(NamedTuple):
     ids: Tensor  # [M] int64 token ids
     positions: Tensor  # [M] int64, for RoPE
     write_slots: Tensor  # [M] int64, where each query's key and value go
-    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the RowTable
+    table: Tensor  # [R + 1, L] int32 or int64: the page tables of all rows of the RowTable
     prefix_len: Tensor  # [B] int64, lengths on the device
     path: Tensor | None = None  # [B, Q, D] int64
     path_len: Tensor | None = None  # [B, Q] int64, >= 1
@@ -302,8 +302,8 @@ class Batch(NamedTuple):
         )  # fmt: skip
 
     def pages(self) -> Tensor:
-        """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
-        return self.table[self.rows, : self.bound or self.table.shape[1]]
+        """[B, bound] int64: a copy of the rows' page tables, for backends that read them on the host's terms."""
+        return self.table[self.rows, : self.bound or self.table.shape[1]].long()
 
 
 class BoundAttend(Attend):
