@@ -1,4 +1,4 @@
-"""When are the graphs that the start leaves out captured? Simulated, with the engine's own count of steps that want one.
+"""When are the graphs that the start leaves out captured? A simulation with the engine's own count of steps.
 
     python benchmarks/sim/captures.py [--step MS] [--row MS] [--capture MS]
 

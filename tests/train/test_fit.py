@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,11 +153,8 @@ def test_no_room_for_a_state_is_no_damage(target, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError) as found:
         torch.empty(1 << 62, dtype=torch.uint8)
     for asked in (1000, 1 << 62):
-
-        def fails(*_args, message=str(found.value).replace(str(1 << 62), str(asked)), **_):
-            raise RuntimeError(message)
-
-        monkeypatch.setattr(torch, "load", fails)
+        error = RuntimeError(str(found.value).replace(str(1 << 62), str(asked)))
+        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
         with pytest.raises(ConfigError) as refused:
             run(target, tmp_path, config("EAGLE3", steps=1))
         assert isinstance(refused.value, StateError) == (asked > 1000)

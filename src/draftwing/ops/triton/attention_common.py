@@ -152,8 +152,8 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 def load_kv(
     kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """slot [K] int32 or int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0 where not
-    ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
+    """slot [K] int32 or int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0
+    where not ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
     ROW: tl.constexpr = DIM + (MORE if MORE > 0 else DIM)
     at = kv + (slot.to(tl.int64) * (KV_HEADS * ROW) + head * ROW)[:, None]
     mask = ok[:, None] & (dim < DIM)[None, :]
