@@ -97,7 +97,7 @@ def eagle3_config(
         raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
     if raw.get("norm_output"):
         logger.info(
-            "norm_output: the head's output is normalised before it is fed back; some trainers mean something else by it"
+            "norm_output: the head's output is normalised before it is fed back; some trainers mean another thing"
         )
     norm_before_fc = has_part(raw, ("norm_before_fc",), "input_norm.weight" in weights)
     fc_norm = has_part(raw, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in weights)
