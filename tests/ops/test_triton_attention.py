@@ -9,15 +9,15 @@ import pytest
 import torch
 from attention_cases import ONE_LANE, TINY, attention, chunked, common, make_case
 from decoder_configs import decoder_config
-from plain_attention import brute_force
+from plain_attention import FunctionAttend, brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import FP8, KVPool, KVSpec
 from draftwing.kv.zeros import zeros_as_written
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
-from draftwing.models.decoder import DecoderLayer
-from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, FunctionAttend
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 rope = pytest.importorskip("draftwing.ops.triton.rope")

@@ -7,17 +7,16 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
 from draftwing.kv.pool import DeltaSpec, KVPool
-from draftwing.ops.torch.delta_net import delta_net, over_sequences
+from draftwing.ops.torch.delta_net import delta_net
 
 
 class HeadNorms(NamedTuple):
@@ -159,45 +158,6 @@ class Attend:
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
-
-
-class DenseAttend(Attend):
-    """Attention of one forward without a cache, for training and tests. sequences: so many of the same length, each
-    from its first token on, follow each other in the queries."""
-
-    def __init__(self, sequences: int = 1) -> None:
-        self.sequences = sequences
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        self._kept[layer] = k, v
-        return self.attend(layer, q, k, v, kind)
-
-    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        return self.attend(layer, q, *self._kept[layer], kind)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        """Does what a call does."""
-        raise NotImplementedError
-
-    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
-        rows = own.unflatten(0, (self.sequences, -1))
-        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
-        return torch.stack(back, 2).flatten(0, 1)
-
-    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        return over_sequences(inputs, weights, self.sequences)
-
-
-class FunctionAttend(DenseAttend):
-    """Attention by a function. What is no `FULL` attention is its fifth argument."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        return self._function(layer, q, k, v, *(() if kind.is_full else (kind,)))
 
 
 class ChunkSpan(NamedTuple):
