@@ -86,7 +86,7 @@ def test_kinds_that_have_no_kernel_are_said_once(tmp_path: Path, caplog: pytest.
     (line,) = [record.getMessage() for record in caplog.records if "Q4_1" in record.getMessage()]
     assert line == "8 tensors in Q4_1 have no kernel here and are quantised again, to Q8_0"
     assert set(block_sizes(model)) == {"Q8_0"}
-    assert re.search(r"weights: \d+ MB in blocks \(Q8_0\)", caplog.text)
+    assert re.search(r"weights: \d+ MB block-quantised \(Q8_0\)", caplog.text)
 
 
 @pytest.mark.parametrize("dummy", [False, True])
