@@ -123,7 +123,7 @@ class Inputs:
         starts: list[Start] | None = None,
     ) -> list[GenerationRequest]:
         """starts: where answers begin; None: as the prompts' ends say."""
-        like, context = _checked_wishes(self._tokenizer, request_options), self._info.context_length
+        like, context = _request_of(self._tokenizer, request_options), self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
@@ -189,16 +189,12 @@ def _text(parts: list[Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _checked_wishes(tokenizer: Tokenizer, request_options: RequestOptions) -> GenerationRequest:
+def _request_of(tokenizer: Tokenizer, asked: RequestOptions) -> GenerationRequest:
     """Returns a request with all that is asked besides sampling, but for drafts. Raises RequestError."""
-    unknown = next((name for name in request_options if name not in RequestOptions.__annotations__), None)
+    unknown = next((name for name in asked if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")
-    priority, salt, predicted = (
-        request_options.get("priority", 0),
-        request_options.get("cache_salt"),
-        request_options.get("prediction"),
-    )
+    priority, salt, predicted = asked.get("priority", 0), asked.get("cache_salt"), asked.get("prediction")
     for name, text in (("cache_salt", salt), ("prediction", predicted)):
         if text is not None:
             if not isinstance(text, str):
@@ -207,10 +203,10 @@ def _checked_wishes(tokenizer: Tokenizer, request_options: RequestOptions) -> Ge
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
     logprobs = logprob_params(
-        request_options.get("return_logprob"),
-        request_options.get("logprob_start_len"),
-        request_options.get("top_logprobs_num"),
-        request_options.get("token_ids_logprob"),
+        asked.get("return_logprob"),
+        asked.get("logprob_start_len"),
+        asked.get("top_logprobs_num"),
+        asked.get("token_ids_logprob"),
     )
     prediction = tuple(tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
     return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)

@@ -178,9 +178,8 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     assert options.max_running_requests
     rows = options.max_running_requests + 1
     tables = 2 * rig.device.ops.table_dtype.itemsize * rows * length
-    tables += request_bytes(rows, rig.model.config.vocab_size, length) + unseen_bytes(
-        rows, rig, deferral_of(options, rig)
-    )
+    tables += request_bytes(rows, rig.model.config.vocab_size, length)
+    tables += unseen_bytes(rows, rig, deferral_of(options, rig))
     tables += record_bytes(rig.layers, rows - 1, rig.nodes, rig.model.dtype)
     needed = step + graphs + tables
     sizes = (
