@@ -9,14 +9,15 @@ import pytest
 import torch
 from attention_cases import ONE_LANE, TINY, attention, chunked, common, make_case
 from decoder_configs import decoder_config
-from plain_attention import brute_force
+from plain_attention import FunctionAttend, brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import FP8, KVPool, KVSpec
+from draftwing.kv.zeros import zeros_as_written
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
-from draftwing.models.decoder import DecoderLayer
-from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, FunctionAttend
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 rope = pytest.importorskip("draftwing.ops.triton.rope")
@@ -60,6 +61,18 @@ def test_plans() -> None:
 def test_trees_against_brute_force(heads: tuple[int, int], nodes: int, exact: bool, device: torch.device) -> None:
     case = make_case([37, 70, 0], nodes, device, heads, dim=16)
     torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_page_tables_of_32_bits(exact: bool, device: torch.device) -> None:
+    """Over a pool in which a key's place takes more: slots are the last ones of it."""
+    case = make_case([37, 70, 0], 4, device, (4, 2), dim=16, dtype=torch.float16)
+    first = (1 << 31) // case.kv[0].numel()
+    kv = zeros_as_written((first + len(case.kv), *case.kv.shape[1:]), case.kv.dtype, device)
+    kv[first:] = case.kv
+    far = replace(case, kv=kv, table=(case.table + first).int())
+    assert torch.equal(far.run(exact), case.run(exact))
+    assert torch.equal(far.alone(1, 3).as_chunk(5), case.alone(1, 3).as_chunk(5))
 
 
 @pytest.mark.further(length=[16, 31, 64, 101])
