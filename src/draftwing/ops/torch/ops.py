@@ -35,6 +35,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     narrows_pool = False  # whether attention in 16 bits reads a pool in fp8
     reads_int8_pool = False
     lazy_states = False  # whether every second plain step leaves states as they are, see `kv.row_states`
+    # Of page tables and the tokens of rows, which are there for all rows and positions; what they hold is below 2^31.
+    table_dtype = torch.int32
     attention_bytes = 0  # of partial results that attention makes over long contexts
 
     active_threads = 1.0  # share of the host's threads that kernels run in now
