@@ -15,21 +15,31 @@ serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
 
 # torch and OpenMP with one thread each. Three processes are for two cores, since tests wait for servers now and then:
-# `JOBS` for more. Types are checked meanwhile, for the first time takes half a minute. Bytecode is kept even where the
-# environment is not for it: to compile the tests takes 8 s.
-TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --beside=$(BIN)/mypy \
-  --processes=$(or $(JOBS),$(2)) -m "$(1)" $(ARGS)
+# `JOBS` for more. They begin files in the order of tests/conftest.py. Bytecode is kept even where the environment is not
+# for it: to compile the tests takes a process 8 s.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
+# Types are checked during the tests, for the first time takes half a minute; tests that measure time come afterwards,
+# with nothing else running. pytest ends with 5 where there is no test to run: `ARGS` may choose none of one kind.
+define TESTS
+@$(BIN)/mypy & mypy=$$!; timing=0; \
+$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
+wait $$mypy; types=$$?; \
+$(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(ARGS); timing=$$?;) \
+echo "exit codes: types $$types, tests $$tests, tests that measure time $$timing"; \
+case "$$types $$tests $$timing" in "0 0 0" | "0 0 5" | "0 5 0") ;; *) exit 1 ;; esac
+endef
 
 test: style
-	$(call TESTS,not cluster and not exhaustive,3)
+	$(call TESTS,not cluster and not exhaustive,timing)
 
 # The whole of each grid of cases, of which `make test` has representatives.
 test-all: style
-	$(call TESTS,not cluster,3)
+	$(call TESTS,not cluster,timing)
 
 # Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
 test-cluster: $(VENV)/.installed-cluster
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster tests/test_kubernetes.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
 
 # Other people's client programs against a server here, see docs/integrations.md: a gigabyte of packages the first time.
 # `ARGS=--newest`, `ARGS="--model smollm2"`, `ARGS="codex opencode"`.
@@ -37,7 +47,7 @@ test-clients: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tools/clients/run.py $(ARGS)
 
 check: style
-	$(call TESTS,not slow and not exhaustive and not timing,2)
+	$(call TESTS,not slow and not exhaustive)
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ["shared_fixtures", "processes"]
-
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
@@ -27,6 +25,13 @@ LONGEST = (
     "tests/engine/test_triton_engine.py", "tests/engine/test_quantized_lm_head.py", "tests/test_docs.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What the fixtures import takes 3 s, which a process that only hands out files to others need not wait for."""
+    hands_out = getattr(config.option, "numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not hands_out:
+        config.pluginmanager.import_plugin("shared_fixtures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,10 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """To import all files takes 10 s, and some have no test that `make check` runs."""
-    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+    """To import all files takes 10 s. Few have tests that measure time, which `make` runs alone; and some have none of
+    those that `make check` runs."""
+    wanted = config.option.markexpr
+    if not collection_path.name.startswith("test_") or not (wanted.startswith("timing ") or "not slow" in wanted):
         return None
-    return True if ALL_SLOW.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    none = "mark.timing" not in text if wanted.startswith("timing ") else ALL_SLOW.search(text) is not None
+    return True if none else None
 
 
 @pytest.hookimpl(wrapper=True)
