@@ -19,7 +19,6 @@ DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit",
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.block_config.MARKOV`
 BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_loss.Kind`
-CHAIN_LOSSES = ("kl", "lk_hybrid")  # as `train.ttt.Loss.kind`
 _OF_BLOCKS = (
     "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
@@ -147,10 +146,6 @@ class Settings:
         "weight of each draft of a chain, relative to the one before (default: 0.8; blocks: exp(-1/4))",
         minimum=0,
     )
-    chain_loss: str = option(
-        "kl", FIT, "what each draft of a chain is trained for: the target's distribution, or beside it the share of "
-        "drafts that are accepted where text is sampled", choices=CHAIN_LOSSES,
-    )  # fmt: skip
     target_temperature: float = option(
         1.0, FIT, "temperature of the target's distribution in the loss; below 1 for greedy traffic", minimum=0.01,
     )  # fmt: skip
@@ -202,7 +197,7 @@ class Settings:
         blocks = {name for name in TRAINED if bool(training(name).block)}
         for names, algorithms, why in (
             (_OF_BLOCKS, blocks, ""),
-            (("ttt_steps", "text_share", "chain_loss"), TRAINED.keys() - blocks, ""),
+            (("ttt_steps", "text_share"), TRAINED.keys() - blocks, ""),
             (_OF_DSPARK, {"DSPARK"}, ""),
             (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
         ):

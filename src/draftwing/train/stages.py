@@ -383,7 +383,7 @@ class Stages:
         if settings.training.block:
             asked |= {"kind": settings.block_loss, "anchors": settings.anchors}
         else:
-            asked |= {"steps": settings.ttt_steps, "text": settings.text_share, "kind": settings.chain_loss}
+            asked |= {"steps": settings.ttt_steps, "text": settings.text_share}
         changes = {name: value for name, value in asked.items() if value is not None}
         loss = dataclasses.replace(recipe(settings.algorithm).loss, **changes)
         same = {name: value for name, value in vars(settings).items() if name in vars(FitConfig())}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.train.block_loss import BlockLoss, Rows, block_loss
 from draftwing.train.chain_attention import ChainAttention, wide
 from draftwing.train.cross_entropy import linear_cross_entropy
 from draftwing.train.heads import TargetHead
@@ -41,8 +39,7 @@ class Loss:
     feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
     length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its most likely
     token counts, which is all that matters in greedy text.  text: share of what is learnt that is the text's own token,
-    not the target's distribution, which knows nothing of a request's temperature, penalties and grammar.  kind: of the
-    token loss, as of `BlockLoss`: kl or lk_hybrid.
+    not the target's distribution, which knows nothing of a request's temperature, penalties and grammar.
     """
 
     steps: int = 7
@@ -52,14 +49,12 @@ class Loss:
     noise: float = 0.0
     temperature: float = 1.0
     text: float = 0.0
-    kind: Literal["kl", "lk_hybrid"] = "kl"
 
     def rate(self, hidden: int) -> float:
         """Returns the learning rate where none is asked for."""
         return 0.4 / hidden
 
 
-_LK = BlockLoss(kind="lk_hybrid")
 # Columns of what `Objective` counts, per step.
 STATS = ("rows", "token_loss", "feature_loss", "hits", "chains", "chain_hits")
 
@@ -128,19 +123,12 @@ class Objective(nn.Module):
     # -- terms ------------------------------------------------------------------------------------------------------
 
     def _token_loss(self, hidden: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Returns the sum of losses and the head's best tokens [n]; hidden [n, width], counts [n].
+        """Returns the sum of cross-entropies and the head's best tokens [n]; hidden [n, width], counts [n].
 
         Positions whose most likely token the head cannot say do not count: it would learn to prefer the second best.
         """
         state, weight = self.head.readout(hidden)
-        counts = counts & teacher.known
-        if self.loss.kind == "kl":
-            loss, best = linear_cross_entropy(state, weight, teacher.probs, counts)
-        else:  # a block of one draft each
-            place = torch.arange(len(counts), device=counts.device)
-            rows = Rows(*(one.unsqueeze(1) for one in (place, torch.full_like(place, -1), counts, counts)))
-            loss, _, best, _ = block_loss([(state.unsqueeze(1), weight)], teacher.probs, rows, _LK)
-            best = best.squeeze(1)
+        loss, best = linear_cross_entropy(state, weight, teacher.probs, counts & teacher.known)
         return loss, best if self.head.target_ids is None else self.head.target_ids[best]
 
     def _feature_loss(self, hidden: Tensor, counts: Tensor, final: Tensor) -> Tensor:
