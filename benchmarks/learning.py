@@ -129,7 +129,7 @@ def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
 
 
 class Meter:
-    """Measures with one head after the other, and writes what is known after each."""
+    """Measures with one head after the other, each in turn with the first one, and writes what is known after each."""
 
     def __init__(self, engine: Engine, asked: argparse.Namespace) -> None:
         self.engine, self.asked = engine, asked
@@ -141,22 +141,23 @@ class Meter:
                  for kind in heads}  # fmt: skip
         for found in (self.general, *later.values()):
             self._answer(found[: self.asked.concurrency], 0.8, 32)  # first use of everything
-        chat = {heat: self._answer(self.general, heat, GENERAL_TOKENS) for heat in TEMPERATURES if self.general}
         for kind, folder in heads.items():
-            before = {heat: self._answer(later[kind], heat, self.asked.tokens) for heat in TEMPERATURES}
-            self.engine.swap_draft(folder)
-            for heat in TEMPERATURES:
-                after = self._answer(later[kind], heat, self.asked.tokens)
-                self._add(kind, kind, heat, before[heat], after)
-            for heat, old in chat.items():
-                self._add(kind, "general chat", heat, old, self._answer(self.general, heat, GENERAL_TOKENS))
-            self.engine.swap_draft(None)
+            chat = {"general chat": (self.general, GENERAL_TOKENS)} if self.general else {}
+            sets = {kind: (later[kind], self.asked.tokens), **chat}
+            every: dict[tuple[str, float], list[list[Answered]]] = {
+                (name, heat): [[], []] for name in sets for heat in TEMPERATURES
+            }
+            for _ in range(self.asked.repeats):
+                for after, head in enumerate((None, folder)):
+                    self.engine.swap_draft(head)
+                    for (name, heat), found in every.items():
+                        found[after].append(self._answer(sets[name][0], heat, sets[name][1]))
+            for (name, heat), found in every.items():
+                self._add(kind, name, heat, *(min(one, key=lambda each: each.seconds) for one in found))
+        self.engine.swap_draft(None)
 
     def _answer(self, prompts: Sequence[list[int]], heat: float, tokens: int) -> Answered:
-        """Asks --repeats times: texts and steps are the same, the shortest time counts."""
-        every = [ask(self.engine, prompts, [heat] * len(prompts), tokens, self.asked.concurrency)
-                 for _ in range(self.asked.repeats)]  # fmt: skip
-        return min(every, key=lambda one: one.seconds)
+        return ask(self.engine, prompts, [heat] * len(prompts), tokens, self.asked.concurrency)
 
     def _add(self, head: str, prompts: str, heat: float, before: Answered, after: Answered) -> None:
         length = compare(before.drafted, after.drafted, [1.0])
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--shape", help="of all drafts, as 4,1,5 (default: as a server chooses them)")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, when measured")
-    parser.add_argument("--repeats", type=int, default=1, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=1, help="of each measurement, of which the shortest counts")
     parser.add_argument("--at-once", type=int, default=1, help="kinds that are learnt at a time")
     parser.add_argument("--deterministic", action="store_true", help="on a GPU: heads do not change texts")
     parser.add_argument("--train", default="")
