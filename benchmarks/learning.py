@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -107,21 +108,25 @@ def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
     """Learns from --at-once kinds at a time. Returns the newest head of each, as it was trained where none was
     judged."""
 
+    # Several share a GPU: none may keep what it does not use.
+    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
     def learn(kind: str) -> None:
         folder = asked.out / kind
         run = ["--from", str(folder / "traffic"), "--out", str(folder / "run"), "--model", asked.model]
         command = [sys.executable, "-m", "draftwing", "train", *run, "--init-head", asked.head, *words]
         start = time.perf_counter()
         with (folder / "train.log").open("w", encoding="utf-8") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
         print(f"{kind}: {'it failed: see ' + log.name if code else 'learnt'}, {time.perf_counter() - start:.0f} s",
               flush=True)  # fmt: skip
 
     def judged(kind: str) -> Sequence[HeadRecord]:
         return HeadHistory(asked.out / kind / "traffic" / "heads").list()
 
-    with ThreadPoolExecutor(asked.at_once) as pool:
-        list(pool.map(learn, [kind for kind in asked.kinds if not judged(kind)]))
+    for at_once in (asked.at_once, 1):  # what had no room beside others is tried alone
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(learn, [kind for kind in asked.kinds if not judged(kind)]))
     heads = {
         kind: found[-1].folder if (found := judged(kind)) else asked.out / kind / "run" / "head" for kind in asked.kinds
     }
