@@ -165,7 +165,16 @@ def test_by_default_where_it_is_large_and_there_is_room(
     monkeypatch.setattr(CpuDevice, "total_memory", lambda self: 1 << 21)
     pool = {"mem_fraction_static": share, "max_total_tokens": None} if share else {}
     with closing(Case("EAGLE", tmp_path).engine(**pool)):
-        assert ops == [(272, "int8")] * made
+        assert ops == [(272, "w4a16")] * made
+
+
+def test_a_copy_that_is_asked_for_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("draftwing.spec.build.quantized_copy", full)
+    with pytest.raises(ConfigError, match="--speculative-lm-head-quantization"):
+        Case("EAGLE", tmp_path).engine(**{LM_HEAD: "int8"})
 
 
 @pytest.mark.slow

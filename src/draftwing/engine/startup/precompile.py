@@ -38,11 +38,12 @@ from draftwing.config.drafters import LM_HEAD
 from draftwing.config.options import SERVER, Options
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.precision import Precision
+from draftwing.engine.precision import OF_LM_HEADS, Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.linear_ops.groups import alike, joined
@@ -92,6 +93,7 @@ class Launch(NamedTuple):
 class Needed(NamedTuple):
     launches: list[Launch]  # each kernel once for each way it is compiled
     experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
+    heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
 
 
 class Precompilation:
@@ -196,6 +198,7 @@ def main() -> None:
         running = [pool.submit(_compile_products, job)]  # makes all processes, before anything has run here
         needed = collect(job, lambda launch: running.append(pool.submit(compile_launch, launch)))
         running += [pool.submit(_compile_experts, job, layout) for layout in needed.experts]
+        running += [pool.submit(_compile_heads, job, chunks) for chunks in needed.heads]
         traced = time.monotonic() - started
         for one in running:
             one.result()
@@ -229,7 +232,7 @@ def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -
         parts = _run_without_data(job)
     finally:
         knobs.runtime.jit_cache_hook = None
-    return Needed(launches, _layouts(parts.model, job.dtype))
+    return Needed(launches, _layouts(parts.model, job.dtype), _chunks_of_heads(parts.model))
 
 
 def compile_launch(launch: Launch) -> None:
@@ -242,6 +245,14 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
 
     weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
     return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
+
+
+def _chunks_of_heads(model: DecoderModel) -> set[int]:
+    from draftwing.ops.cuda.gemm_heads import HeadGemm
+
+    ops = [part.op for part in model.modules() if isinstance(part, Linear)]
+    products = [op.products for op in ops if isinstance(op, HeadsOp)]
+    return {made.chunks for made in products if isinstance(made, HeadGemm)}
 
 
 def _compile_products(job: Job) -> None:
@@ -262,6 +273,12 @@ def _compile_experts(job: Job, layout: Layout) -> None:
     gemm_experts.compile_ahead(job.dtype, layout, job.capability)
 
 
+def _compile_heads(job: Job, chunks: int) -> None:
+    from draftwing.ops.cuda import gemm_heads
+
+    gemm_heads.compile_ahead(job.dtype, chunks, job.capability)
+
+
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     """Returns widths of weights that stay quantised, as far as the config says. asked: `--quantization`."""
     if asked == "none":
@@ -275,10 +292,10 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
     """Returns the width of a copy of the lm_head for drafts, where there may be one."""
     asked, spec = job.options.speculative_lm_head_quantization, job.options.drafter_spec
-    by_default = job.dtype == torch.bfloat16 and is_large(config.vocab_size, config.hidden_size)
+    by_default = job.dtype.itemsize == 2 and is_large(config.vocab_size, config.hidden_size)
     if asked == "none" or LM_HEAD not in spec.options or (asked == "auto" and not by_default):
         return set()
-    return {MADE["int8" if asked == "auto" else asked]}
+    return {MADE[OF_LM_HEADS if asked == "auto" else asked]}
 
 
 class _Driver:

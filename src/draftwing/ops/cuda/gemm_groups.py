@@ -19,6 +19,7 @@ from draftwing.ops.cuda.gemm import (
     WARP_GROUPS,
     Shape,
     TallShape,
+    even_key,
     few_rows,
     kernel_lines,
     kernels_of,
@@ -30,7 +31,7 @@ from draftwing.ops.cuda.gemm import (
     shared,
     wide,
 )  # fmt: skip
-from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.cuda.nvrtc import ALL_SHARED, Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
@@ -38,7 +39,6 @@ _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a 
 # Blocks of a multiprocessor that multiply a matrix out: as many as there is room for, or so few that attention has room
 # next to them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
-_ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 
 
 _ORDER_CHUNKS = 4  # that a block of `order_x` takes
@@ -133,6 +133,8 @@ _EXACT: Shapes = {
     ("plain", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("add", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("silu", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
+    ("silu_uneven", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
+    ("silu_uneven", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
 }
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
@@ -215,7 +217,7 @@ class GroupGemm(PackedGemm[Tensor]):
         self._kernels = kernels_of(module, shapes, width.part)
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
         # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
-        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
+        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
@@ -231,8 +233,11 @@ class GroupGemm(PackedGemm[Tensor]):
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        tile = tile_of(rows, self._tiles[kind])
-        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
+        key = self.only
+        if key is None:
+            key = key_of(self._kernels, kind, tile_of(rows, self._tiles[kind]), width, self._processors)
+            key = even_key(self._kernels, key, rows, width, self._processors)
+        kernel, shape = self._kernels[key]
         if isinstance(shape, TallShape):
             x = ordered(self._order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)

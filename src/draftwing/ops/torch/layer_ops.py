@@ -132,6 +132,13 @@ class LayerOps(ExpertOps):
         out = torch.cat((plain, rotate(turned, cos, sin)), 2)
         return out if factor == 1 else (out.float() * factor).to(out.dtype)
 
+    def head_queries(
+        self, products: HeadProducts, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0
+    ) -> Tensor:
+        """products: of `head_products`, plain [M, heads, in], the rest as in `concat_rope` -> [M, heads, out + m]:
+        `concat_rope` of the products and `turned`."""
+        return self.concat_rope(products(plain), turned, cos, sin, factor)
+
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x
@@ -210,6 +217,11 @@ class LayerOps(ExpertOps):
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """logits [M, vocab] -> ids of a row's largest, descending, [M, count] int64. Of at most 128 neighbours an
+        operation may take the largest alone, so that it finds the largest of so many groups."""
+        return logits.topk(count, 1).indices
 
     def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Computes `exact_logits` of all rows of the weight, [M, vocab] float32. hidden [M, size]"""
