@@ -58,6 +58,8 @@ from draftwing.ops.types import MX_BLOCK, MXRows
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
     from draftwing.engine.build import Parts
     from draftwing.ops.cuda.gemm_experts import Layout
 
@@ -193,8 +195,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the process forks
     leave_gpu(job.capability)
     with ProcessPoolExecutor(max(1, min(processors().threads - 1, _MAX_PROCESSES)), get_context("fork")) as pool:
-        running = [pool.submit(_compile_products, job)]  # makes all processes, before anything has run here
-        needed = collect(job, lambda launch: running.append(pool.submit(compile_launch, launch)))
+        running = [pool.submit(_compile_driver)]  # makes all processes, before anything has run here
+        running.append(pool.submit(_compile_products, job))
+        needed = collect(job, lambda launch: running.append(pool.submit(compile_with_launcher, launch)))
         running += [pool.submit(_compile_experts, job, layout) for layout in needed.experts]
         traced = time.monotonic() - started
         for one in running:
@@ -232,9 +235,25 @@ def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -
     return Needed(launches, _layouts(parts.model, job.dtype))
 
 
-def compile_launch(launch: Launch) -> None:
+def compile_launch(launch: Launch) -> CompiledKernel:
     function = getattr(importlib.import_module(launch.module), launch.name)
-    function.preload(launch.specialization)
+    return function.preload(launch.specialization)
+
+
+def compile_with_launcher(launch: Launch) -> None:
+    """Compiles a kernel and the C code by which Python launches it. Triton makes that for each signature when a kernel
+    first runs, and a C compiler takes 0.2 s."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    kernel = compile_launch(launch)
+    CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _compile_driver() -> None:
+    """Compiles the C code by which Triton loads kernels."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()
 
 
 def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
