@@ -31,6 +31,7 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
@@ -97,9 +98,15 @@ class CacheNamespaces:
 
 
 class Engine:
-    def __init__(self, options: Options, rank_failed: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        rank_failed: Callable[[BaseException], None] | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
         """Loads everything; raises ConfigError or CheckpointError. rank_failed: is told, by a thread, of another rank
-        that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever."""
+        that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever.  compiler: a process
+        that may compile kernels; None starts one where there is something to compile."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
         tokenizer = model_tokenizer(options, path)
@@ -108,7 +115,7 @@ class Engine:
             if options.speculative_memory is not None and MEMORY_FILE in options.drafter_spec.options:
                 memory = LookupMemory(options.speculative_memory, tokenizer.vocabulary_hash)
                 made.callback(memory.close)
-            parts = build(options, path, tokenizer, rank_failed)
+            parts = build(options, path, tokenizer, rank_failed, compiler)
             made.callback(parts.executor.close)
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
