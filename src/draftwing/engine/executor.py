@@ -24,7 +24,7 @@ from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes, first_sizes
+from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes, first_sizes, graph_keys
 from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
@@ -216,7 +216,7 @@ class Executor:
         """Captures the graphs of every shape for every batch size, the largest first, and returns of which. Works on
         the dummy row alone, so it may run at any time. some: of the `first_sizes`, and leaves the others to
         `capture_next`."""
-        every = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
+        every = graph_keys(menu, self.graphs.sizes)
         first = {s: first_sizes([key.size for key in reversed(every) if key.shape == s]) for s in menu}
         todo = [key for key in every if not some or key.size in first[key.shape]]
         self.graphs.later = dict.fromkeys((key for key in reversed(every) if key not in todo), 0)
