@@ -37,13 +37,40 @@ CONFIG = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
 CHILD = """
-import json, os, pickle, sys
-from draftwing.engine.startup.precompile import collect, compile_launch
-launches, experts = collect(pickle.load(sys.stdin.buffer))
+import json, pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+from draftwing.engine.startup import precompile
+whole, launches, said = precompile.compile_with_launcher, [], []
+precompile.ProcessPoolExecutor = lambda count, context: ThreadPoolExecutor(1)
+precompile._compile_driver = lambda: None
+precompile._products = lambda job: []
+precompile.compile_with_launcher = launches.append
+precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.append([stage, len(launches)]))
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
-compile_launch(smallest)
+LAUNCHER
+print(json.dumps(said))
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """
+# Against a library of the driver that does nothing.
+LAUNCHER = """
+import ctypes, os, re, subprocess
+from pathlib import Path
+from triton.backends.nvidia import driver
+from triton.runtime import build
+folder = Path(os.environ["TRITON_CACHE_DIR"]).parent
+names = set(re.findall(r"\\bcu[A-Z]\\w+", Path(driver.__file__).read_text()))
+source = "".join(f"int {name}() {{ return 1; }}\\n" for name in names)
+command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", "-x", "c", "-"]
+subprocess.run(command, input=source.encode(), check=True)
+ctypes.CDLL(folder / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+driver.libcuda_dirs.cache_clear()
+whole(smallest)
+build._build = None  # a launch would call this, if it were not for that
+kernel = precompile.compile_launch(smallest)
+assert driver.CudaLauncher(kernel.src, kernel.metadata).launch is not None
+"""
+CHILD = CHILD.replace("LAUNCHER", LAUNCHER if shutil.which("gcc") else "precompile.compile_launch(smallest)")
 
 
 @pytest.fixture
@@ -111,7 +138,7 @@ def test_what_an_engine_launches(
 ) -> None:
     job = job._replace(kv_dtype=kv_dtype)
     lines = printed_by(CHILD, job)
-    found = json.loads(lines[-1])
+    said, found = map(json.loads, lines[-2:])
     names = {name for name, _ in found}
     assert all(pool in how for name, how in found if name == "_prefill_kernel")
     # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
@@ -119,6 +146,9 @@ def test_what_an_engine_launches(
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
     assert list((tmp_path / "cache").glob("*/_silu_mul_kernel.cubin"))
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
+    (trial, at), *others = said  # a stage is ready as soon as all is compiled that it launches
+    assert trial == "memory" and "_prefill_kernel" in {name for name, _ in found[:at]} and 10 < at < len(found)
+    assert [stage for stage, _ in others] == ["graphs", "prompts"] and at <= others[0][1] <= others[1][1]
 
 
 HYBRID = {
@@ -261,59 +291,6 @@ def test_kernels_of_experts_are_those_of_their_format(
     kinds, *launches = map(json.loads, lines)
     assert kinds == [kind]  # of few rows
     assert {launch["signature"]["weight"] for launch in launches} == {weight}  # of many
-
-
-SAYS = """
-import json, pickle, sys
-from concurrent.futures import ThreadPoolExecutor
-from draftwing.engine.startup import precompile
-precompile.ProcessPoolExecutor = lambda count, context: ThreadPoolExecutor(1)
-precompile._compile_driver = lambda: None
-precompile._products = lambda job: []
-compiled, said = [], []
-precompile.compile_with_launcher = compiled.append
-precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.append((stage, len(compiled))))
-for at, stage in enumerate(said):
-    print(json.dumps([*stage, [launch.name for launch in compiled[: stage[1]]]]))
-print(json.dumps(len(compiled)))
-"""
-
-
-def test_a_stage_is_ready_when_all_is_compiled_that_it_launches(job: Job, printed_by: Printed) -> None:
-    *said, count = map(json.loads, printed_by(SAYS, job))
-    assert [stage for stage, _, _ in said] == [*STAGES]
-    counts = [compiled for _, compiled, _ in said]
-    assert 10 < counts[0] <= counts[1] <= counts[2] <= count
-    assert "_prefill_kernel" in said[0][2]  # the trial has prompts, too
-
-
-LAUNCHER = """
-import ctypes, os, pickle, re, subprocess, sys
-from pathlib import Path
-from triton.backends.nvidia import driver
-from triton.runtime import build
-from draftwing.engine.startup import precompile
-folder = Path(os.environ["TRITON_CACHE_DIR"]).parent
-names = set(re.findall(r"\\bcu[A-Z]\\w+", Path(driver.__file__).read_text()))
-source = "".join(f"int {name}() {{ return 1; }}\\n" for name in names)
-command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", "-x", "c", "-"]
-subprocess.run(command, input=source.encode(), check=True)
-ctypes.CDLL(folder / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-driver.libcuda_dirs.cache_clear()
-os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-launches, _ = precompile.collect(pickle.load(sys.stdin.buffer))
-smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
-precompile.compile_with_launcher(smallest)
-build._build = None
-kernel = precompile.compile_launch(smallest)
-print(driver.CudaLauncher(kernel.src, kernel.metadata).launch is not None)
-"""
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="Triton compiles C with it")
-def test_what_launches_a_kernel_is_compiled_too(job: Job, printed_by: Printed) -> None:
-    """Against a library of the driver that does nothing."""
-    assert printed_by(LAUNCHER, job)[-1] == "True"
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
