@@ -227,6 +227,7 @@ import json, pickle, random, sys
 from triton import knobs
 from draftwing.engine.graphs import prefill
 from draftwing.engine.startup import precompile
+from draftwing.engine.startup.memory import graph_counts
 from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step
 from draftwing.requests.sampling_params import SamplingParams
 prefill.MIXED_QUERIES = 128  # the context is short
@@ -245,6 +246,8 @@ def serve(*args):
         shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.target.mixes(one, count)])
         plan = _mixed(_step(executor.table.rows, shape, 100, count), prompts)
         executor.commit(executor.launch(plan))
+    menu, length = parts.sched.choice.policy.menu, executor.table.length
+    print(json.dumps([executor.captured, sum(graph_counts(executor, menu, 20, 256, length, True))]))
     print(executor.replays - replays)
     return parts
 precompile._run_without_data = serve
@@ -262,8 +265,9 @@ def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
         enable_mixed_chunk=True, context_length=120,
     ).resolve()  # fmt: skip
     job = job._replace(options=options.for_engine(defaults_for(80 << 30)), draft_path=tmp_path)
-    *_, replays, late = map(json.loads, printed_by(MIXED, job))
+    *_, (captured, expected), replays, late = map(json.loads, printed_by(MIXED, job))
     assert not late and replays > 10
+    assert captured == expected > 100, "memory was kept back for as many graphs"
 
 
 OF_EXPERTS = """

@@ -302,16 +302,24 @@ def graph_bytes(
     shape = max(menu, key=lambda s: s.nodes)
     widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in menu)
     found = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
-    keys = graph_keys(menu if executor.drafter is not None else (PLAIN,), batch_sizes(graph_size))
-    count = len(keys) * (4 if executor.ops.draws_by_row else 3)
+    mixed = options.enable_mixed_chunk and target.keeps_kv_alone
     if not executor.model.needs_chunks:  # prompts have graphs, too
-        mixed = options.enable_mixed_chunk and target.keeps_kv_alone
         prompts = peak(executor, first_step(min(prefill_sizes(tokens)[-1], longest * rows), longest, length))
         found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
-        count += Sizes.of(tokens, length, graph_size if mixed else 0).planned(keys)
-    return found + count * GRAPH_BYTES
+    return found + sum(graph_counts(executor, menu, graph_size, tokens, length, mixed)) * GRAPH_BYTES
+
+
+def graph_counts(
+    executor: Executor, menu: Sequence[TreeShape], graph_size: int, tokens: int, length: int, mixed: bool
+) -> tuple[int, int]:
+    """Returns how many graphs there will be of stages of steps, and of prompts. tokens: most of a prefill; length: of a
+    row; mixed: whether prompts run beside steps."""
+    keys = graph_keys(menu if executor.drafter is not None else (PLAIN,), batch_sizes(graph_size))
+    sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
+    stages = 4 if executor.ops.draws_by_row else 3  # of the last there is one that filters
+    return stages * len(keys), 0 if executor.model.needs_chunks else sizes.planned(keys)
 
 
 def peak(executor: Executor, plan: Plan) -> int:
