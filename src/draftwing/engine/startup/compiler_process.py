@@ -113,13 +113,13 @@ class Compiler:
 
 
 def _leave_parent(connection: int) -> None:
-    """Lets go of all that a fork has from its parent, but for a connection."""
+    """Lets go of all files that a fork has from its parent, but for a connection. Their numbers stay taken: objects of
+    the parent's would close another file of the same number."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nothing, standard)
-    os.closerange(3, connection)
-    os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in (connection, nothing):
+            os.dup2(nothing, number)
 
 
 class Precompilation:
