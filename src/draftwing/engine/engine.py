@@ -297,7 +297,7 @@ class Engine:
                 self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
-                if self.parts.executor.graphs.wanted:
+                if self.parts.executor.wants_capture:
                     self._capture_next()
             if self._loop.idle:
                 if self.explainer is not None:
@@ -310,10 +310,10 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
-        graphs = self.parts.executor.graphs
-        while not self._input.wait(IDLE_SECONDS if graphs.later else None):
+        executor = self.parts.executor
+        while not self._input.wait(IDLE_SECONDS if executor.later else None):
             with self._turning:
-                if graphs.later:
+                if executor.later:
                     self._capture_next()
 
     def _capture_next(self) -> None:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.graphs.cuda import WANTED, Key
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
@@ -105,13 +105,14 @@ class PrefillGraphs:
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
+        self.later: dict[tuple[int, Key], int] = {}  # what is still to be captured, and steps that would have used it
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
         return len(self._graphs) + len(self._mixed)
 
     def planned(self, keys: Sequence[Key]) -> int:
-        """Returns how many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
+        """Returns how many graphs there are beside those of steps, once all are captured, of these keys."""
         return self._sizes.planned(keys)
 
     def capture(self, bar: tqdm[Any]) -> None:
@@ -121,19 +122,28 @@ class PrefillGraphs:
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
 
-    def capture_mixed(self, key: Key, trees: Batch, states: States, bar: tqdm[Any]) -> None:
-        """Captures all sizes beside a step of this key, if it is mixed at all. trees, states: what its stage `draft`
-        has left, and where `verify` leaves what it gives."""
-        for size in reversed(self._sizes.beside(key)):
-            self._fill(size, ())
-            run = partial(self._run_mixed, self._inputs(size), trees, states)
-            self._mixed[size, key], _ = self._device.record(run, self._pool)
-            bar.update()
+    @property
+    def wanted(self) -> bool:
+        """Returns as `GraphCache.wanted`, of prompts beside steps."""
+        return max(self.later.values(), default=0) >= WANTED
+
+    def leave(self, key: Key) -> None:
+        """Leaves all sizes beside a step of this key to `capture_mixed`."""
+        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
+
+    def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
+        """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
+        `verify` leaves what it gives."""
+        del self.later[size, key]
+        self._fill(size, ())
+        run = partial(self._run_mixed, self._inputs(size), trees, states)
+        self._mixed[size, key], _ = self._device.record(run, self._pool)
 
     def clear(self) -> None:
         """Lets go of all graphs."""
         self._graphs.clear()
         self._mixed.clear()
+        self.later.clear()
         self._mixed_states = None
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
@@ -161,6 +171,8 @@ class PrefillGraphs:
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
         size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
+        if (size, key) in self.later:
+            self.later[size, key] += 1
         if len(chunks) >= MAX_CHUNKS or (size, key) not in self._mixed:
             return None
         self._fill(size, chunks)

@@ -34,7 +34,10 @@ from draftwing.spec.prediction import PredictedOutput
 log = logging.getLogger("draftwing")
 
 CPU_POOL_BYTES = 2 << 30  # of the pool and states on a CPU by default; a quarter of what is free at most
-GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
+# Of the driver, for what is captured: a layer of the target's forward, and a stage without it. With driver 580 on an
+# H100 a layer took 30 KB, beside prompts 48, and a stage 0.06 to 0.23 MB (docs/dev/start.md); others may take more.
+LAYER_BYTES = 64 << 10
+STAGE_BYTES = 512 << 10
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
@@ -308,18 +311,20 @@ def graph_bytes(
         found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
-    return found + sum(graph_counts(executor, menu, graph_size, tokens, length, mixed)) * GRAPH_BYTES
+    forwards, others = graph_counts(executor, menu, graph_size, tokens, length, mixed)
+    return found + forwards * executor.model.config.num_layers * LAYER_BYTES + others * STAGE_BYTES
 
 
 def graph_counts(
     executor: Executor, menu: Sequence[TreeShape], graph_size: int, tokens: int, length: int, mixed: bool
 ) -> tuple[int, int]:
-    """Returns how many graphs there will be of stages of steps, and of prompts. tokens: most of a prefill; length: of a
-    row; mixed: whether prompts run beside steps."""
+    """Returns how many graphs there will be with a forward of the target, and of other stages. tokens: most of a
+    prefill; length: of a row; mixed: whether prompts run beside steps."""
     keys = graph_keys(menu if executor.drafter is not None else (PLAIN,), batch_sizes(graph_size))
     sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
-    stages = 4 if executor.ops.draws_by_row else 3  # of the last there is one that filters
-    return stages * len(keys), 0 if executor.model.needs_chunks else sizes.planned(keys)
+    prompts = 0 if executor.model.needs_chunks else sizes.planned(keys)
+    others = 3 if executor.ops.draws_by_row else 2  # of `commit` there is one that filters
+    return len(keys) + prompts, others * len(keys)
 
 
 def peak(executor: Executor, plan: Plan) -> int:

@@ -297,7 +297,7 @@ def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], obj
     sizing.trial(options, rig, graph_size_of(options))
     parts = assemble(options, model, precision, device, drafter, policy, before=before)
     before("")
-    while parts.executor.graphs.later:
+    while parts.executor.later:
         parts.executor.capture_next()
     return parts
 
