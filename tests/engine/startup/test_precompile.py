@@ -48,6 +48,16 @@ precompile.compile_with_launcher = launches.append
 precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.append([stage, len(launches)]))
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 LAUNCHER
+from draftwing.ops.triton import filters
+for function in vars(filters).values():
+    if hasattr(function, "cache_key"):
+        function.hash, function.used_global_vals = None, {}
+for launch in launches:
+    if launch.module == filters.__name__:
+        function = getattr(filters, launch.name)
+        function.preload = lambda specialization: None
+        precompile.compile_launch(launch)
+        assert function.cache_key == launch.cache_key, "else the engine would not find it"
 print(json.dumps(said))
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """

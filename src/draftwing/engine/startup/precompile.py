@@ -66,6 +66,9 @@ class Launch(NamedTuple):
     module: str
     name: str
     specialization: str  # JSON
+    # Of its code. Triton's hash depends on which of the functions that a kernel calls were hashed before; where it was
+    # found that is as in the engine, which launches in the same order.
+    cache_key: str
 
 
 class Needed(NamedTuple):
@@ -154,7 +157,8 @@ def collect(
     launches: list[Launch] = []
 
     def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
-        launches.append(Launch(fn.module, fn.name, compile["specialization_data"]))
+        code = fn.jit_function.cache_key
+        launches.append(Launch(fn.module, fn.name, compile["specialization_data"], code))
         fn.jit_function.device_caches[_Driver.DEVICE][0][key] = _Nothing()
         found(launches[-1])
         return True  # there is no need to compile it
@@ -174,6 +178,7 @@ def collect(
 
 def compile_launch(launch: Launch) -> CompiledKernel:
     function = getattr(importlib.import_module(launch.module), launch.name)
+    function.hash = launch.cache_key
     return function.preload(launch.specialization)
 
 
