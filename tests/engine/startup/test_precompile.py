@@ -49,11 +49,11 @@ precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.app
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 LAUNCHER
 from draftwing.ops.triton import filters
-for function in vars(filters).values():
-    if hasattr(function, "cache_key"):
-        function.hash, function.used_global_vals = None, {}
 for launch in launches:
     if launch.module == filters.__name__:
+        for function in vars(filters).values():
+            if hasattr(function, "cache_key"):
+                function.hash, function.used_global_vals = None, {}  # as where nothing else was compiled
         function = getattr(filters, launch.name)
         function.preload = lambda specialization: None
         precompile.compile_launch(launch)
