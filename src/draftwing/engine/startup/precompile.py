@@ -33,6 +33,7 @@ from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.linear_ops.groups import alike, joined
@@ -74,6 +75,7 @@ class Launch(NamedTuple):
 class Needed(NamedTuple):
     launches: list[Launch]  # each kernel once for each way it is compiled
     experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
+    heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
 
 
 def main(connection: int) -> None:
@@ -129,9 +131,7 @@ def _compile(job: Job, say: Callable[[str, str], None]) -> None:
         submit(_compile_driver)  # makes all processes, before anything has run here
         for product in _products(job):
             submit(*product)
-        collect(
-            job, partial(submit, compile_with_launcher), lambda layout: submit(_compile_experts, job, layout), before
-        )
+        collect(job, partial(submit, compile_with_launcher), lambda compiles, what: submit(compiles, job, what), before)
         for one in running:
             one.result()
 
@@ -147,11 +147,12 @@ def leave_gpu(capability: tuple[int, int]) -> None:
 def collect(
     job: Job,
     found: Callable[[Launch], object] = lambda launch: None,
-    held: Callable[[Layout], object] = lambda layout: None,
+    held: Callable[[Callable[..., None], Any], object] = lambda compiles, what: None,
     before: Callable[[str], object] = lambda stage: None,
 ) -> Needed:
-    """Returns what an engine launches. Leaves this process without a GPU. found, held: are called with each launch and
-    layout at once.  before: as `assemble` has it, and called with "" after the last stage."""
+    """Returns what an engine launches. Leaves this process without a GPU. found: is called with each launch at once;
+    held: with what compiles for weights of a form, and that form.  before: as `assemble` has it, and called with ""
+    after the last stage."""
     from triton import knobs
 
     launches: list[Launch] = []
@@ -167,13 +168,15 @@ def collect(
     knobs.runtime.jit_cache_hook = note
     try:
         model = _model_without_data(job)
-        layouts = _layouts(model, job.dtype)
-        for layout in layouts:
-            held(layout)
+        needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model))
+        for layout in needed.experts:
+            held(_compile_experts, layout)
+        for chunks in needed.heads:
+            held(_compile_heads, chunks)
         _run_without_data(job, model, before)
     finally:
         knobs.runtime.jit_cache_hook = None
-    return Needed(launches, layouts)
+    return needed
 
 
 def compile_launch(launch: Launch) -> CompiledKernel:
@@ -205,6 +208,14 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
     return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
 
 
+def _chunks_of_heads(model: DecoderModel) -> set[int]:
+    from draftwing.ops.cuda.gemm_heads import HeadGemm
+
+    ops = [part.op for part in model.modules() if isinstance(part, Linear)]
+    products = [op.products for op in ops if isinstance(op, HeadsOp)]
+    return {made.chunks for made in products if isinstance(made, HeadGemm)}
+
+
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
     from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
@@ -222,6 +233,12 @@ def _compile_experts(job: Job, layout: Layout) -> None:
     from draftwing.ops.cuda import gemm_experts
 
     gemm_experts.compile_ahead(job.dtype, layout, job.capability)
+
+
+def _compile_heads(job: Job, chunks: int) -> None:
+    from draftwing.ops.cuda import gemm_heads
+
+    gemm_heads.compile_ahead(job.dtype, chunks, job.capability)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
