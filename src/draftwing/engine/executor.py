@@ -255,12 +255,12 @@ class Executor:
         steps, prefills = self.graphs.later, self.prefills
         mixed = {} if prefills is None else prefills.later
         try:
-            if steps and max(steps.values()) >= max(mixed.values(), default=0):
+            if prefills is not None and mixed and (prefills.wanted or not steps):
+                self._capture_mixed(prefills, *max(mixed, key=lambda one: mixed[one]))
+            elif steps:
                 key = max(steps, key=lambda key: steps[key])
                 del steps[key]
                 self._capture(key)  # prompts are not mixed with so many rows: see `MIXED_ROWS`
-            elif mixed and prefills is not None:
-                self._capture_mixed(prefills, *max(mixed, key=lambda one: mixed[one]))
             else:
                 return
         except self.device.out_of_memory:

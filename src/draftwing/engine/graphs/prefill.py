@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs.cuda import WANTED, Key
+from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
@@ -40,6 +40,9 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
+# Forwards that are launched for want of a graph, after which it is captured while requests run: on an H100 a capture
+# took 50 ms, as long as two launches of 32 layers.
+MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -124,8 +127,8 @@ class PrefillGraphs:
 
     @property
     def wanted(self) -> bool:
-        """Returns as `GraphCache.wanted`, of prompts beside steps."""
-        return max(self.later.values(), default=0) >= WANTED
+        """Returns whether forwards beside steps were launched so often that a graph is worth an interruption."""
+        return max(self.later.values(), default=0) >= MIXED_WANTED
 
     def leave(self, key: Key) -> None:
         """Leaves all sizes beside a step of this key to `capture_mixed`."""
