@@ -341,7 +341,7 @@ def _scheduler_config(
         edits_by_row=ops.edits_by_row,
         deferral=executor.deferral,
         credited=options.drafter_spec.credited,
-        states=StateSizes(made.states) if made.states else None,
+        states=StateSizes(made.states, lazy=ops.lazy_states) if made.states else None,
         mixes=mixes,
         prefill_sizes=() if prefills is None else tuple(prefills.sizes),
         mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),

@@ -460,10 +460,10 @@ def test_a_fork_keeps_no_file_of_its_parent(job: Job, printed_by: Printed) -> No
     ("hidden", "asked", "drafter", "expected"),
     [
         (64, "auto", "EAGLE", set()),
-        (4096, "auto", "EAGLE", {"int8"}),
+        (4096, "auto", "EAGLE", {"w4a16"}),
         (4096, "none", "EAGLE", set()),
         (4096, "auto", "NGRAM", set()),
-        (64, "w4a16", "EAGLE", {"w4a16"}),
+        (64, "int8", "EAGLE", {"int8"}),
     ],
 )
 def test_kernels_for_a_copy_of_the_lm_head(

@@ -67,7 +67,8 @@ class Rig(NamedTuple):
 
     def states(self, slots: int, rows: int) -> RowStates | None:
         """Returns the states of recurrent layers, None where there are none."""
-        return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
+        dtype, device, lazy = self.model.dtype, self.device.device, self.device.ops.lazy_states
+        return RowStates.of(self.layers, slots, rows, self.nodes, dtype, device, lazy)
 
     @property
     def first_draft_layer(self) -> int:

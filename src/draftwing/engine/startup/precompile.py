@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draftwing.config.drafters import LM_HEAD
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.precision import Precision
+from draftwing.engine.precision import OF_LM_HEADS, Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
@@ -254,10 +254,10 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
     """Returns the width of a copy of the lm_head for drafts, where there may be one."""
     asked, spec = job.options.speculative_lm_head_quantization, job.options.drafter_spec
-    by_default = job.dtype == torch.bfloat16 and is_large(config.vocab_size, config.hidden_size)
+    by_default = job.dtype.itemsize == 2 and is_large(config.vocab_size, config.hidden_size)
     if asked == "none" or LM_HEAD not in spec.options or (asked == "auto" and not by_default):
         return set()
-    return {MADE["int8" if asked == "auto" else asked]}
+    return {MADE[OF_LM_HEADS if asked == "auto" else asked]}
 
 
 class _Driver:

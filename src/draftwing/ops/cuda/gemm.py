@@ -30,7 +30,11 @@ FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
+# Share of the room in a grid's turns that its blocks take at least: else a matrix is cut as `uneven`, where there is
+# such a cut, since a turn for a few blocks takes as long as another. Not swept: with 0.52 the other cut is faster
+# (docs/dev/gpu_kernels.md), and what is cut well has 0.8 and more.
+_EVEN = 0.6
 
 
 @dataclass(frozen=True)
@@ -318,6 +322,19 @@ def kernels_of(
     """Returns the kernels of these shapes. Without an entry, `add_long` is `add`."""
     found = {key: (kernel_of(module, key, shape, part), shape) for key, shape in shapes.items()}
     return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
+
+
+def even_key(
+    kernels: Mapping[tuple[str, int], tuple[Kernel, Shape | TallShape]], key: tuple[str, int], rows: int, width: int,
+    processors: int,
+) -> tuple[str, int]:  # fmt: skip
+    """Returns the key, or that of the cut for a grid whose last turn has few blocks. width: of the result."""
+    (kind, tile), shape = key, kernels[key][1]
+    x, y = shape.grid(kind, rows, width, processors)
+    room = processors * shape.blocks  # of a turn
+    turns = -(-x * y // room)
+    other = f"{kind}_uneven", tile
+    return other if turns > 1 and x * y < _EVEN * turns * room and other in kernels else key
 
 
 def kind_of(residual: Tensor | None, depth: int) -> str:

@@ -19,6 +19,7 @@ from draftwing.ops.cuda.gemm import (
     WARP_GROUPS,
     Shape,
     TallShape,
+    even_key,
     few_rows,
     kernel_lines,
     kernels_of,
@@ -132,6 +133,8 @@ _EXACT: Shapes = {
     ("plain", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("add", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("silu", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
+    ("silu_uneven", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
+    ("silu_uneven", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
 }
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
@@ -245,9 +248,12 @@ class GroupGemm(PackedGemm[Tensor]):
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        loaded = self._loaded
-        tile = tile_of(rows, loaded.tiles[kind])
-        kernel, shape = loaded.kernels[self.only or key_of(loaded.kernels, kind, tile, width, self._processors)]
+        loaded, key = self._loaded, self.only
+        kernels = loaded.kernels
+        if key is None:
+            key = key_of(kernels, kind, tile_of(rows, loaded.tiles[kind]), width, self._processors)
+            key = even_key(kernels, key, rows, width, self._processors)
+        kernel, shape = kernels[key]
         if isinstance(shape, TallShape):
             x = ordered(loaded.order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
