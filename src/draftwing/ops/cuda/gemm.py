@@ -241,10 +241,15 @@ class SmallMGemm:
         """source, shapes: in place of `read_source` and `shapes_for`, to try others."""
         self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
-        shapes = shapes_for(capability, dtype) if shapes is None else shapes
-        module = Module(source or read_source(shapes), options_for(dtype), device)
+        self._shapes = shapes_for(capability, dtype) if shapes is None else shapes
+        self._source, self._place = source, (options_for(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels = kernels_of(module, shapes, PART)
+
+    @functools.cached_property
+    def _kernels(self) -> dict[tuple[str, int], tuple[Kernel, Shape]]:
+        """Not before a product needs them: while weights load, another process compiles them."""
+        module = Module(self._source or read_source(self._shapes), *self._place)
+        return kernels_of(module, self._shapes, PART)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -339,7 +344,7 @@ def kind_of(residual: Tensor | None, depth: int) -> str:
 
 @functools.cache
 def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm:
-    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    """Its first product compiles. That raises OSError without NVRTC, RuntimeError where the device is too old."""
     return SmallMGemm(device, dtype)
 
 
