@@ -44,20 +44,31 @@ def until(active):
         assert torch.equal(found, expected)
 
 
+def allow(some):
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), some)
+
+
 until(1)
 assert ops.active_threads == 0.5
-if len(processors) > 1:
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), processors)
+seconds = []
+for _ in range(5 if len(processors) > 1 else 0):
+    allow(processors)
+    start = time.monotonic()
     until(2)
-print("done")
+    seconds.append(time.monotonic() - start)
+    ops.workers.hold(None)
+    allow(processors[:1])
+    until(1)
+print(sorted(seconds)[2] if seconds else 0.0)
 """
 
 
 @pytest.mark.timing
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
 def test_a_team_goes_on_with_fewer_and_comes_back() -> None:
-    assert subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60) == "done\n"
+    """What takes a processor for a moment costs one: a try a few ms later, not some hundred."""
+    assert float(subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60)) < 0.1
 
 
 def test_there_are_as_many_as_torch_has() -> None:
