@@ -30,7 +30,7 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define WATCHED 100         /* us: calls that take less are not watched, which takes some 3 us */
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
-#define SAVED 20000000      /* ns of gains and of that price that tries may lose before pauses are long; not swept */
+#define SAVED 50000000      /* ns that a team may lose of what it has gained before pauses are long; not swept */
 #define REST 4              /* until then: the pause, in times of what was lost; not swept */
 #define LONGEST (5 * SECOND) /* without a try */
 #define TURN 5000000        /* ns that recorded calls keep Python's lock: as long as Python's own code does */
@@ -157,9 +157,10 @@ static int64_t threads_now(Workers *w) {
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
-    const int64_t gain = (took - call->away) / threads - call->away;
-    w->credit = w->credit + gain < CREDIT ? w->credit + gain : CREDIT;
-    w->saved = w->saved + gain < SAVED ? w->saved + gain : SAVED;
+    const int64_t gain = (took - call->away) / threads, credit = w->credit + gain - call->away;
+    const int64_t saved = w->saved + gain / 2 - call->away; /* half: bound by memory, two threads are 1.3 times as fast */
+    w->credit = credit < CREDIT ? credit : CREDIT;
+    w->saved = saved < SAVED ? saved : SAVED;
     if (w->credit >= 0) return;
     w->saved += (now - w->since) / PRICE;
     if (w->saved > SAVED) w->saved = SAVED;
