@@ -67,8 +67,8 @@ print(sorted(seconds)[2] if seconds else 0.0)
 @pytest.mark.timing
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
 def test_a_team_goes_on_with_fewer_and_comes_back() -> None:
-    """Soon, as the team was fast before: 80 times the loss of such a call would be some seconds."""
-    assert float(subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=120)) < 0.8
+    """Soon, as the team was fast before: 80 times the loss would be 0.35 s."""
+    assert float(subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60)) < 0.2
 
 
 def test_there_are_as_many_as_torch_has() -> None:
