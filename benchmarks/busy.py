@@ -4,9 +4,9 @@ goes on with fewer while one of its threads cannot run.
     python benchmarks/busy.py [--cases 0,1,1:10,2,3:10] [--seconds 1.5] [--rounds 4] [--out busy.json] [option=value]
 
 A case is a number of programs, each one loop in Python, how nice they are, and the percentage of the time in which they
-are busy, 10 ms at a time: `1:0:5` has one that takes a processor for a moment every 0.2 s. The ways to run (`--ways`)
-take turns on one engine, and all have to write the same text. `other` is what still other programs took of the machine
-meanwhile, in processors: a machine that is not idle tells little. Gaps are those between two outputs, in ms.
+are busy, 10 ms at a time: `1:0:5` has one that takes a processor for a moment every 0.2 s. The three take turns on one
+engine, and all have to write the same text. `other` is what still other programs took of the machine meanwhile, in
+processors: a machine that is not idle tells little. Gaps are those between two outputs, in ms.
 
 `share` is the part of the time in which the thread that makes the calls had a processor. Which programs share one is
 the scheduler's choice, in each turn another one: `ratio`, of the team to one thread, has this luck in it, as `error`,
@@ -139,7 +139,6 @@ def turn(llm: LLM, seconds: float, found: Found) -> list[int]:
 
 def run(llm: LLM, workers: Workers, one: Case, args: argparse.Namespace) -> dict[str, Any]:
     ways = {"one thread": 1, "all threads": workers.most, "team": None}
-    ways = {name: ways[name] for name in args.ways}
     found, text = {name: Found() for name in ways}, []
     with beside(one) as pids:
         busy, start = others(pids), time.perf_counter()
@@ -160,7 +159,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--cases", type=listed(case), default=[Case(0), Case(1), Case(1, 10), Case(2), Case(3, 10)])
-    parser.add_argument("--ways", type=listed(str), default=["one thread", "all threads", "team"])
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
