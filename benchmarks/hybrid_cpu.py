@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--quantised", choices=MIXTURES, default="Q8_0")
     parser.add_argument("--contexts", type=listed(int), default=[100, 2000, 8000])
     parser.add_argument("--made", action="store_true", help="contexts are made up")
-    parser.add_argument("--flash", choices=["on", "off"], default="off", help="flash attention of llama.cpp")
+    parser.add_argument("--flash", choices=["on", "off", "auto"], default="off", help="flash attention of llama.cpp")
     parser.add_argument("--drafters", type=listed(str), default=list(DRAFTERS))
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -251,7 +251,7 @@ def main() -> None:
         "command": f"python benchmarks/hybrid_cpu.py --size {args.size} --quantised {args.quantised} --isa {args.isa} "
         f"--tokens {args.tokens} --rounds {args.rounds} --threads {args.threads} "
         f"--contexts {','.join(map(str, args.contexts))} --drafters {','.join(args.drafters)}"
-        + " --made" * args.made + " --flash on" * (args.flash == "on"),
+        + " --made" * args.made + f" --flash {args.flash}" * (args.flash != "off"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = (args.files or Path(folder)) / f"random-{args.size}-{args.quantised}.gguf"

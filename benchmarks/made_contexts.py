@@ -34,7 +34,8 @@ from load_runs import let_go, listed
 from turns import Ask, ask_engine, cpu_engine, kv_bytes_per_token, read_bandwidth
 
 from draftwing.engine.engine import Engine
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.layers.decoder_layer import DecoderLayer
+from draftwing.models.decoder import DecoderModel
 
 ENDING = 48  # tokens of a question
 SHORT = 64  # of llama.cpp's prompt

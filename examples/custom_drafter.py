@@ -20,7 +20,7 @@ class PairLookup(Drafter):
 
     def propose(self, step: DraftStep) -> Draft:
         table, rows, depth = step.table, step.rows, step.shape.depth
-        text = table.tokens[rows, : step.max_kv_len + 1]  # [B, L], valid up to the newest token
+        text = table.tokens[rows, : step.max_kv_len + 1].long()  # [B, L], valid up to the newest token
         end = table.kv_len[rows].unsqueeze(1)  # [B, 1], index of the newest token
         newest, before = text.gather(1, end), text.gather(1, (end - 1).clamp(min=0))  # [B, 1]
         position = torch.arange(text.shape[1], device=rows.device)  # [L]

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
 from draftwing.ops.torch.state import ancestor_slots, scan
 from draftwing.parallel.cut import Cut

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from draftwing.ops.attention import FULL, AttentionKind
+from draftwing.ops.dense_attention import DenseAttend
 
 TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys reach many splits
     "lanes": dict(programs=96, context_programs=96, context_rows=0),
@@ -25,3 +27,14 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> 
     sinks = scores.new_full((heads,), -torch.inf) if kind.sinks is None else kind.sinks.to(scores)
     weights = torch.cat((scores, sinks[:, None]), 1).softmax(1)[:, :-1]
     return torch.einsum("hs,shd->hd", weights, v).flatten()
+
+
+class FunctionAttend(DenseAttend):
+    """Attention by a function. What is no `FULL` attention is its fifth argument."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+        return self._function(layer, q, k, v, *(() if kind.is_full else (kind,)))

@@ -1,10 +1,10 @@
 """The lm_head of drafts in fewer bits, against bfloat16 as the engine multiplies it: microseconds by rows.
 
-    python benchmarks/gpu_kernels/lm_head.py [27B,9B,35B-A3B,8B,EAGLE-3]
+    python benchmarks/gpu_kernels/lm_head.py [27B,9B,35B-A3B,8B,EAGLE-3,64M,32M]
 
-Shapes are those of Qwen3.5 and of Llama 3.1 8B, and the head of its own that an EAGLE-3 head has. The floor is the time
-to read the matrix, scales included, at `timing.read_rate`. `cut as gate.up` are the same kernels with the shapes that
-are for a gated product; their bits are compared with those of the others.
+Shapes are those of Qwen3.5 and of Llama 3.1 8B, the head of its own that an EAGLE-3 head has, and two of 64 and 32
+million values. The floor is the time to read the matrix, scales included, at `timing.read_rate`. `cut as gate.up` are
+the same kernels with the shapes that are for a gated product; their bits are compared with those of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, compile_ahead, sha
 
 MATRICES = {
     "27B": (248320, 5120), "9B": (248320, 4096), "35B-A3B": (248320, 2048), "8B": (128256, 4096),
-    "EAGLE-3": (32000, 4096),
+    "EAGLE-3": (32000, 4096), "64M": (16384, 4096), "32M": (8192, 4096),
 }  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LABELS = ("int8", "fp8", "int4")

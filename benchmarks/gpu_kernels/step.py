@@ -118,7 +118,9 @@ def weights_read(parts: Any, rows: int) -> tuple[float, float]:
     for part in model.modules():
         if isinstance(part, Linear) and (part is not model.embed.table or part is model.lm_head):
             size = sum(p.nbytes for p in part.parameters(recurse=False)) + part.op.sizes.total()
-            total += size * (distinct + part.shared) / part.count if isinstance(part, ExpertLinear) else size
+            size = size or part.out_features * part.in_features * model.dtype.itemsize  # the device's own copy
+            routed = isinstance(part, ExpertLinear) and not part.takes_all
+            total += size * (distinct + part.shared) / part.count if routed else size
     return total, distinct
 
 

@@ -86,7 +86,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool | None = None,
-        **wishes: Unpack[RequestOptions],
+        **request_options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes prompts and returns `params.n` completions per prompt, prompt after prompt.
 
@@ -94,11 +94,11 @@ class LLM:
         params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt. Fields that are not set
         are the model's defaults (`engine.info.defaults`), as over HTTP.
         use_tqdm: whether a terminal shows a progress bar; None: for more than one answer.
-        wishes: see `RequestOptions`.
+        request_options: see `RequestOptions`.
 
         Raises RequestError for a prompt that can never run; nothing is generated then.
         """
-        return self._run(self._inputs.of_prompts(prompts, params, wishes), wishes, use_tqdm)
+        return self._run(self._inputs.of_prompts(prompts, params, request_options), request_options, use_tqdm)
 
     def chat(
         self,
@@ -108,7 +108,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         use_tqdm: bool | None = None,
-        **wishes: Unpack[RequestOptions],
+        **request_options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answers conversations with the model's chat template. Otherwise as `generate`.
 
@@ -116,8 +116,10 @@ class LLM:
         chat_template_kwargs: further variables of the chat template.
         continue_final_message: the answers continue the last messages, which must be the assistant's.
         """
-        asked = self._inputs.of_chats(conversations, params, wishes, chat_template_kwargs, continue_final_message)
-        return self._run(asked, wishes, use_tqdm)
+        asked = self._inputs.of_chats(
+            conversations, params, request_options, chat_template_kwargs, continue_final_message
+        )
+        return self._run(asked, request_options, use_tqdm)
 
     def stream(
         self,
@@ -125,7 +127,7 @@ class LLM:
         params: Params | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **wishes: Unpack[RequestOptions],
+        **request_options: Unpack[RequestOptions],
     ) -> Generator[Piece, None, None]:
         """Yields one answer in pieces, as it is generated. To close the iterator aborts the request.
 
@@ -134,9 +136,9 @@ class LLM:
         Raises RequestError before anything is generated, and RuntimeError where the LLM is asked for anything else
         between two pieces.
         """
-        request = self._inputs.of_one(prompt, params, wishes, chat_template_kwargs)
-        (answer,) = self._prepare([request], wishes)
-        return self._pieces(answer, token_texts(self.engine.tokenizer, wishes))
+        request = self._inputs.of_one(prompt, params, request_options, chat_template_kwargs)
+        (answer,) = self._prepare([request], request_options)
+        return self._pieces(answer, token_texts(self.engine.tokenizer, request_options))
 
     def close(self) -> None:
         """Frees the model's memory. Safe to call twice."""
@@ -152,20 +154,20 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _prepare(self, asked: Sequence[GenerationRequest], wishes: RequestOptions) -> list[Answer]:
+    def _prepare(self, asked: Sequence[GenerationRequest], request_options: RequestOptions) -> list[Answer]:
         if self._closed:
             raise RuntimeError("this LLM is closed")
-        return self._session.prepare(asked, wishes.get("speculative"))
+        return self._session.prepare(asked, request_options.get("speculative"))
 
     def _run(
-        self, asked: Sequence[GenerationRequest], wishes: RequestOptions, use_tqdm: bool | None
+        self, asked: Sequence[GenerationRequest], request_options: RequestOptions, use_tqdm: bool | None
     ) -> list[Completion]:
-        answers = self._prepare(asked, wishes)
+        answers = self._prepare(asked, request_options)
         shown = len(answers) > 1 if use_tqdm is None else use_tqdm
         with progress_bar(total=len(answers), desc="generating", unit="answer", disable=not shown) as bar:
             for answer, _ in self._session.stream(answers):
                 bar.update(answer.finish_reason is not None)
-        texts = token_texts(self.engine.tokenizer, wishes)
+        texts = token_texts(self.engine.tokenizer, request_options)
         return [Completion.of(answer, texts) for answer in answers]
 
     def _pieces(self, answer: Answer, texts: TokenTexts | None) -> Generator[Piece, None, None]:
@@ -181,6 +183,6 @@ class LLM:
         yield Piece(last, answer.token_ids[seen:], Completion.of(answer, texts))
 
 
-def token_texts(tokenizer: Tokenizer, wishes: RequestOptions) -> TokenTexts | None:
+def token_texts(tokenizer: Tokenizer, request_options: RequestOptions) -> TokenTexts | None:
     """Texts of tokens, where a call asks for them in log probabilities."""
-    return TokenTexts(tokenizer) if wishes.get("return_text_in_logprobs") else None
+    return TokenTexts(tokenizer) if request_options.get("return_text_in_logprobs") else None

@@ -51,18 +51,18 @@ class Inputs:
         self._reasoning = Reasoning(info.options, tokenizer)
 
     def of_prompts(
-        self, prompts: Any, params: Params | Sequence[Params] | None, wishes: RequestOptions
+        self, prompts: Any, params: Params | Sequence[Params] | None, request_options: RequestOptions
     ) -> list[GenerationRequest]:
         """Makes requests of what `LLM.generate` takes."""
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
-        return self._requests(ids, params, wishes)
+        return self._requests(ids, params, request_options)
 
     def of_chats(
         self,
         conversations: Any,
         params: Params | Sequence[Params] | None,
-        wishes: RequestOptions,
+        request_options: RequestOptions,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> list[GenerationRequest]:
@@ -80,20 +80,20 @@ class Inputs:
             starts = [
                 start_of(style, text, messages[-1]["content"]) for text, messages in zip(texts, every, strict=True)
             ]
-        return self._requests(ids, params, wishes, starts)
+        return self._requests(ids, params, request_options, starts)
 
     def of_one(
         self,
         prompt: str | Sequence[int] | Sequence[Message],
         params: Params | None,
-        wishes: RequestOptions,
+        request_options: RequestOptions,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> GenerationRequest:
         """Returns the request of a text, of token ids or of one conversation, for one answer."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            requests = self.of_chats(prompt, params, wishes, chat_template_kwargs)
+            requests = self.of_chats(prompt, params, request_options, chat_template_kwargs)
         elif _single(prompt):
-            requests = self.of_prompts(prompt, params, wishes)
+            requests = self.of_prompts(prompt, params, request_options)
         else:
             raise RequestError(f"expected one prompt or one conversation; found {show(prompt)}", "prompt")
         (request,) = requests
@@ -119,11 +119,11 @@ class Inputs:
         self,
         prompts: list[list[int]],
         params: Params | Sequence[Params] | None,
-        wishes: RequestOptions,
+        request_options: RequestOptions,
         starts: list[Start] | None = None,
     ) -> list[GenerationRequest]:
         """starts: where answers begin; None: as the prompts' ends say."""
-        like, context = _checked_wishes(self._tokenizer, wishes), self._info.context_length
+        like, context = _request_of(self._tokenizer, request_options), self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
@@ -189,12 +189,12 @@ def _text(parts: list[Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _checked_wishes(tokenizer: Tokenizer, wishes: RequestOptions) -> GenerationRequest:
+def _request_of(tokenizer: Tokenizer, asked: RequestOptions) -> GenerationRequest:
     """Returns a request with all that is asked besides sampling, but for drafts. Raises RequestError."""
-    unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
+    unknown = next((name for name in asked if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")
-    priority, salt, predicted = wishes.get("priority", 0), wishes.get("cache_salt"), wishes.get("prediction")
+    priority, salt, predicted = asked.get("priority", 0), asked.get("cache_salt"), asked.get("prediction")
     for name, text in (("cache_salt", salt), ("prediction", predicted)):
         if text is not None:
             if not isinstance(text, str):
@@ -203,10 +203,10 @@ def _checked_wishes(tokenizer: Tokenizer, wishes: RequestOptions) -> GenerationR
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
     logprobs = logprob_params(
-        wishes.get("return_logprob"),
-        wishes.get("logprob_start_len"),
-        wishes.get("top_logprobs_num"),
-        wishes.get("token_ids_logprob"),
+        asked.get("return_logprob"),
+        asked.get("logprob_start_len"),
+        asked.get("top_logprobs_num"),
+        asked.get("token_ids_logprob"),
     )
     prediction = tuple(tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
     return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)

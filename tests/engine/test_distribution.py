@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from made_up_costs import OnMadeUpMachine
+from plain_attention import FunctionAttend
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import SamplingGroups
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.model_drafter import ModelDrafter

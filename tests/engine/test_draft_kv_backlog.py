@@ -11,7 +11,16 @@ import pytest
 import torch
 from engine_rig import Chosen, InTurn
 
-from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, TreeShape
+from draftwing.core import (
+    LOOKUP_ALONE,
+    MAX_BACKLOG,
+    NO_DEFERRAL,
+    PLAIN,
+    DraftChunk,
+    DraftDeferral,
+    DraftExtend,
+    TreeShape,
+)
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.row_table import RowTable
@@ -274,11 +283,12 @@ class Watcher:
         self.seen: list[SimpleNamespace] = []
 
     def catch_up(self, seen: Any, drafts: Any) -> None:
-        assert drafts
         table, batch, hidden, next_ids, count, noisy = seen
         pages = table.page_table.clone()
         self.seen.append(
-            SimpleNamespace(batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages)
+            SimpleNamespace(
+                batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages, drafts=drafts
+            )
         )
 
 
@@ -302,6 +312,7 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
             lag.keep(at, one * p, one, truth[row, p : p + 1], None)
     lag.catch_up(DraftExtend(np.asarray(rows), behind, 2 * MAX_BACKLOG), np.asarray([0, 1]), True)
     (seen,) = drafter.seen
+    assert seen.drafts
     size = 4 if sizes else 2
     width = len(seen.ids) // size
     assert seen.batch.rows.tolist() == [*rows, *[4] * (size - 2)] and seen.noisy.tolist() == [1]
@@ -323,6 +334,18 @@ def test_what_is_shown(harness: Any, behind: int, sizes: tuple[int, ...]) -> Non
         assert [one.batch.rows.tolist() for one in drafter.seen[1:]] == [[row] for row in rows]
     assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
     assert not lag._unseen.behind.any()
+
+
+def test_a_part_of_a_text_whose_end_was_seen_leaves_no_more_to_see(harness: Any) -> None:
+    device, drafter = pick_device(harness.device), Watcher()
+    table = RowTable(4, 2 * MAX_BACKLOG + ROOM + 1, device)
+    table.kv_len[1] = 50
+    lag = DraftKVBacklog(drafter, table, device.ops, 0, torch.float32, DraftDeferral(0, 64, True))
+    lag.reset(torch.tensor([1], device=device.device), 1)
+    lag.catch_up(DraftExtend(np.asarray([1]), 1, 50, (DraftChunk(1, 10, 5, 0),)), np.empty(0, np.int64), True)
+    part, rest = drafter.seen
+    assert part.batch.positions.tolist() == [*range(10, 15)] and not part.drafts
+    assert rest.count.tolist() == [1] and rest.batch.prefix_len.tolist() == [49]
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "MTP", "DSPARK"])

@@ -16,10 +16,11 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
-from draftwing.requests.request import LogprobParams
+from draftwing.requests.request import LogprobParams, ThinkingBudget
 from draftwing.sched.results import NOT_FINITE_MESSAGE
 
 CHAIN = TreeShape(3, 1, 4)
+END = tuple(range(20, 36))  # a marker that takes many steps
 
 
 @pytest.mark.slow
@@ -130,12 +131,16 @@ def test_rows_that_ask_for_more(harness: Any) -> None:
     edited = rig.submit("edited", [1, 2, 3], h.greedy(40, frequency_penalty=0.5))
     quarantined = rig.submit("quarantined", [4, 5, 6], h.greedy(40), logprobs=LogprobParams(top=2))
     rig.submit("allowed", [7, 8, 9], h.greedy(20, allowed_token_ids=(5, 6)))
+    budget = ThinkingBudget(2, (2, 3), END, open=True)
+    told = rig.submit("told to end", [10, 11, 12], h.greedy(40), thinking=budget)
 
     def between(turn: int) -> None:
         if turn == 8:
-            quarantine(rig, edited)
-            quarantine(rig, quarantined)
+            for one in (edited, quarantined, told):
+                quarantine(rig, one)
 
     got = rig.run(between=between)
-    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "quarantined")] == [NOT_FINITE_MESSAGE] * 2
+    for uid in ("edited", "quarantined", "told to end"):
+        assert got.final[uid].finish_reason["message"] == NOT_FINITE_MESSAGE
+    assert 3 < len(got.tokens["told to end"]) < 2 + len(END), "not only behind the marker"
     assert got.final["allowed"].finish_reason["type"] == "length" and set(got.tokens["allowed"]) <= {5, 6}

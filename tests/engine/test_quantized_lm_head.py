@@ -168,6 +168,15 @@ def test_by_default_where_it_is_large_and_there_is_room(
         assert ops == [(272, "int8")] * made
 
 
+def test_a_copy_that_is_asked_for_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("draftwing.spec.build.quantized_copy", full)
+    with pytest.raises(ConfigError, match="--speculative-lm-head-quantization"):
+        Case("EAGLE", tmp_path).engine(**{LM_HEAD: "int8"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rows"), [("EAGLE", []), ("EAGLE3", [(192, "int8")])])
 def test_a_swapped_head(kind: str, rows: list[tuple[int, str]], tmp_path: Path, ops: list[tuple[int, str]]) -> None:

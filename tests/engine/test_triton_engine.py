@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from layer_kinds import HYBRIDS, KINDS, config_of
+from plain_attention import FunctionAttend
 from reference.exact_heads import exact_dspark
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +19,6 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.contracts import Routing
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter

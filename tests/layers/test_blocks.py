@@ -107,7 +107,7 @@ def test_columns_that_are_no_whole_blocks_stay_dense(caplog: pytest.LogCaptureFi
     linear.weight.data.copy_(weight)
     with caplog.at_level(logging.WARNING):
         log_blocks(nn.Sequential(linear))
-    assert caplog.messages == ["not in blocks, for their columns are no multiple of 32: 0 (48)"]
+    assert caplog.messages == ["dequantised, for their columns are no multiple of a block of 32: 0 (48)"]
     linear.pack(OPS)
     torch.testing.assert_close(linear(weight), weight @ weight.T, rtol=1e-5, atol=1e-5)
     assert not block_sizes(linear)

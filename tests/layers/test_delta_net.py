@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_attention import FunctionAttend
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
@@ -11,7 +12,6 @@ from draftwing.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.mixer import Placement
 from draftwing.models.decoder import pack_layers
-from draftwing.ops.attention import FunctionAttend
 
 
 def test_matrices_that_become_one_make_the_same(device: torch.device, mended_interpreter: None) -> None:

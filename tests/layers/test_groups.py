@@ -12,6 +12,7 @@ from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops import groups as of_groups
@@ -19,7 +20,7 @@ from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
 from draftwing.layers.mixer import MixerConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import QuantizedRows
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

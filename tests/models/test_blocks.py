@@ -12,6 +12,7 @@ import pytest
 import torch
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
+from plain_attention import FunctionAttend
 from reference import exact_heads
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
@@ -23,7 +24,6 @@ from draftwing.layers.linear_ops.blocks import BlockFormat, PackedBlocks, block_
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_kinds_that_have_no_kernel_are_said_once(tmp_path: Path, caplog: pytest.
     (line,) = [record.getMessage() for record in caplog.records if "Q4_1" in record.getMessage()]
     assert line == "8 tensors in Q4_1 have no kernel here and are quantised again, to Q8_0"
     assert set(block_sizes(model)) == {"Q8_0"}
-    assert re.search(r"weights: \d+ MB in blocks \(Q8_0\)", caplog.text)
+    assert re.search(r"weights: \d+ MB block-quantised \(Q8_0\)", caplog.text)
 
 
 @pytest.mark.parametrize("dummy", [False, True])

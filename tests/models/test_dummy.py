@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_attention import FunctionAttend
 from reference.hf_configs import GEMMA3_1B, GPT_OSS_20B, QWEN3_30B
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,6 +12,7 @@ import torch
 import transformers
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
+from plain_attention import FunctionAttend
 from timed import least_seconds
 from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
 
@@ -23,7 +24,6 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.loader import load_config, load_model
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.contracts import Routing
 from draftwing.train.capture import Causal as windowed
 

@@ -77,6 +77,13 @@ def test_a_file_is_spread(tmp_path: Path) -> None:
     torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-4, rtol=1e-4)
 
 
+def test_a_file_that_does_not_say_how_much_of_a_head_is_turned_has_the_familys_share(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    file = open_gguf(write(tmp_path / "m.gguf", theirs.config, theirs.state_dict()))
+    del file.metadata["qwen35.rope.dimension_count"]
+    assert gguf.model_config(file).ropes[0].dims == theirs.config.head_dim // 4
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     theirs = reference("qwen3.5")
     for key, value, message in (

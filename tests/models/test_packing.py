@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoder_configs import changed, decoder_config
+from plain_attention import FunctionAttend
 from torch import Tensor, nn
 
 from draftwing.layers.config import ExpertConfig
@@ -14,7 +15,6 @@ from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import have_triton, make_ops
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.ops import TorchOps
 

@@ -310,6 +310,7 @@ static int count_in_warp(bool so) {
     meet(warp_arrived[me / 32], 32);
     return count;
 }
+static void prefetch_line(const u32* p) { check_source(p, 128); }
 static u32 byte_twice(u32 word, int which) { return (word >> which * 8 & 0xff) * 0x10001; }
 static uint2 load_half_weight(const u32* p) {
     if ((uintptr_t)p % 8) abort();
@@ -342,13 +343,28 @@ static struct {  // of the weight of the next runs, where there are any
     int there;
 } group;
 using ExpertKernel = void (*)(const u16*, const void*, const u32*, const u32*, int, const u16*, const int*, const int*,
-                              u16*, int, int, int, int, int, float);
+                              u16*, int, int, int, int, int, int, float);
 static struct {  // of the next runs, where the weight is one of experts
-    int rows, tile_count, choices, known;
+    int rows, tile_count, choices, known, every;
     const int *order, *tiles;
     float limit;
     int there;
 } expert;
+
+#ifdef HEADS
+using HeadKernel = void (*)(const u16*, const u16*, u16*, int, int, int, int, int, int, int, float, const u16*,
+                            const u16*, const u16*, int, int, int, int);
+static struct {  // of the next run besides what `job` has; strides of x and y, and what is turned
+    int heads, x_row, x_head, y_row, y_head;
+    float factor;
+    const u16 *turned, *cos, *sin;
+    int width, row, head, angles;
+} heads;
+extern "C" void head_sizes(int count, int x_row, int x_head, int y_row, int y_head, float factor, const u16* turned,
+                           const u16* cos, const u16* sin, int width, int row, int head, int angles) {
+    heads = {count, x_row, x_head, y_row, y_head, factor, turned, cos, sin, width, row, head, angles};
+}
+#endif
 
 // A thread of a block of experts' has to wait for the earlier kernel before it reads what that one writes, which is x and,
 // where routes are not known, these; and then before it lets the next kernel come.
@@ -362,14 +378,20 @@ static bool may_read(bool x) { return !expert.there || waited[me] || (expert.kno
 
 static void body() {
     const int fiber = me;
+#ifdef HEADS
+    ((HeadKernel)job.kernel)(job.x, job.w, job.y, job.M, job.N, heads.heads, heads.x_row, heads.x_head, heads.y_row,
+                             heads.y_head, heads.factor, heads.turned, heads.cos, heads.sin, heads.width, heads.row,
+                             heads.head, heads.angles);
+#else
     if (expert.there)
         ((ExpertKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, expert.rows, job.bias, expert.order,
-                                   expert.tiles, job.y, expert.tile_count, expert.choices, expert.known, job.N, job.K,
-                                   expert.limit);
+                                   expert.tiles, job.y, expert.tile_count, expert.choices, expert.known, expert.every,
+                                   job.N, job.K, expert.limit);
     else if (group.there)
         ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
                                   job.K);
     else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
+#endif
     fibers[fiber].done = true;
     ++steps;
     leave(fiber);
@@ -430,9 +452,9 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 
 extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
-extern "C" void experts(int rows, int tile_count, int choices, int known, const int* order, const int* tiles,
-                        float limit, int there) {
-    expert = {rows, tile_count, choices, known, order, tiles, limit, there};
+extern "C" void experts(int rows, int tile_count, int choices, int known, int every, const int* order,
+                        const int* tiles, float limit, int there) {
+    expert = {rows, tile_count, choices, known, every, order, tiles, limit, there};
 }
 
 #ifdef GROUPS

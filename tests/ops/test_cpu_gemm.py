@@ -11,9 +11,10 @@ from decoder_configs import changed, decoder_config
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.contracts import FEW_ROWS

@@ -16,12 +16,13 @@ from torch import Tensor
 from draftwing.core import Chunk
 from draftwing.kv.pool import KVPool
 from draftwing.layers.config import NormConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch, spans_of
 from draftwing.ops.cpu.arena import Arena

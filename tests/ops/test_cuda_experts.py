@@ -44,6 +44,18 @@ def test_which_weights_are_a_stream() -> None:
     assert layout_of(dense(66, 2048), width=33) == Layout(), "scales of four features are copied at a time"
 
 
+@pytest.mark.parametrize(
+    ("kind", "tiles", "width", "row_tiles"),
+    [("silu", 8, 768, 3), ("silu", 5, 1536, 4), ("silu", 6, 1408, 4), ("silu", 9, 512, 3), ("plain", 8, 2048, 4),
+     ("plain", 5, 2048, 3), ("plain", 9, 2048, 5)],
+)  # fmt: skip
+def test_a_token_takes_the_cut_of_fewest_rounds(kind: str, tiles: int, width: int, row_tiles: int) -> None:
+    """Of Qwen3-30B-A3B, GLM-4.7-Flash, DeepSeek-V2-Lite and Qwen3.5-35B-A3B on 132 multiprocessors."""
+    cuts = cuts_for(Layout(FP8, 1, chunks=32))
+    tried = [cuts[kind + name, 1] for name in ("", *gemm_experts.OTHERS)]
+    assert tried[gemm_experts.best_of(tried, kind, tiles, width, 132)].row_tiles == row_tiles
+
+
 def test_devices_without_bulk_copies() -> None:
     layout = Layout(FP8, 1, chunks=32)
     assert layout.on((9, 0)) == layout

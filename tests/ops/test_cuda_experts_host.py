@@ -71,7 +71,7 @@ class Host:
         shape, width = self.plain[kind], len(w) // (2 if kind == "silu" else 1)
         out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(None, None, 0)
-        self._library.experts(0, 0, 0, 0, None, None, ctypes.c_float(0), 0)
+        self._library.experts(0, 0, 0, 0, -1, None, None, ctypes.c_float(0), 0)
         sizes = len(x), width, x.shape[1], *shape.grid(kind, len(x), width, 1)
         cut = shape.warps * 32, 1, shape.shared_bytes(0)
         launch(self._library, f"stored_{kind}", cut, (x, w, bias, None, out), sizes, 0)
@@ -81,11 +81,12 @@ class Host:
         self, name: str, x: Tensor, w: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, limit: float = 0.0,
         early: bool = False,
     ) -> Tensor:  # fmt: skip
-        kind, tile, tiles = name.partition("_")[0], int(name.partition("_")[2]), routed.tiles
+        (cut_kind, _, tile), tiles = name.rpartition("_"), routed.tiles
+        kind, cut = cut_kind.partition("_")[0], self.cuts[cut_kind, int(tile)]
         assert tiles is not None
         codes, scales, zeros = (w, None, None) if isinstance(w, Tensor) else (w.words, w.scales, w.zeros)
         width = len(codes) // COUNT // (1 if kind == "plain" else 2)
-        out, cut = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16), self.cuts[kind, tile]
+        out = torch.full((routed.pairs, width), torch.nan, dtype=torch.bfloat16)
         many, choices = tiles.tiles.shape[1], routed.choices(x)
         self._library.groups(pointer(scales), pointer(zeros), 0)
         self._library.source(None, 0)
@@ -93,10 +94,17 @@ class Host:
             if part is not None:
                 self._library.source(pointer(part), ctypes.c_long(part.nbytes))
         places = map(pointer, (tiles.order, tiles.tiles))
-        known = int(gemm_experts.routes_known(routed, choices))
-        self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
+        known, every = int(gemm_experts.routes_known(routed, choices)), gemm_experts.asked_ahead(routed, choices)
+        self._library.experts(len(codes), many, choices, known, every, *places, ctypes.c_float(limit), 1)
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
-        launch(self._library, name, (cut.threads, 1, cut.shared_bytes(tile)), (x, codes, bias, None, out), sizes, early)
+        launch(
+            self._library,
+            name,
+            (cut.threads, 1, cut.shared_bytes(int(tile))),
+            (x, codes, bias, None, out),
+            sizes,
+            early,
+        )
         self._library.source(None, 0)
         return out
 
@@ -119,7 +127,8 @@ def routed_of(rows: int) -> Routed:
     routed = ExpertOps().route(logits, Routing(TOP))
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
-        return Routed(routed.experts, routed.weights, COUNT, ExpertTiles(None, each, gemm_experts.MAX_PAIRS))
+        made = ExpertTiles(None, each, gemm_experts.MAX_PAIRS)
+        return Routed(routed.experts, routed.weights, COUNT, made, shared=True)  # asks ahead for the last one
     return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MAX_PAIRS))
 
 
@@ -160,12 +169,14 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 def check(
-    run: Host, layout: Layout, kind: str, rows: int, depth: int, early: bool = False, tile: int | None = None
+    run: Host, layout: Layout, name: str, rows: int, depth: int, early: bool = False, tile: int | None = None
 ) -> None:
+    """name: of the cut, which begins with its kind."""
+    kind = name.partition("_")[0]
     weight, dense = weight_of(layout, COUNT * 80, depth)
     routed, bias = routed_of(rows), random(COUNT * 80, seed=2) if depth > 256 else None
     x = random(rows if kind == "silu" else routed.pairs, depth, seed=3)
-    found = run(f"{kind}_{tile or (8 if rows <= 8 else 16)}", x, weight, bias, routed, early=early)
+    found = run(f"{name}_{tile or (8 if rows <= 8 else 16)}", x, weight, bias, routed, early=early)
     expected, choices = torch.empty_like(found), routed.choices(x)
     for expert in range(COUNT):
         pairs = (routed.experts.flatten() == expert).nonzero().flatten()
@@ -216,8 +227,10 @@ def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], 
     assert isinstance(cut, Stream)
     for early in (False, True):
         check(run, layout, kind, rows, 64 * cut.layout.chunks, early)
-    if rows == 1 and (kind, 1) in run.cuts:
-        check(run, layout, kind, rows, 64 * cut.layout.chunks, tile=1)
+    if rows == 1:
+        for name, tile in run.cuts:
+            if tile == 1 and name.startswith(kind):
+                check(run, layout, name, rows, 64 * cut.layout.chunks, tile=1)
 
 
 @pytest.mark.parametrize("short", BY_ROWS, ids=str)

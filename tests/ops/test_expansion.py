@@ -27,7 +27,7 @@ CLOSE = 2e-5
 def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> RowTable:
     """Rows of garbage, every other one of them with a temperature if noisy."""
     g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, pick_device(ops.device.type, ops=ops))
-    slots.page_table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
+    slots.page_table[:rows] = torch.randint(1, (1 << 31) - 1, (rows, length), generator=g)
     slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
     slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)
     slots.last[:] = torch.randint(0, vocab, (rows + 1,), generator=g)

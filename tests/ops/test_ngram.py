@@ -45,11 +45,12 @@ def small_chunks(ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "MAX_SPLITS", 4)
 
 
-def slots_on(device: torch.device, rows: int, context: int) -> Slots:
+def slots_on(ops: TorchOps, rows: int, context: int) -> Slots:
     """Garbage; the dummy row is empty."""
     garbage = torch.randint(0, 5, (rows + 1, context), generator=torch.Generator().manual_seed(1))
     garbage[rows] = 0
-    return Slots(garbage.to(device), *torch.zeros(3, rows + 1, dtype=torch.int64, device=device))
+    zeros = torch.zeros(3, rows + 1, dtype=torch.int64, device=ops.device)
+    return Slots(garbage.to(ops.device, ops.table_dtype), *zeros)
 
 
 class Pair:
@@ -58,7 +59,7 @@ class Pair:
     def __init__(self, ops: TorchOps, rows: int, context: int, **options: int) -> None:
         self.rows, self.context = rows, context
         self.sides: list[tuple[NGramIndex, Slots]] = [
-            (there.ngram_index(rows + 1, there.device, **options), slots_on(there.device, rows, context))
+            (there.ngram_index(rows + 1, there.device, **options), slots_on(there, rows, context))
             for there in (TorchOps(CPU), ops)
         ]
         self.history: list[list[int]] = [[] for _ in range(rows + 1)]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, StateSpec
-from draftwing.ops.attention import Batch, ChunkSpan, DenseAttend, Ragged
+from draftwing.ops.attention import Batch, ChunkSpan, Ragged
 from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.dense_attention import DenseAttend
 from draftwing.ops.torch.ops import TorchOps
 
 SIZES = [(40, 3), (144, 4), (64, 2)]

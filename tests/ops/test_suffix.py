@@ -114,7 +114,9 @@ class World:
         self.dictionary = Dictionary(rows, depth, nodes, **allowed)  # type: ignore[arg-type]
         garbage = torch.randint(0, 5, (rows + 1, context), generator=torch.Generator().manual_seed(1))
         garbage[rows] = 0
-        self.slots = Slots(garbage.to(ops.device), *torch.zeros(3, rows + 1, dtype=torch.int64, device=ops.device))
+        self.slots = Slots(
+            garbage.to(ops.device, ops.table_dtype), *torch.zeros(3, rows + 1, dtype=torch.int64, device=ops.device)
+        )
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.salt = [0] * rows
 

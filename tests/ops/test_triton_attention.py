@@ -9,14 +9,15 @@ import pytest
 import torch
 from attention_cases import ONE_LANE, TINY, attention, chunked, common, make_case
 from decoder_configs import decoder_config
-from plain_attention import brute_force
+from plain_attention import FunctionAttend, brute_force
 from torch import Tensor
 
 from draftwing.kv.pool import FP8, KVPool, KVSpec
+from draftwing.kv.zeros import zeros_as_written
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
-from draftwing.models.decoder import DecoderLayer
-from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, FunctionAttend
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 rope = pytest.importorskip("draftwing.ops.triton.rope")
@@ -60,6 +61,18 @@ def test_plans() -> None:
 def test_trees_against_brute_force(heads: tuple[int, int], nodes: int, exact: bool, device: torch.device) -> None:
     case = make_case([37, 70, 0], nodes, device, heads, dim=16)
     torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_page_tables_of_32_bits(exact: bool, device: torch.device) -> None:
+    """Over a pool in which a key's place takes more: slots are the last ones of it."""
+    case = make_case([37, 70, 0], 4, device, (4, 2), dim=16, dtype=torch.float16)
+    first = (1 << 31) // case.kv[0].numel()
+    kv = zeros_as_written((first + len(case.kv), *case.kv.shape[1:]), case.kv.dtype, device)
+    kv[first:] = case.kv
+    far = replace(case, kv=kv, table=(case.table + first).int())
+    assert torch.equal(far.run(exact), case.run(exact))
+    assert torch.equal(far.alone(1, 3).as_chunk(5), case.alone(1, 3).as_chunk(5))
 
 
 @pytest.mark.further(length=[16, 31, 64, 101])
@@ -276,14 +289,17 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, 
     assert v_norm or torch.equal(kv[:, :, 1], expected[:, :, 1])
 
 
+@pytest.mark.parametrize("beside", [0, 24])
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_write_latents(dtype: torch.dtype, eight: bool, device: torch.device) -> None:
-    """Of rows that are apart, to a pool of their type and to one in 8 bits."""
+def test_write_latents(dtype: torch.dtype, eight: bool, beside: int, device: torch.device) -> None:
+    """Of rows that are apart, to a pool of their type and to one in 8 bits; perhaps a norm beside it."""
     latent, turned, count = 96, 16, 5
     stored = FP8 if eight and dtype.itemsize == 2 else dtype
     rng = torch.Generator().manual_seed(7)
-    made = torch.randn(count, latent + turned + 9, generator=rng).to(device, dtype)[:, 9:]
+    both = torch.randn(count, beside + latent + turned + 9, generator=rng).to(device, dtype)[:, 9:]
+    query, made = both.split((beside, latent + turned), 1)
+    query_weight = (torch.rand(beside, generator=rng) + 0.5).to(device, dtype)
     weight = (torch.rand(latent, generator=rng) + 0.5).to(device, dtype)
     table = rope_table(RopeConfig(), turned, 40, dtype, device)
     cos, sin = table[torch.randint(40, (count,), generator=rng).to(device)].unsqueeze(2).unbind(1)
@@ -291,9 +307,16 @@ def test_write_latents(dtype: torch.dtype, eight: bool, device: torch.device) ->
     spec = KVSpec(1, latent + turned, shared=True)
     found, expected = (KVPool([spec], 9, stored, device, [(0.5, 0.5)]) for _ in range(2))
     scale = found.scales[0][0]
-    rope.write_latents(made, weight, 1e-6, cos, sin, slots, found.kv[0], scale)
-    x = made[:, :latent].double()
-    normed = (x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()).to(dtype)
+    out = rope.write_latents(
+        made, weight, 1e-6, cos, sin, slots, found.kv[0], scale, (query, query_weight) if beside else None
+    )
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return (x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()).to(dtype)
+
+    assert out.shape == query.shape
+    torch.testing.assert_close(out, norm(query, query_weight), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    normed = norm(made[:, :latent], weight)
     keys = torch.cat((normed.unsqueeze(1), rotate(made[:, None, latent:], cos, sin)), 2)
     expected.write(0, slots, keys, keys)
     unit = 0.13 if stored == FP8 else TOLERANCE[dtype]  # a code more or less

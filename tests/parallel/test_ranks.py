@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from plain_attention import FunctionAttend
 from reference.checkpoints import llama_target, qwen2_target
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,6 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.config import ModelConfig
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.cuda.peer_memory import NoPeers, PeerMemory
 from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.ops.types import BlockRows, QuantizedRows

@@ -330,3 +330,15 @@ def test_who_goes_on_from_what_was_not_seen_has_it_shown() -> None:
     catch_ups.release(first, cached=True)
     assert catch_ups.take() is None
     assert prefill(catch_ups, then, 10) == (None, (DraftChunk(1, 18, 12, 0),))
+
+
+def test_an_answer_without_drafts_was_not_seen_though_its_prompt_is_later() -> None:
+    catch_ups = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(400, 100, True), slots=100)
+    first, again, then = prompt(0, 10), prompt(1, 11, sent=10), prompt(2, 40, sent=30)
+    first.slots = again.slots = then.slots = np.arange(100)
+    first.skipped = True
+    catch_ups.prefill(first, 10, True)
+    first.sent, first.kv = 10, 30
+    catch_ups.release(first, cached=True)
+    assert prefill(catch_ups, again, 1) == (None, (DraftChunk(1, 0, 10, 0),))
+    assert prefill(catch_ups, then, 10) == (None, (DraftChunk(2, 11, 19, 0),))

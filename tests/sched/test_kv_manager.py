@@ -167,10 +167,10 @@ def test_what_is_spoilt_is_not_cached() -> None:
     slots = set(req.slots[:10].tolist())
     kv.quarantine(req)
     kv.release(req)
+    assert kv.radix.size == 0, "its slots are about to be zeroed"
     kv.quarantine_cache()
     spoilt = kv.take_quarantined()
     assert spoilt is not None and slots <= set(spoilt.tolist()) and kv.take_quarantined() is None
-    assert kv.radix.size == 0
     kv.check_idle()
 
 

@@ -160,6 +160,7 @@ def test_rows_are_shared() -> None:
     shares = RowShares(8, running, queue)  # two each
     assert shares.preemption_victim(running, bob) is running[6], "the newest, but not of a higher priority"
     assert shares.preemption_victim(running, high) is running[6]
+    assert shares.preemption_victim(running[7:], bob) is None, "all are of a higher priority"
     for one in (bob, req("b2", "b")):
         shares.give(one)
     assert shares.served("b") and shares.preemption_victim(running, bob) is None

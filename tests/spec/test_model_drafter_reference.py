@@ -8,6 +8,7 @@ pass over the text so far, whatever chunks, trees, rejections, prefix hits and p
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import engine_rig
@@ -131,6 +132,14 @@ class Rig(engine_rig.Rig):
         drafter.propose, drafter._continuations, executor._batches.trees = spy_propose, spy_continuations, spy_verify
         head.logits = spy_logits
         setattr(head, name, spy_run)
+        if isinstance(drafter, MTPDrafter):
+            drafter._run = partial(self._run_apart, drafter._run)
+
+    def _run_apart(self, run, batch, *rest):
+        """No two queries write to one slot, of which a GPU would keep either."""
+        written = batch.write_slots[batch.write_slots > 0]
+        assert len(written) == len(written.unique())
+        return run(batch, *rest)
 
     def _state(self, row: int, topk: int) -> tuple[Any, ...]:
         slots, drafter = self.slots, self.drafter

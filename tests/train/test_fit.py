@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from draftwing.models.loader import load_model
 from draftwing.train import capture, progress
 from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
 from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import STATE_FILE, Fit
+from draftwing.train.fit import STATE_FILE, Fit, StateError
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head, new_mtp_head
 from draftwing.train.store import FeatureStore, OnlineSource, SourceMeta
@@ -144,6 +145,19 @@ def test_a_state_that_was_cut_is_refused(target, tmp_path, part):
     torch.save([1, 2], state)
     with pytest.raises(ConfigError, match="expected a dict, found list"):
         run(target, tmp_path, config("EAGLE3", steps=1))
+
+
+def test_no_room_for_a_state_is_no_damage(target, tmp_path, monkeypatch):
+    """Whoever trains when idle would begin anew. A damaged file may ask for more than it has: that is damage."""
+    run(target, tmp_path, config("EAGLE3", steps=1))
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    for asked in (1000, 1 << 62):
+        error = RuntimeError(str(found.value).replace(str(1 << 62), str(asked)))
+        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+        with pytest.raises(ConfigError) as refused:
+            run(target, tmp_path, config("EAGLE3", steps=1))
+        assert isinstance(refused.value, StateError) == (asked > 1000)
 
 
 def test_what_does_not_fit_is_refused(target, tmp_path):

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_attention import FunctionAttend
 from reference.checkpoints import eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
 from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import AttentionKind, FunctionAttend
+from draftwing.ops.attention import AttentionKind
 from draftwing.train import chain_attention, cross_entropy, ttt
 from draftwing.train.batches import collate
 from draftwing.train.heads import TargetHead, trainable

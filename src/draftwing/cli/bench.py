@@ -55,10 +55,10 @@ class Remote:
         self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int, drafts: bool = True,
         ended: Ended = ignored,
     ) -> list[Sample]:  # fmt: skip
-        wish = {} if drafts else {"speculative": "off"}
+        speculative = {} if drafts else {"speculative": "off"}
 
         def answered(prompt: list[int]) -> Sample:
-            sample = self._one(prompt, {"sampling_params": params, **wish})
+            sample = self._one(prompt, {"sampling_params": params, **speculative})
             ended(sample)
             return sample
 

@@ -38,9 +38,9 @@ class Batches:
         table = self._table
         return Batch(
             rows=upload.rows,
-            ids=table.tokens[upload.token_rows, upload.positions],
+            ids=table.tokens_at(upload.token_rows, upload.positions),
             positions=upload.positions,
-            write_slots=table.page_table[upload.token_rows, upload.positions],
+            write_slots=table.slots_at(upload.token_rows, upload.positions),
             table=table.page_table,
             prefix_len=table.kv_len[upload.rows],
             chunks=spans_of(plan.chunks),

@@ -155,7 +155,7 @@ class CommitStage:
             part = batch.part(first, end)
             begin = batch.chunks[first].offset
             here = slice(begin, begin + part.ids.shape[0])
-            next_ids = self._table.tokens[upload.token_rows[here], upload.positions[here] + 1]
+            next_ids = self._table.tokens_at(upload.token_rows[here], upload.positions[here] + 1)
             noisy = upload.groups.noisy
             if first or end < upload.final.numel():
                 some = plan.noisy[(plan.noisy >= first) & (plan.noisy < end)] - first
@@ -176,7 +176,7 @@ class CommitStage:
         position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
         hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
         _, tree = self._batches.roots(rows.shape[0])
-        tokens = table.tokens[rows.unsqueeze(1), position]
+        tokens = table.tokens_at(rows.unsqueeze(1), position)
         zero = torch.zeros_like(position)
         nodes = SampleInputs(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
         drawn = self._sample(upload.groups, len(plan.filtered) > 0, nodes)  # [F, 1]
@@ -187,7 +187,7 @@ class CommitStage:
         if plan.special:
             logprobs = self._features.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         table.last.index_copy_(0, rows, picked.squeeze(1))
-        table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
+        table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1).to(table.tokens.dtype))
         return drawn.squeeze(1), logprobs
 
     # -- what these are made of --------------------------------------------------------------------------------------

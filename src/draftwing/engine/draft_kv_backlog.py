@@ -187,7 +187,7 @@ class DraftKVBacklog:
         row_of = upload(np.repeat([part.row for part in parts], lengths))  # [M]
         at = upload(np.concatenate([np.arange(part.start, part.start + part.length) for part in parts]))  # [M]
         batch = Batch(
-            rows, table.tokens[row_of, at], at, table.page_table[row_of, at], table.page_table, prefix_len,
+            rows, table.tokens_at(row_of, at), at, table.slots_at(row_of, at), table.page_table, prefix_len,
             chunks=spans_of([Chunk(part.row, part.start, part.length, False) for part in parts]),
             bound=int((starts + lengths).max()),
         )  # fmt: skip
@@ -195,7 +195,7 @@ class DraftKVBacklog:
         if self._slots is not None:
             aux_hidden = self._ops.take_rows(self._slots, batch.write_slots)
         self._drafter.catch_up(
-            SeenTokens(table, batch, aux_hidden, table.tokens[row_of, at + 1], None, rows[:0]), False
+            SeenTokens(table, batch, aux_hidden, table.tokens_at(row_of, at + 1), None, rows[:0]), False
         )
         # What comes after the parts is all that it has not seen of these rows.
         after = table.kv_len.index_select(0, rows) - (prefix_len + upload(lengths))
@@ -222,7 +222,7 @@ class DraftKVBacklog:
             window=width, bound=min(bound + width + 1, table.length),
         )  # fmt: skip
         count = (kv_len - start).clamp(min=1)
-        next_ids = table.tokens[column, at + 1].flatten()
+        next_ids = table.tokens_at(column, at + 1).flatten()
         drafter.catch_up(SeenTokens(table, batch, aux_hidden, next_ids, count, noisy), drafts)
         table.page_table.index_put_((column, past), entries)
         self.reset(rows)

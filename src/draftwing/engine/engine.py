@@ -51,8 +51,9 @@ from draftwing.text.tokenizer import Tokenizer
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
-# Without a request, after which graphs of one more batch size and tree are captured, for some 0.1 s in which a request
-# has to wait: longer than programs take between an answer and the next question, shorter than people do. Not swept.
+# Without a request, after which graphs of one more batch size and tree are captured, for some 0.07 s in which a request
+# has to wait: longer than programs take between an answer and the next question, shorter than people do. Swept by
+# benchmarks/sim/captures.py.
 IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 

@@ -55,7 +55,7 @@ class PageTableCheck:
         if not known:
             return None
         req = known[self._steps // self._every % len(known)]
-        entries = self._table.page_table[req.row, : req.kv].unsqueeze(0)
+        entries = self._table.page_table[req.row, : req.kv].unsqueeze(0).long()
         return _Copy(req.request.uid, req.slots[: req.kv].copy(), self._table.device.download(entries))
 
     def _compare(self, copy: _Copy) -> None:

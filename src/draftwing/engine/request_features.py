@@ -277,7 +277,7 @@ class RequestFeatures:
             begin = offsets[part.chunk] + part.first
             here = slice(begin, begin + part.length)
             row = int(plan.rows[part.chunk])
-            following = self.table.tokens[row].index_select(0, positions[here] + 1)
+            following = self.table.tokens[row].index_select(0, positions[here] + 1).long()
             ids = np.asarray(part.params.token_ids, np.int64)
             sent.append(
                 self._send(

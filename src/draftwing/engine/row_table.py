@@ -37,7 +37,7 @@ class RowTable(RowTensors):
     def __init__(self, rows: int, length: int, device: Device) -> None:
         """rows: requests that may run at once; length: page-table entries of a row (context, plus the room that a
         step may need past the last token)."""
-        super().__init__(rows, length, BAN_IDS, device.device)
+        super().__init__(rows, length, BAN_IDS, device.device, device.ops.table_dtype)
         self.device = device
         self.states: RowStates | None = None  # of a model with recurrent layers
         self._step: tuple[list[bytes], tuple[Tensor, SamplingGroups]] | None = None  # the newest of `upload_step`
@@ -84,9 +84,9 @@ class RowTable(RowTensors):
         slot_at, slot, token_at, token, admits, *others = found
         if admits.shape[0]:
             self._admit(admits.view(-1, ADMIT_WORDS))
-            self.tokens.view(-1).index_copy_(0, token_at, token)
+            self.tokens.view(-1).index_copy_(0, token_at, token.to(self.tokens.dtype))
         if slot.shape[0]:
-            self.page_table.view(-1).index_copy_(0, slot_at, slot)
+            self.page_table.view(-1).index_copy_(0, slot_at, slot.to(self.page_table.dtype))
         return others
 
     def _admit(self, fields: Tensor) -> None:

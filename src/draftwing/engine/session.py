@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    info: EngineInfo, tokenizer: Tokenizer, asked: Sequence[GenerationRequest], wish: Any, draw: random.Random
+    info: EngineInfo, tokenizer: Tokenizer, asked: Sequence[GenerationRequest], speculative: Any, draw: random.Random
 ) -> Iterator[Answer]:
     """Answers to begin with, n for each request, in order; each has a request of its own that the engine lets in. One
     by one, as they are taken: thousands of them take a while.
 
-    asked: with any `uid`, and n of their parameters.  wish: for their drafts, as `speculation` takes it.  draw: gives
-    seeds to those without one.  Raises RequestError for a request that can never run.
+    asked: with any `uid`, and n of their parameters.  speculative: as `speculation` takes it.  draw: gives seeds to
+    those without one.  Raises RequestError for a request that can never run.
     """
     predicted = any(request.prediction for request in asked)
-    found = speculation(wish, *info.drafting(predicted))
-    drafts = found.used if wish is not None or predicted or info.speculates else None
+    found = speculation(speculative, *info.drafting(predicted))
+    drafts = found.used if speculative is not None or predicted or info.speculates else None
     index, searches = itertools.count(), Searches()
     for request in asked:
         request = request._replace(bad_word_ids=bad_word_ids(tokenizer, request))
@@ -58,9 +58,9 @@ class Session:
         self._draw = random.Random(engine.info.options.random_seed)
         self._running: set[str] = set()
 
-    def prepare(self, asked: Sequence[GenerationRequest], wish: Any = None) -> list[Answer]:
+    def prepare(self, asked: Sequence[GenerationRequest], speculative: Any = None) -> list[Answer]:
         """Makes requests as the function `prepare` does."""
-        return list(prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw))
+        return list(prepare(self.engine.info, self.engine.tokenizer, asked, speculative, self._draw))
 
     def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:
         """Yields each answer that made progress, with its new text (empty while a character or stop string is

@@ -216,7 +216,7 @@ class LatentAttention(Mixer):
         layer, dtype, device = place.layer, place.dtype, place.device
         heads, wide, form = config.heads, config.query_latent, head_format(layer.weight_format)
         self.down = place.linear(wide + config.width, bias=config.bias)
-        self.query = place.linear(heads * (config.plain + config.turned), wide)
+        self.query: Linear | None = place.linear(heads * (config.plain + config.turned), wide)
         self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None
         self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
         self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, form)
@@ -224,17 +224,30 @@ class LatentAttention(Mixer):
         self.o = place.out(heads * config.values, config.bias)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
 
+    def merge(self, ops: LayerOps) -> None:
+        """Has queries and latents of the same input made at once; latents come last."""
+        query, down = self.query, self.down
+        apart = self.query_norm is not None or not ops.merges_matrices or down.bias is not None
+        if query is None or apart or not query.op.can_append(down.op):
+            return
+        query.append(down, ops)
+        self.down, self.query, self.before_attention = query, None, 1
+
     def linears(self) -> list[Linear]:
-        return [self.down, self.query, self.o]
+        return [self.down, *([] if self.query is None else [self.query]), self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         config, rows = self.config, len(x)
         made = self.down(x)
-        source = x if self.query_norm is None else self.query_norm(made[:, : config.query_latent])
-        plain, turned = self.query(source).view(rows, config.heads, -1).split((config.plain, config.turned), 2)
+        written = self._written(made, cos, sin, attend, self.query_norm)
+        queries = self._queries(x, made, written).unflatten(1, (config.heads, -1))
+        plain, turned = queries.split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
-        q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
-        if self._written(made, cos, sin, attend):
+        if isinstance(self.key_up.op, HeadsOp):
+            q = self.ops.head_queries(self.key_up.op.products, plain, turned, cos, sin, config.factor)
+        else:
+            q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
+        if written is not None:
             out = attend.read(self.pool_layer, q, self.kind)
         else:
             keys = self._latents(made, cos, sin)
@@ -244,16 +257,29 @@ class LatentAttention(Mixer):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def _queries(self, x: Tensor, made: Tensor, written: Tensor | None) -> Tensor:
+        """x [M, in_size], made [M, ..] of it by `down`, written: of `_written` -> [M, heads * size of a query]"""
+        if self.query is None:
+            return made[:, : -self.config.width]
+        if self.query_norm is None:
+            return self.query(x)
+        return self.query(self.query_norm(made[:, : self.config.query_latent]) if written is None else written)
+
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         made = self.down.last(x, self.config.width)
-        if not self._written(made, cos, sin, attend):
+        if self._written(made, cos, sin, attend) is None:
             keys = self._latents(made, cos, sin)
             attend.write(self.pool_layer, keys, keys)
 
-    def _written(self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> bool:
-        """made [M, ..] of `down`. Returns whether `attend` has written what the tokens keep."""
-        kept = made[:, -self.config.width :]
-        return attend.write_latents(self.pool_layer, kept, self.norm.weight, self.norm.eps, cos, sin)
+    def _written(
+        self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend, norm: RMSNorm | None = None
+    ) -> Tensor | None:
+        """made [M, ..] of `down`. Returns what queries are made of, by their norm, where `attend` has written what the
+        tokens keep, else None."""
+        kept, query = made[:, -self.config.width :], None
+        if norm is not None:
+            query = made[:, : self.config.query_latent], norm.weight
+        return attend.write_latents(self.pool_layer, kept, self.norm.weight, self.norm.eps, cos, sin, query)
 
     def _latents(self, made: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """made [M, ..] of `down` -> what the tokens keep, [M, 1, width]"""

@@ -105,30 +105,13 @@ def model_config(file: GGUFFile) -> ModelConfig:
     layers, family = own_layers(fields), FAMILIES[architecture]
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
-    head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
-    size("attention.value_length", head_dim, head_dim, head_dim)
-    least, usual = (2, int(head_dim * family.rotary)) if family.turns_parts else (head_dim, head_dim)
-    turned = size("rope.dimension_count", least, head_dim, usual)
-    rotary = turned if turned < head_dim else 0
+    attention = _attention(file, fields, family, hidden, heads, layers)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
-    rope = replace(_rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta), dims=rotary)
+    rope = replace(_rope(file, fields, arch, 10000.0 if arch in WITH_EXPERTS else family.theta), dims=attention.rotary)
     positions = context(rope, size("context_length"))
     norm = NormConfig(fields.number("attention.layer_norm_rms_epsilon", 0, 1), family.wide_norms, family.norm_offset)
-    attention = AttentionConfig(
-        heads,
-        kv_heads=gguf_hybrids.kv_heads(fields, heads),
-        head_dim=head_dim,
-        sinks=family.sinks,
-        scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.attention_scalar else 0,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors if family.qk_norm == "key" else bool(family.qk_norm),
-        whole_norms=family.qk_norm == "whole",
-        gated=family.gated,
-        rotary=rotary,
-    )
     layer = LayerConfig(
         hidden,
         attention,
@@ -160,6 +143,29 @@ def model_config(file: GGUFFile) -> ModelConfig:
         stop_ids=_stop_ids(tokenizer),
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
+    )
+
+
+def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, heads: int, layers: int) -> AttentionConfig:
+    """Returns that of a layer as most are: what differs by layer, `_OWN_LAYERS` knows."""
+    size = fields.whole
+    head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
+    size("attention.value_length", head_dim, head_dim, head_dim)
+    least, usual = (2, int(head_dim * family.rotary)) if family.turns_parts else (head_dim, head_dim)
+    turned = size("rope.dimension_count", least, head_dim, usual)
+    rotary = turned if turned < head_dim else 0
+    return AttentionConfig(
+        heads,
+        kv_heads=gguf_hybrids.kv_heads(fields, heads),
+        head_dim=head_dim,
+        sinks=family.sinks,
+        scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.attention_scalar else 0,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors if family.qk_norm == "key" else bool(family.qk_norm),
+        whole_norms=family.qk_norm == "whole",
+        gated=family.gated,
+        rotary=rotary,
     )
 
 

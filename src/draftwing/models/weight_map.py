@@ -133,7 +133,7 @@ def _expert_names(
         for name, part in parts.items():
             for place, expert in enumerate(experts.held):  # thousands of times: `_replace` would take twice as long
                 at = f"{checkpoint}.{names.experts}.{expert}.{name}"
-                table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut, part.added)
+                table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut)
     if experts.shared:
         wide = experts.shared
         share = Share(ranks.rank * wide, wide, ranks.size * wide)

@@ -7,17 +7,16 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
 from draftwing.kv.pool import DeltaSpec, KVPool
-from draftwing.ops.torch.delta_net import delta_net, over_sequences
+from draftwing.ops.torch.delta_net import delta_net
 
 
 class HeadNorms(NamedTuple):
@@ -149,55 +148,20 @@ class Attend:
         in qkv, which is contiguous within each of M."""
         return False
 
-    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
-        """Writes what tokens keep of latent attention; False where the caller norms, rotates and writes it.
+    def write_latents(
+        self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        query: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Writes what tokens keep of latent attention; None where the caller norms, rotates and writes it.
 
         made [M, latent + turned]: of each token, rows perhaps apart; norm [latent]: weights of the latent's RMS norm;
-        cos, sin [M, 1, turned]: for the rest."""
-        return False
+        cos, sin [M, 1, turned]: for the rest. query: x [M, n], rows perhaps apart, and weights [n] of its norm, which
+        has the same eps -> x normed, [M, n]; without, [M, 0]."""
+        return None
 
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
-
-
-class DenseAttend(Attend):
-    """Attention of one forward without a cache, for training and tests. sequences: so many of the same length, each
-    from its first token on, follow each other in the queries."""
-
-    def __init__(self, sequences: int = 1) -> None:
-        self.sequences = sequences
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        self._kept[layer] = k, v
-        return self.attend(layer, q, k, v, kind)
-
-    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        return self.attend(layer, q, *self._kept[layer], kind)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        """Does what a call does."""
-        raise NotImplementedError
-
-    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
-        rows = own.unflatten(0, (self.sequences, -1))
-        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
-        return torch.stack(back, 2).flatten(0, 1)
-
-    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        return over_sequences(inputs, weights, self.sequences)
-
-
-class FunctionAttend(DenseAttend):
-    """Attention by a function. What is no `FULL` attention is its fifth argument."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        return self._function(layer, q, k, v, *(() if kind.is_full else (kind,)))
 
 
 class ChunkSpan(NamedTuple):
@@ -250,7 +214,7 @@ class Batch(NamedTuple):
     ids: Tensor  # [M] int64 token ids
     positions: Tensor  # [M] int64, for RoPE
     write_slots: Tensor  # [M] int64, where each query's key and value go
-    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the RowTable
+    table: Tensor  # [R + 1, L] int32 or int64: the page tables of all rows of the RowTable
     prefix_len: Tensor  # [B] int64, lengths on the device
     path: Tensor | None = None  # [B, Q, D] int64
     path_len: Tensor | None = None  # [B, Q] int64, >= 1
@@ -302,8 +266,8 @@ class Batch(NamedTuple):
         )  # fmt: skip
 
     def pages(self) -> Tensor:
-        """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
-        return self.table[self.rows, : self.bound or self.table.shape[1]]
+        """[B, bound] int64: a copy of the rows' page tables, for backends that read them on the host's terms."""
+        return self.table[self.rows, : self.bound or self.table.shape[1]].long()
 
 
 class BoundAttend(Attend):
@@ -356,8 +320,16 @@ class MixedAttend(Attend):
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
 
-    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
-        return all(part.write_latents(layer, made[at], norm, eps, cos[at], sin[at]) for part, at in self._parts)
+    def write_latents(
+        self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        query: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        return _both(
+            [
+                part.write_latents(layer, made[at], norm, eps, cos[at], sin[at], query and (query[0][at], query[1]))
+                for part, at in self._parts
+            ]
+        )
 
 
 def _both(made: list[Tensor | None]) -> Tensor | None:

@@ -241,6 +241,7 @@ class Routed:
     count: int  # experts that there are here
     tiles: ExpertTiles | None = None  # for kernels that want them
     partial: bool = False  # whether there may be pairs that are left out
+    shared: bool = False  # whether every row goes to the last expert
 
     @property
     def pairs(self) -> int:

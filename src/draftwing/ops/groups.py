@@ -65,8 +65,6 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
         return f"groups of {rows.wide} columns, no multiple of {SMALLEST}"
     if rows.group_of is not None and not _even(rows.group_of, rows.wide):
         return "groups of different sizes"
-    if fp8 and rows.zeros is not None:
-        return "fp8 with zeros"
     largest = _LARGEST_FP8_SCALE if fp8 else _LARGEST_SCALES[dtype]
     if not rows.scales.float().abs().max() < largest:
         return f"a scale beyond {largest:g}"
@@ -91,6 +89,7 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
     unit = _FP8_UNIT if fp8 else _UNITS[dtype] - _LESS[dtype]
     scales = by_tile(_times_power(rows.scales.to(dtype), unit).to(dtype))
     if fp8:
+        assert zeros is None, "no format has such"
         return PackedGroups(_fp8_tiles(codes), scales, None, 8, shift, order, True)
     if rows.bits == 8:
         return PackedGroups(_byte_tiles(codes), scales, None, 8, shift, order, False)

@@ -123,18 +123,21 @@ class QuantizedRows(NamedTuple):
 
 class RowTensors:
     """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.RowTable`). All int64 but
-    `floats`; L entries a row. Operations that commit write `page_table`, `tokens`, `kv_len` and `last`."""
+    `floats`, and the two of L entries a row where `dtype` says so. Operations that commit write `page_table`, `tokens`,
+    `kv_len` and `last`."""
 
-    def __init__(self, rows: int, length: int, ban_ids: int, device: torch.device) -> None:
-        """rows: R.  length: L.  ban_ids: S."""
+    def __init__(
+        self, rows: int, length: int, ban_ids: int, device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> None:
+        """rows: R.  length: L.  ban_ids: S.  dtype: of `page_table` and `tokens`."""
         self.rows, self.length = rows, length
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros((rows + 1, *shape), dtype=dtype, device=device)
 
         # [R + 1, L]: the KV slot of each position, 0 the pool's dummy slot; and the token, up to kv_len
-        self.page_table = zeros_as_written((rows + 1, length), torch.int64, device)
-        self.tokens = zeros_as_written((rows + 1, length), torch.int64, device)
+        self.page_table = zeros_as_written((rows + 1, length), dtype, device)
+        self.tokens = zeros_as_written((rows + 1, length), dtype, device)
         self.kv_len = zeros()
         self.last = zeros()  # tokens[r, kv_len[r]]: known, but not in the KV yet
         self.seed = zeros()
@@ -145,6 +148,14 @@ class RowTensors:
         self.floats = zeros(3, dtype=torch.float32)  # [R + 1, 3]: temperature, top_p, min_p
         self.dummy_len = self.kv_len[rows:]  # [1] kv_len of the dummy, a view
         self.steps = torch.arange(length, device=device)  # [L] 0, 1, ..., to be cut to what is needed
+
+    def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Returns the KV slots, int64, at positions of rows: both int64, of one shape or broadcast to it."""
+        return self.page_table[rows, positions].long()
+
+    def tokens_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Returns the tokens, as `slots_at` does slots."""
+        return self.tokens[rows, positions].long()
 
     def sampling(self, rows: Tensor) -> SamplingRows:
         """Returns what the sampler needs to know of rows [B]."""
@@ -185,7 +196,7 @@ class Edits(NamedTuple):
     at. Row-indexed fields are not copied: what they hold when it is drawn counts."""
 
     rows: Tensor  # [B] int64
-    history: Tensor  # [R + 1, L] int64: the tokens of all rows
+    history: Tensor  # [R + 1, L]: the tokens of all rows, as `RowTensors` has them
     prompt_len: Tensor  # [R + 1] int64
     penalties: Tensor  # [R + 1, 3] float32: frequency, presence, repetition
     bias_ids: Tensor  # [R + 1, S] int64

@@ -121,38 +121,39 @@ class GenerationRequest(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """What a request gets of the wish in its field `speculative`. limits: None drafts as the engine does."""
+    """How the drafts of a request are limited by its field `speculative`. limits: None drafts as the engine does."""
 
     limits: SpecLimits | None
     used: dict[str, Any]  # as responses report it
 
 
-def speculation(wish: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
-    """Reads a wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None
-    is no wish. algorithm, maximum: the engine's. Raises RequestError, naming field and limit, for more than it has."""
-    if wish is None:
+def speculation(field: Any, algorithm: str, maximum: SpecLimits) -> Speculation:
+    """Reads the field `speculative`: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may
+    be left out; None asks for nothing. algorithm, maximum: the engine's. Raises RequestError, naming field and limit,
+    for more than it has."""
+    if field is None:
         return Speculation(None, _used(algorithm, maximum))
-    if isinstance(wish, str) and wish.lower() == "off":
+    if isinstance(field, str) and field.lower() == "off":
         return _off(maximum)
-    if not isinstance(wish, Mapping):
-        raise RequestError(f'speculative must be "off" or an object; found {show(wish)}', "speculative")
-    for name in wish:
+    if not isinstance(field, Mapping):
+        raise RequestError(f'speculative must be "off" or an object; found {show(field)}', "speculative")
+    for name in field:
         if name not in _SPECULATIVE:
             full = f"speculative.{str(name)[:80]}"
             raise RequestError(f"{full} is not a known field{suggestion(str(name), _SPECULATIVE)}", full)
-    asked = wish.get("algorithm")
+    asked = field.get("algorithm")
     if asked is not None:
         if isinstance(asked, str) and asked.lower() in ("off", "none"):
-            return _no_drafts(wish, maximum)
+            return _no_drafts(field, maximum)
         if not isinstance(asked, str) or asked.upper() != algorithm.upper():
             raise RequestError(
                 f"speculative.algorithm must be {algorithm!r}, with which the server was started, or 'off'; found "
                 f"{show(asked)}",
                 "speculative.algorithm",
             )
-    depth = _bounded(wish, "num_steps", 0, maximum.depth)
-    topk = _bounded(wish, "topk", 1, maximum.topk)
-    nodes = _bounded(wish, "num_draft_tokens", 1, maximum.nodes)
+    depth = _bounded(field, "num_steps", 0, maximum.depth)
+    topk = _bounded(field, "topk", 1, maximum.topk)
+    nodes = _bounded(field, "num_draft_tokens", 1, maximum.nodes)
     depth = min(depth, nodes - 1)
     if depth == 0:
         return _off(maximum)
@@ -185,19 +186,19 @@ def _off(maximum: SpecLimits) -> Speculation:
     return Speculation(none if maximum.depth else None, _used("none", none))
 
 
-def _no_drafts(wish: Mapping[str, Any], maximum: SpecLimits) -> Speculation:
+def _no_drafts(field: Mapping[str, Any], maximum: SpecLimits) -> Speculation:
     """Switched off by name: numbers that ask for drafts contradict it."""
     for name, nothing in (("num_steps", 0), ("topk", 1), ("num_draft_tokens", 1)):
-        if wish.get(name) not in (None, 0, nothing) or isinstance(wish.get(name), bool):
+        if field.get(name) not in (None, 0, nothing) or isinstance(field.get(name), bool):
             raise RequestError(
-                f"speculative.{name} and speculative.algorithm {wish['algorithm']!r} exclude each other",
+                f"speculative.{name} and speculative.algorithm {field['algorithm']!r} exclude each other",
                 f"speculative.{name}",
             )
     return _off(maximum)
 
 
-def _bounded(wish: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    value = wish.get(name)
+def _bounded(field: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = field.get(name)
     return high if value is None else _whole(f"speculative.{name}", value, low, high)
 
 

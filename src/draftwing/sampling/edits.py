@@ -181,7 +181,7 @@ class EditTable:
         rows, drafts, path = nodes.rows, nodes.drafts, nodes.path
         prompt_len = self.prompt_len.index_select(0, rows)[:, None]
         if features.counts or features.seen:
-            known = nodes.history[:, : nodes.bound + 1].index_select(0, rows)  # [b, L]
+            known = nodes.history[:, : nodes.bound + 1].index_select(0, rows).long()  # [b, L]
             position = torch.arange(known.shape[1], device=rows.device)
             past = position <= nodes.newest[:, None]
             zeros = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)

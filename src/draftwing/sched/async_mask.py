@@ -22,7 +22,7 @@ from draftwing.machine import processors
 # Seconds of a processor.
 STEP = 0.002  # of an answer's steps that its grammar may use for each token
 SLOW_FROM = 0.02  # beyond that: then it is worked out while steps run
-MAX_DEBT = 0.1  # that is remembered
+MAX_OVERSPENT = 0.1  # that is remembered
 ALLOWANCE = 0.05  # for each token, in the long run
 LIMIT = 2.0  # beyond that: then the answer ends
 
@@ -48,17 +48,17 @@ class AsyncMask:
         """grammar: before the first token. Begins to work out what that may be."""
         self.mask: Mask | None = None  # what may come next, if it was worked out while steps ran
         self._grammar, self._workers = grammar, workers
-        self._debt, self._left = SLOW_FROM / 2, LIMIT
+        self._overspent, self._left = SLOW_FROM / 2, LIMIT
         self._deferred: list[int] = []  # tokens that the grammar has not been given
         self._task: Future[ComputedMask] | None = workers.first.submit(self._work, ())
 
     @property
     def slow(self) -> bool:
-        return self._debt >= SLOW_FROM
+        return self._overspent >= SLOW_FROM
 
     def charge(self, seconds: float) -> None:
         """Charges so many seconds of a processor."""
-        self._debt = min(self._debt + seconds, MAX_DEBT)
+        self._overspent = min(self._overspent + seconds, MAX_OVERSPENT)
         self._left -= seconds
 
     def ready(self) -> bool:
@@ -85,7 +85,7 @@ class AsyncMask:
     def follow(self, token: int) -> bool:
         """Takes the newest token; False if it is illegal. Raises RequestError as `ready`."""
         mask, self.mask = self.mask, None
-        self._debt = max(self._debt - STEP, 0.0)
+        self._overspent = max(self._overspent - STEP, 0.0)
         self._left = min(self._left + ALLOWANCE, LIMIT)
         if mask is not None and self.slow and self._grammar.ends_by_stop_id:
             self._deferred.append(token)  # that takes long, too

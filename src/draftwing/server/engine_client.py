@@ -122,7 +122,7 @@ class AsyncEngine:
     def abort_all(self, uids: Iterable[str]) -> None:
         every = list(uids)
         dropped = self._dispatch.drop(every)
-        self._hand_on([Output(uid, [], {"type": "abort", "message": "aborted"}) for uid in dropped])
+        self._pass_on([Output(uid, [], {"type": "abort", "message": "aborted"}) for uid in dropped])
         sent = set(every).difference(dropped)
         if sent:
             # The newest first: else those that wait get the rows of those that end, to end a step later.
@@ -131,7 +131,7 @@ class AsyncEngine:
     def end_all(self, message: str) -> None:
         """Ends all requests without waiting for the engine, as aborted, and refuses new ones: the server ends."""
         self.error = self.error or EngineDead(message)
-        self._hand_on([Output(uid, [], {"type": "abort", "message": message}) for uid in self._streams])
+        self._pass_on([Output(uid, [], {"type": "abort", "message": message}) for uid in self._streams])
 
     async def flush_cache(self) -> bool:
         """Forgets cached prefixes; False when requests are running or waiting."""
@@ -245,9 +245,9 @@ class AsyncEngine:
         if link is not self.link or self.error is not None:
             return  # last words of an engine that was given up
         self._heard = True
-        self._hand_on(outputs)
+        self._pass_on(outputs)
 
-    def _hand_on(self, outputs: Iterable[Output]) -> None:
+    def _pass_on(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             if output.token_ids:
                 self.news.set()

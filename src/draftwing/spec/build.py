@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.assistant_loader import load_assistant
@@ -88,9 +90,7 @@ def _like(first: FeatureHead, other: FeatureHead, context: DraftContext) -> Feat
     if first.quantized_lm_head is not None and context.draft_lm_head is not None:
         own = other.output_layer()[1]
         shared = own is first.output_layer()[1]
-        other.quantized_lm_head = (
-            first.quantized_lm_head if shared else quantized_copy(own, context.draft_lm_head, context.ops)
-        )
+        other.quantized_lm_head = first.quantized_lm_head if shared else _copied(context, own, context.draft_lm_head)
     return other
 
 
@@ -103,7 +103,7 @@ def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
     by_default = context.options.speculative_lm_head_quantization == "auto"
     if by_default and (not is_large(*shape) or COPY_ROOM * 2 * math.prod(shape) > context.free_memory()):
         return None
-    copy = quantized_copy(lm_head, scheme, context.ops)
+    copy = _copied(context, lm_head, scheme)
     if copy is not None:
         log.info(
             "drafts of up to %d rows multiply with a copy of the lm_head in %s, %.2f GB; "
@@ -113,6 +113,17 @@ def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
     elif not by_default:
         log.warning("--speculative-lm-head-quantization %s has no effect on an lm_head of this kind", scheme)
     return copy
+
+
+def _copied(context: DraftContext, lm_head: Linear, scheme: str) -> Linear | None:
+    """Returns what `quantized_copy` does. Raises ConfigError where the device has no room for it."""
+    try:
+        return quantized_copy(lm_head, scheme, context.ops)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--speculative-lm-head-quantization: a copy in {scheme} of the lm_head, {lm_head.out_features:,} x "
+            f"{lm_head.in_features:,}, does not fit beside the weights: choose none"
+        ) from error
 
 
 def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:

@@ -62,8 +62,8 @@ class DraftContext:
 class DraftStep(NamedTuple):
     """What `Drafter.propose` is given. All tensors are on the device.
 
-    table: device state indexed by row. `table.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
-    `table.kv_len` [R] the index of its newest token, which is `table.last` [R].
+    table: device state indexed by row. `table.tokens` [R, L], int64 or, on a GPU, int32, is the text of each row, valid
+    at 0 .. kv_len; `table.kv_len` [R] the index of its newest token, which is `table.last` [R].
     rows [B] int64: the rows of this step.
     shape: of the trees that are wanted.
     max_kv_len: upper bound of the rows' kv_len, known on the host.

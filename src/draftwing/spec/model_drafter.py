@@ -276,7 +276,7 @@ def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:
         if span.final:
             last = slice(here.stop - 1, here.stop)
             row = batch.rows[span.row : span.row + 1]
-            parts.append((next_ids[last], batch.positions[last] + 1, batch.table[row, end]))
+            parts.append((next_ids[last], batch.positions[last] + 1, batch.table[row, end].long()))
             length += 1
         spans.append(span._replace(offset=offset, length=length))
         offset += length

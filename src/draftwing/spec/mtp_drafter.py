@@ -96,7 +96,7 @@ class MTPDrafter(ModelDrafter):
                 rows=rows,
                 ids=batch_ids.flatten(),
                 positions=_repeat((position.unsqueeze(1) + ahead).clamp(min=0), topk).flatten(),
-                write_slots=table.page_table[column, root_at.unsqueeze(1) + own.flatten()].flatten(),
+                write_slots=table.slots_at(column, root_at.unsqueeze(1) + own.flatten()).flatten(),
                 table=table.page_table,
                 prefix_len=root_at,
                 path=path.repeat_interleave(width, 1),  # [B, K * width, s]
@@ -129,7 +129,7 @@ class MTPDrafter(ModelDrafter):
             shifted = batch._replace(
                 ids=next_ids,
                 positions=at.clamp(min=0).flatten(),
-                write_slots=batch.table[rows.unsqueeze(1), entries].flatten(),
+                write_slots=table.slots_at(rows.unsqueeze(1), entries).flatten(),
                 path=(step - layer).expand(size, width, width),
             )
             fed = features[:, turns - layer : turns - layer + width].flatten(0, 1)
@@ -153,10 +153,10 @@ class MTPDrafter(ModelDrafter):
                 if start >= end:
                     continue
                 row = batch.rows[span.row : span.row + 1]
-                ids = table.tokens[row, start + 1 + layer : end + 1 + layer].squeeze(0)
+                ids = table.tokens[row, start + 1 + layer : end + 1 + layer].squeeze(0).long()
                 positions = torch.arange(start, end, device=ids.device)
                 fed = features.narrow(0, start - (span.start - turns), end - start)
-                parts.append((ids, positions, batch.table[row, start:end].squeeze(0), fed))
+                parts.append((ids, positions, batch.table[row, start:end].squeeze(0).long(), fed))
                 spans.append(span._replace(offset=offset, start=start, length=end - start))
                 offset += end - start
             if not parts:

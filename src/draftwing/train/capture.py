@@ -24,7 +24,8 @@ from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, AttentionKind, DenseAttend, HeadNorms
+from draftwing.ops.attention import FULL, AttentionKind, HeadNorms
+from draftwing.ops.dense_attention import DenseAttend
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.progress import Remaining

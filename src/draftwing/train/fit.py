@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ _BY_CLOCK = 10_000  # steps that a run of so many minutes has, until some have s
 _DAMAGED = (
     OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError
 )  # fmt: skip
+# Of torch's message where there is no room: the bytes. A damaged file may ask for more than it has.
+_NO_ROOM = re.compile(r"tried to allocate (\d+) bytes")
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every")
 
@@ -343,7 +346,8 @@ class Fit:
         replace_file(partial, self.out / STATE_FILE)
 
     def _load(self) -> dict[str, Any]:
-        """Reads the state. Raises StateError for a file that was cut or is damaged, as a full disk may leave it."""
+        """Reads the state. Raises StateError for a file that was cut or is damaged, as a full disk may leave it;
+        ConfigError where there is no room for it."""
         file = self.out / STATE_FILE
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -351,6 +355,9 @@ class Fit:
                 return state
             error = f"expected a dict, found {type(state).__name__}"
         except _DAMAGED as found:
+            asked = _NO_ROOM.search(str(found))
+            if asked is not None and int(asked[1]) <= file.stat().st_size:
+                raise ConfigError(f"no room in memory for {file}: {int(asked[1]):,} bytes more are needed") from found
             error = next(iter(str(found).splitlines()), "it is cut")
         raise StateError(f"{file} cannot be read: {error}. To train from the start, remove it")
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import BlockConfig

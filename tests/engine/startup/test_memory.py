@@ -190,19 +190,23 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
 
 @pytest.fixture
 def on_cuda(rig, monkeypatch):
-    """A device of 80 GB with 60 free, on which a step takes 4 GB and graphs 1 GB; tables take 0.112 GB and as much as
+    """A device of 80 GB with 60 free, on which a step takes 4 GB and graphs 1 GB; tables take 0.056 GB and as much as
     `request_bytes` says."""
     monkeypatch.setattr(sizing, "trial", lambda options, rig, size: (4 * GB, 1 * GB))
     monkeypatch.setattr(sizing, "request_bytes", lambda rows, vocab, length: [2 * GB, 0][length < 10**6])
     device = SimpleNamespace(
-        has_own_memory=True, trim=lambda: None, free_memory=lambda: 60 * GB, total_memory=lambda: 80 * GB
+        ops=SimpleNamespace(table_dtype=torch.int32),
+        has_own_memory=True,
+        trim=lambda: None,
+        free_memory=lambda: 60 * GB,
+        total_memory=lambda: 80 * GB,
     )
     return rig._replace(device=device)
 
 
 def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
     slot = 2 * 2 * 2 * 16 * 4
-    left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 2 * GB - 1.6 * GB
+    left = 60 * GB - 5 * GB - 2 * 4 * 7 * 10**6 - 2 * GB - 1.6 * GB
     assert sizing.size_pool(options(), on_cuda, 10**6, 8).tokens == int(left) // slot
     assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8).tokens == 77
     assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8).tokens == 20 * GB // slot

@@ -35,7 +35,7 @@ CONFIG = {
 CHILD = """
 import json, os, pickle, sys
 from draftwing.engine.startup.precompile import collect, compile_launch
-launches, experts = collect(pickle.load(sys.stdin.buffer))
+launches = collect(pickle.load(sys.stdin.buffer)).launches
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 compile_launch(smallest)
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
@@ -235,9 +235,9 @@ def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
 OF_EXPERTS = """
 import json, pickle, sys
 from draftwing.engine.startup.precompile import collect
-launches, layouts = collect(pickle.load(sys.stdin.buffer))
-print(json.dumps([layout.kind for layout in layouts]))
-for launch in launches:
+needed = collect(pickle.load(sys.stdin.buffer))
+print(json.dumps([layout.kind for layout in needed.experts]))
+for launch in needed.launches:
     if launch.name == "_expert_gemm_kernel":
         print(launch.specialization)
 """
@@ -257,6 +257,26 @@ def test_kernels_of_experts_are_those_of_their_format(
     kinds, *launches = map(json.loads, lines)
     assert kinds == [kind]  # of few rows
     assert {launch["signature"]["weight"] for launch in launches} == {weight}  # of many
+
+
+OF_HEADS = """
+import json, pickle, sys
+from draftwing.engine.startup.precompile import collect
+print(json.dumps(sorted(collect(pickle.load(sys.stdin.buffer)).heads)))
+"""
+
+
+def test_kernels_of_heads_are_those_of_their_rows(job: precompile.Job, tmp_path: Path, printed_by: Printed) -> None:
+    """Of keys, whose rows are a chunk, and of values, whose rows are two."""
+    latents = {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "first_k_dense_replace": 2,
+        "kv_lora_rank": 128, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+        "num_key_value_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | latents))
+    assert json.loads(printed_by(OF_HEADS, job)[-1]) == [1, 2]
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

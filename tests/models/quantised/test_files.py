@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_attention import FunctionAttend
 from safetensors.torch import load_file
 from tiny_gguf import causal
 from torch import Tensor
 
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import FunctionAttend
 
 FILES = Path(__file__).parent / "files"
 NAMES = sorted(folder.name for folder in FILES.iterdir() if folder.is_dir())

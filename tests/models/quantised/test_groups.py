@@ -11,6 +11,7 @@ import pytest
 import tiny_quantised as tiny
 import torch
 from group_ops import GroupTorchOps
+from plain_attention import FunctionAttend
 from reference.checkpoints import eagle3_head, llama_target, qwen2_target
 from reference.learnable import ENGINE, prompts
 from tiny_checkpoint import VOCAB, write_tokenizer
@@ -24,7 +25,6 @@ from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.loader import fill_parameters, load_model
-from draftwing.ops.attention import FunctionAttend
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_quantised as tiny
 import torch
+from plain_attention import FunctionAttend
 from reference import exact_heads
 from reference.checkpoints import Checkpoint, llama_target, mimo, qwen2_target
 from reference.learnable import ENGINE, prompts, write_target
@@ -23,7 +24,6 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FunctionAttend
 
 pytestmark = pytest.mark.slow
 

@@ -338,6 +338,19 @@ def test_of_two_looks_the_lesser_counts_and_they_agree_or_not() -> None:
         assert agreed == all(1 / 1.25 < ratio < 1.25 for ratio in ratios), trial
 
 
+def test_a_faster_look_ends_what_was_learnt_of_the_slower_one() -> None:
+    """A start on a busy machine measured twice the time, and steps have shown since that half of it is right."""
+    busy, quiet = StepCost(MENU, False), measured(False)
+    for shape, *at, seconds in quiet.points():
+        busy.measured(shape, *at, 2 * seconds)
+    for _ in range(200):
+        busy.record(CHAIN, 1, 0, true_seconds(CHAIN, 1, 0))
+    assert busy.seconds(CHAIN, 1, 0) == pytest.approx(true_seconds(CHAIN, 1, 0), rel=0.1)
+    assert not busy.look_again(quiet)
+    for shape in MENU:
+        assert busy.seconds(shape, 1, 0) == pytest.approx(true_seconds(shape, 1, 0), rel=1e-6)
+
+
 def test_looks_that_lack_a_shape_do_not_agree() -> None:
     for missing in MENU:
         kept, fresh = StepCost(MENU, False), StepCost(MENU, False)

@@ -24,7 +24,8 @@ Replay = Callable[[], None]
 
 MAX_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
 # Steps that were padded further for want of a graph, after which it is captured while requests run. A capture takes
-# about as long as so many steps, so captures take no more of the time than steps that wanted them. Not swept.
+# about as long as so many steps, so captures take no more of the time than steps that wanted them. Swept by
+# benchmarks/sim/captures.py: fewer are hardly better, and would interrupt for what one burst wants.
 WANTED = 16
 
 

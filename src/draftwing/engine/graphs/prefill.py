@@ -206,9 +206,9 @@ class PrefillGraphs:
         table, (token_rows, positions, rows, tiles) = self._table, inputs
         return Batch(
             rows=rows,
-            ids=table.tokens[token_rows, positions],
+            ids=table.tokens_at(token_rows, positions),
             positions=positions,
-            write_slots=table.page_table[token_rows, positions],
+            write_slots=table.slots_at(token_rows, positions),
             table=table.page_table,
             prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
             tiles=tiles,

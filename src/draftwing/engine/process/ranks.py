@@ -108,7 +108,7 @@ class RankProcesses(RemoteBroadcast):
 
     def load_head(self, heads: LoadedHeads, number: int, folder: Path | None) -> None:
         try:
-            failure = self._load_everywhere(heads, number, folder)
+            failure = self._load_on_all_ranks(heads, number, folder)
         except (EOFError, OSError):
             heads.drop(number)
             self._over.wait(2 * LOOK)  # who watches knows which rank ended
@@ -116,7 +116,7 @@ class RankProcesses(RemoteBroadcast):
         if failure is not None:
             raise failure
 
-    def _load_everywhere(self, heads: LoadedHeads, number: int, folder: Path | None) -> Exception | None:
+    def _load_on_all_ranks(self, heads: LoadedHeads, number: int, folder: Path | None) -> Exception | None:
         """Returns what the first rank has raised that cannot load it, after which no rank has it."""
         failures = list[Exception]()
         self._send_heads((number, folder))

@@ -37,5 +37,5 @@ def capture(
         if costs is not None:
             start = time.monotonic()
             measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, known)
-            log.debug("start: %.2f s for what steps cost", time.monotonic() - start)
+            log.debug("start: %.2f s to measure what steps cost", time.monotonic() - start)
             executor.run_on_all_ranks(Executor.flush)

@@ -177,7 +177,8 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     free, total = rig.device.free_memory(), rig.device.total_memory()
     assert options.max_running_requests
     rows = options.max_running_requests + 1
-    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
+    tables = 2 * rig.device.ops.table_dtype.itemsize * rows * length
+    tables += request_bytes(rows, rig.model.config.vocab_size, length)
     tables += unseen_bytes(rows, rig, deferral_of(options, rig))
     tables += record_bytes(rig.layers, rows - 1, rig.nodes, rig.model.dtype)
     needed = step + graphs + tables
@@ -185,7 +186,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
         f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
         "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
     )
-    log.info("memory: %.2f GB of %.2f free beside the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
+    log.info("memory: %.2f GB of %.2f free after the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
     if options.mem_fraction_static is None:
         budget = free - needed - int(SLACK * total)
         if budget <= 0:
@@ -210,7 +211,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
 
 
 def request_bytes(rows: int, vocab: int, length: int) -> int:
-    """Returns bytes of what `RequestFeatures` keeps for requests' wishes, once each kind of wish was met."""
+    """Returns bytes of what `RequestFeatures` keeps, once each kind of request was there."""
     meta = torch.device("meta")
     edits = EditTable(rows, vocab, meta)
     edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())

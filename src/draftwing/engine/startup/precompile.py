@@ -43,6 +43,7 @@ from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.linear_ops.groups import alike, joined
@@ -92,6 +93,7 @@ class Launch(NamedTuple):
 class Needed(NamedTuple):
     launches: list[Launch]  # each kernel once for each way it is compiled
     experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
+    heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
 
 
 class Precompilation:
@@ -196,6 +198,7 @@ def main() -> None:
         running = [pool.submit(_compile_products, job)]  # makes all processes, before anything has run here
         needed = collect(job, lambda launch: running.append(pool.submit(compile_launch, launch)))
         running += [pool.submit(_compile_experts, job, layout) for layout in needed.experts]
+        running += [pool.submit(_compile_heads, job, chunks) for chunks in needed.heads]
         traced = time.monotonic() - started
         for one in running:
             one.result()
@@ -229,7 +232,7 @@ def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -
         parts = _run_without_data(job)
     finally:
         knobs.runtime.jit_cache_hook = None
-    return Needed(launches, _layouts(parts.model, job.dtype))
+    return Needed(launches, _layouts(parts.model, job.dtype), _chunks_of_heads(parts.model))
 
 
 def compile_launch(launch: Launch) -> None:
@@ -242,6 +245,14 @@ def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
 
     weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
     return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
+
+
+def _chunks_of_heads(model: DecoderModel) -> set[int]:
+    from draftwing.ops.cuda.gemm_heads import HeadGemm
+
+    ops = [part.op for part in model.modules() if isinstance(part, Linear)]
+    products = [op.products for op in ops if isinstance(op, HeadsOp)]
+    return {made.chunks for made in products if isinstance(made, HeadGemm)}
 
 
 def _compile_products(job: Job) -> None:
@@ -260,6 +271,12 @@ def _compile_experts(job: Job, layout: Layout) -> None:
     from draftwing.ops.cuda import gemm_experts
 
     gemm_experts.compile_ahead(job.dtype, layout, job.capability)
+
+
+def _compile_heads(job: Job, chunks: int) -> None:
+    from draftwing.ops.cuda import gemm_heads
+
+    gemm_heads.compile_ahead(job.dtype, chunks, job.capability)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:

@@ -136,7 +136,9 @@ def log_blocks(module: nn.Module) -> None:
     dense = [f"{name} ({op.layer.in_features})" for name, op in linears if isinstance(op, LeftDense)]
     if dense:
         more = f" and {len(dense) - 4} more" if len(dense) > 4 else ""
-        logger.warning("not in blocks, for their columns are no multiple of 32: %s%s", ", ".join(dense[:4]), more)
+        logger.warning(
+            "dequantised, for their columns are no multiple of a block of 32: %s%s", ", ".join(dense[:4]), more
+        )
     sizes = block_sizes(module)
     if sizes:
-        logger.info("weights: %.0f MB in blocks (%s)", sizes.total() / 1e6, ", ".join(sorted(sizes)))
+        logger.info("weights: %.0f MB block-quantised (%s)", sizes.total() / 1e6, ", ".join(sorted(sizes)))

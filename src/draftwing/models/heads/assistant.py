@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel, pack_layers
+from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.quantized_lm_head import for_rows
 from draftwing.models.weight_map import layer_names, named

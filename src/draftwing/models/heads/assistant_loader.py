@@ -13,13 +13,14 @@ import torch
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.gguf_gemma4 import ARCH

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead, linear_of
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.markov import ConfidenceHead, DominoHead, MarkovHead

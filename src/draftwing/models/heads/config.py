@@ -96,7 +96,9 @@ def eagle3_config(
     if lm_head is None and (rows != vocab or own_embedding):
         raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
     if raw.get("norm_output"):
-        logger.info("norm_output: what the head is fed back is normed; some trainers mean something else by this key")
+        logger.info(
+            "norm_output: the head's output is normalised before it is fed back; some trainers mean another thing"
+        )
     norm_before_fc = has_part(raw, ("norm_before_fc",), "input_norm.weight" in weights)
     fc_norm = has_part(raw, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in weights)
     if norm_before_fc and fc_norm:

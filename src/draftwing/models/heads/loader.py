@@ -19,20 +19,15 @@ from torch import Tensor
 
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import open_gguf
-from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
-from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
-from draftwing.models.fields import MAX_LAYERS, Fields
+from draftwing.models.dummy import draft_weights, fill_random
 from draftwing.models.folder import folder_tensors, read_json
-from draftwing.models.fused_experts import taken_apart
 from draftwing.models.heads.assistant import AssistantHead
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
@@ -45,29 +40,21 @@ from draftwing.models.heads.config import (
     draft_config,
     eagle3_config,
     flatten_config,
-    same,
 )
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
-from draftwing.models.heads.mtp import QWENS, MTPHead
-from draftwing.models.heads.own_layers import named_layers, predicts
-from draftwing.models.language_model import language_model
-from draftwing.models.latents import apart
-from draftwing.models.loader import Stored, Tensors, fill_parameters, load_config
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.heads.mtp_tensors import UNSERVED, mtp_tensors, of_prediction_layer, unserved
+from draftwing.models.loader import Tensors, fill_parameters
 from draftwing.models.quantised.read import assembled, is_quantised
 from draftwing.models.weight_map import (
     MTP_PREFIX,
-    MTP_PREFIXES,
-    NEXTN_MODELS,
     QWEN_MTP_PREFIX,
     canonical,
     is_elsewhere,
-    nextn_layer,
-    nextn_name,
     own_experts,
 )
 from draftwing.ops.types import QuantizedRows
-from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +68,6 @@ _WORDS: dict[Kind, str] = {
     "dspark": "a DSpark head",
     "mtp": "multi-token prediction layers",
 }
-
-# Multi-token prediction layers as DeepSeek and GLM (eh_proj) and others than Qwen's (mtp.) name them.
-_UNSERVED_MTP = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
 
 # EAGLE-3.1's first names for its norms before fc.
 _AUX_NORMS = {f"aux_norm_{part}": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
@@ -169,15 +153,7 @@ def load_mtp_head(
     started, path = time.perf_counter(), Path(path)
     # The layers of a quantised checkpoint are stored as the target's are.
     stored_format = target.config.weight_format if weight_format == DENSE else weight_format
-    if path.suffix == ".gguf":
-        own: dict[str, Stored] = _mtp_of_gguf(path, target, dummy, stored_format.takes_blocks)
-    else:
-        own = _mtp_of_folder(path, target, dummy)
-    if not own:
-        raise CheckpointError(
-            f"{path} has no multi-token prediction layers ({_prefix(target)}*){_dropped(path)}: give a draft model "
-            "with --speculative-draft-model-path"
-        )
+    own = mtp_tensors(path, target, dummy, stored_format.takes_blocks)
     qwen = all(not name.startswith(MTP_PREFIX) for name in own)
     prefix = f"{QWEN_MTP_PREFIX}layers." if qwen else MTP_PREFIX
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}
@@ -186,77 +162,14 @@ def load_mtp_head(
     return _finish(head, token_ids, started, dummy)
 
 
-def _prefix(target: DecoderModel) -> str:
-    """Of the names of prediction layers that the target's checkpoint might have."""
-    config = target.config
-    if config.architecture in NEXTN_MODELS:
-        return f"model.layers.{config.num_layers}."
-    return QWEN_MTP_PREFIX.removeprefix("model.") if config.architecture in QWENS else MTP_PREFIX
-
-
-def _mtp_of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
-    """Returns the tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
-    CheckpointError for those of another model."""
-    raw = read_json(path / "config.json")
-    stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
-    own: dict[str, Tensor] = {}
-    unserved = None
-    for name, tensor in stored:
-        if predicts(canonical(name), target.config):
-            own[canonical(name)] = tensor
-        elif _UNSERVED_MTP.search(name):
-            unserved = unserved or name
-    if not own:
-        if unserved is not None:
-            raise _unserved_mtp(path, unserved)
-        return {}
-    config = load_config(path)
-    for name in ("hidden_size", "vocab_size"):
-        same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
-    values = assembled(config.quantization, own.items())
-    experts = target.config.experts
-    each = values if dummy or experts is None else taken_apart(values, experts.count, {}, halves=True)
-    latent = target.config.layers[-1].mixer
-    if isinstance(latent, LatentAttentionConfig):
-        each = apart(each, latent, {})
-    renamed = ((nextn_name(name, target.config), value) for name, value in each)
-    return {name: value for name, value in renamed if name is not None}
-
-
-def _mtp_of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
-    """Returns the same of a file. Its own layers may be missing."""
-    file, config = open_gguf(path), target.config
-    arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or gguf.ARCHITECTURES.get(arch) != config.architecture:
-        raise CheckpointError(f"{path}: expected layers of a {config.architecture}, found architecture {show(arch)}")
-    fields = Fields(file.metadata, str(path), f"{arch}.")
-    fields.whole("embedding_length", config.hidden_size, config.hidden_size)
-    if "token_embd.weight" in file.tensors:
-        same(f"draft model {path}: vocab_size", config.vocab_size, file.tensors["token_embd.weight"].shape[0])
-    if dummy:
-        predicts = fields.whole("block_count", high=MAX_LAYERS) - gguf.own_layers(fields)
-        return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")} if predicts else {}
-    return dict(gguf.tensors(file, config, None, in_blocks, predicting=True))
-
-
-def _dropped(path: Path) -> str:
-    """Returns what a config says of layers that are not there: quantisers leave them out."""
-    if path.suffix == ".gguf":
-        return ""
-    named = named_layers(path)
-    if named is None or language_model(read_json(path / "config.json")).get("quantization_config") is None:
-        return ""
-    return f", though {named[0]} is {show(named[1])}: whoever quantised it left them out; take them from the original"
-
-
 def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
     """Returns what the tensors are, without the `model.` of their names; raises CheckpointError for what is no head
     served here."""
     for name in weights:
-        if _predicts(name, target):
+        if of_prediction_layer(name, target):
             return "mtp"
-        if _UNSERVED_MTP.search(name):
-            raise _unserved_mtp(path, name)
+        if UNSERVED.search(name):
+            raise unserved(path, name)
     if "pre_projection.weight" in weights:
         raise CheckpointError(
             f"{path} holds an assistant of Gemma 4, which reads the target's keys and values: expected "
@@ -361,7 +274,7 @@ def _draft_weights(path: Path, target: ModelConfig) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for stored, tensor in folder_tensors(path):
         name = canonical(stored)
-        if not _predicts(name, target):
+        if not of_prediction_layer(name, target):
             name = stored.removeprefix("model.")
             name = _BLOCK_ALIASES.get(name, name)
             name = _AUX_NORMS.get(name.removesuffix(".weight"), name)
@@ -375,7 +288,7 @@ def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, tar
     """Returns the weights of a head, of which none is quantised any more: how the device holds them is said by their
     format."""
     some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
-    if some is None or any(_predicts(name, target) for name in weights):
+    if some is None or any(of_prediction_layer(name, target) for name in weights):
         return weights
     try:
         quantization = config_of_layers(flatten_config(read_json(path / "config.json")), 1).quantization
@@ -387,18 +300,6 @@ def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, tar
         return {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in values}
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
-
-
-def _predicts(name: str, target: ModelConfig) -> bool:
-    """Returns whether it is of a prediction layer of some model that is served."""
-    return name.startswith(MTP_PREFIXES) or nextn_layer(name, target) is not None
-
-
-def _unserved_mtp(path: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} holds multi-token prediction layers ({name}) of a target that is not served yet; expected MiMo's "
-        f"({MTP_PREFIX}*)"
-    )
 
 
 def _warn_of_changes(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
@@ -24,7 +25,7 @@ from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX, layer_names, named
 from draftwing.ops.attention import Attend

@@ -38,6 +38,7 @@ class CpuOps(
     records_calls = True
     exact_by_design = True
     reads_int8_pool = True
+    table_dtype = torch.int64  # C reads these; a CPU's memory is taken as it is written
     ngram_index, suffix_index = CpuNGramIndex, CpuSuffixIndex
     raw: Any  # the extension module; its functions are described in the C files
 

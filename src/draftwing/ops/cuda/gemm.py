@@ -200,6 +200,7 @@ _WITH_CLUSTERS = _ANYWHERE | {
     ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
 }
 _HOPPER = _WITH_CLUSTERS | {
+    ("plain_tiny", 8): few_rows(8, row_tiles=1, ahead=4, x_ahead=4, blocks=2),
     ("plain", 64): wide(64, (8, 1), row_tiles=1, ahead=3, panel=1, blocks=2, cluster=8),
     ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=3, panel=1, blocks=1),
 }

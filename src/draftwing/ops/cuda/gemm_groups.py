@@ -30,7 +30,7 @@ from draftwing.ops.cuda.gemm import (
     shared,
     wide,
 )  # fmt: skip
-from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.cuda.nvrtc import ALL_SHARED, Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
@@ -38,7 +38,6 @@ _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a 
 # Blocks of a multiprocessor that multiply a matrix out: as many as there is room for, or so few that attention has room
 # next to them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
-_ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 
 
 _ORDER_CHUNKS = 4  # that a block of `order_x` takes
@@ -215,7 +214,7 @@ class GroupGemm(PackedGemm[Tensor]):
         self._kernels = kernels_of(module, shapes, width.part)
         self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
         # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
-        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
+        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""

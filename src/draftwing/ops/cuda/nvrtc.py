@@ -22,6 +22,7 @@ from draftwing.files import cache_folder
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
+ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 Arg = Tensor | int | float | None
 
 

@@ -200,7 +200,7 @@ class NGramIndex:
         if self.position.numel() < context:  # once: the table's width is not known before
             self.position = torch.arange(1, context + 1, device=rows.device)
         length = min(max(max_kv_len + 1, OWN), context)
-        history = table.tokens[:, :length].index_select(0, rows)
+        history = table.tokens[:, :length].index_select(0, rows).long()
         newest = table.kv_len.index_select(0, rows)[:, None]  # [B, 1] index of the newest token
         suffix = history.gather(1, (newest - self.back).clamp_min_(0))  # [B, max_window]; before the start, its first
 

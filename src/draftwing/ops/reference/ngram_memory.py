@@ -115,7 +115,7 @@ class NGramMemory:
         # Cells of the tokens prefix - window + 1 .. prefix + limit + 1. What is read beyond the row's ends is stored
         # nowhere; at the start it takes part in the hash of windows that no stretch contains.
         at = torch.add(prefix, rows[:, None], alpha=tokens.shape[1]) + self.steps[: window + limit + 1]
-        cells = tokens.take(at.clamp_(0, tokens.numel() - 1)).add_(tag)
+        cells = tokens.take(at.clamp_(0, tokens.numel() - 1)) + tag
         ahead = self.ahead[: limit + 2]
         kept = ahead <= count  # [B, limit + 2]
         where = (place + ahead).remainder_(self.cells).add_(base)

@@ -164,8 +164,8 @@ class SuffixIndex:
                 # Past the count, and past the end of the table, is nothing.
                 known = (ahead < real[b : b + 1]) & (self.length <= at)  # [W]
                 place = (at - 1 - self.back).clamp_(0, table.tokens.shape[1] - 1)
-                context = table.tokens[row, place] + 1  # [width]
-                token = table.tokens[row, at.clamp(max=table.tokens.shape[1] - 1)]
+                context = table.tokens[row, place].long() + 1  # [width]
+                token = table.tokens[row, at.clamp(max=table.tokens.shape[1] - 1)].long()
                 for owner in range(1 + shared):
                     self._learn(context, self.owner[row, owner], token, known)
 
@@ -209,7 +209,7 @@ class SuffixIndex:
         """
         newest = table.kv_len.index_select(0, rows)[:, None]  # [B, 1]
         place = (newest - self.back).clamp_(min=0)
-        context = table.tokens[rows[:, None], place] + 1  # [B, width] ids + 1
+        context = table.tokens[rows[:, None], place].long() + 1  # [B, width] ids + 1
         real = rows < self.rows
         # Of the tokens before the start of the text no context is made.
         behind = torch.where(real[:, None], newest + 1, 0)

@@ -35,7 +35,7 @@ class TreeOps:
         """Returns, for plain decoding, ids, positions (which are kv_len) and write slots of the rows' last tokens, [B]
         int64 each."""
         ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
-        return ids, kv_len, table.page_table[rows, kv_len]
+        return ids, kv_len, table.slots_at(rows, kv_len)
 
     def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         """Returns the trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
@@ -43,7 +43,7 @@ class TreeOps:
         tree = derive(draft.parent, draft.alive, depth_max)
         kv_len = table.kv_len.index_select(0, rows)  # [B]
         column = kv_len.unsqueeze(1)
-        write_slots = table.page_table[rows.unsqueeze(1), column + table.steps[: draft.tokens.shape[1]]]
+        write_slots = table.slots_at(rows.unsqueeze(1), column + table.steps[: draft.tokens.shape[1]])
         return tree, TargetInputs((column + tree.depth).flatten(), write_slots.flatten(), kv_len)
 
     def commit(
@@ -172,14 +172,14 @@ def _advance(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor
     after = kv_len + accepted.count  # [B]
     if tokens == 1:  # plain decoding
         newest = accepted.committed.squeeze(1)
-        table.tokens.index_put_((rows, after), newest)
+        table.tokens.index_put_((rows, after), newest.to(table.tokens.dtype))
     else:
         column = rows.unsqueeze(1)
         entries = kv_len.unsqueeze(1) + table.steps[: max(nodes, tokens + 1)]  # [B, max(N, D + 2)]
         window, where = entries[:, :nodes], entries[:, 1 : tokens + 1]
         table.page_table.index_put_((column, window), table.page_table[column, window].gather(1, accepted.order))
         # Entries past the count are overwritten before anybody reads them.
-        table.tokens.index_put_((column, where), accepted.committed)
+        table.tokens.index_put_((column, where), accepted.committed.to(table.tokens.dtype))
         newest = accepted.committed.gather(1, accepted.count.unsqueeze(1) - 1).squeeze(1)
     table.kv_len.index_copy_(0, rows, after)
     table.last.index_copy_(0, rows, newest)
@@ -193,8 +193,8 @@ def _accepted_path(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: 
     positions = kv_len.unsqueeze(1) + table.steps[:tokens]  # [B, D + 1]
     first = torch.arange(0, batch * nodes, nodes, device=rows.device).unsqueeze(1)
     return AcceptedPath(
-        ids=table.tokens[column, positions].flatten(),
+        ids=table.tokens_at(column, positions).flatten(),
         positions=positions.flatten(),
-        write_slots=table.page_table[column, positions].flatten(),
+        write_slots=table.slots_at(column, positions).flatten(),
         nodes=(first + accepted.order[:, :tokens]).flatten(),
     )

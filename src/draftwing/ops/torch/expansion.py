@@ -43,9 +43,9 @@ class ExpansionOps(SamplingOps):
         step = torch.arange(width, device=rows.device)
         column, positions = rows.unsqueeze(1), prefix.unsqueeze(1) + step  # [B, Q]
         return Chain(
-            ids=table.tokens[column, positions].flatten(),
+            ids=table.tokens_at(column, positions).flatten(),
             positions=positions.flatten(),
-            write_slots=table.page_table[column, positions].flatten(),
+            write_slots=table.slots_at(column, positions).flatten(),
             path=step.expand(rows.shape[0], width, width),
             path_len=(step + 1).expand(rows.shape[0], width),
         )
@@ -191,7 +191,7 @@ class TextEditor:
         """See `ExpansionOps.logit_editor`."""
         self._at, self._batch = edits.at, rows.shape[0]
         rows = rows if edits.at is None else rows.index_select(0, edits.at)
-        text = table.tokens[:, : bound + 1].index_select(0, rows)  # [Be, L]
+        text = table.tokens[:, : bound + 1].index_select(0, rows).long()  # [Be, L]
         position = torch.arange(text.shape[1], device=rows.device)
         known = position <= table.kv_len.index_select(0, rows).unsqueeze(1)
         answer = known & (position >= edits.prompt_len.index_select(0, rows).unsqueeze(1))
@@ -267,7 +267,7 @@ class TreeExpansion:
         return LevelRows(
             # A row that is made of the token after its position stands one earlier than that token.
             positions=(self.root_at + level - self._lookahead).unsqueeze(1).expand(size, topk),
-            write_slots=self._table.page_table[self._rows.unsqueeze(1), entries],
+            write_slots=self._table.slots_at(self._rows.unsqueeze(1), entries),
             path=self._path,
             path_len=torch.full_like(own, self._path.shape[2]),
             feature=self.level_feature() if self._has_features else None,

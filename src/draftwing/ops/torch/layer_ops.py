@@ -132,6 +132,13 @@ class LayerOps(ExpertOps):
         out = torch.cat((plain, rotate(turned, cos, sin)), 2)
         return out if factor == 1 else (out.float() * factor).to(out.dtype)
 
+    def head_queries(
+        self, products: HeadProducts, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0
+    ) -> Tensor:
+        """products: of `head_products`, plain [M, heads, in], the rest as in `concat_rope` -> [M, heads, out + m]:
+        `concat_rope` of the products and `turned`."""
+        return self.concat_rope(products(plain), turned, cos, sin, factor)
+
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x

@@ -34,6 +34,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     widens_pool = True  # whether attention in float32 reads a pool of a half type
     narrows_pool = False  # whether attention in 16 bits reads a pool in fp8
     reads_int8_pool = False
+    # Of page tables and the tokens of rows, which are there for all rows and positions; what they hold is below 2^31.
+    table_dtype = torch.int32
     attention_bytes = 0  # of partial results that attention makes over long contexts
 
     active_threads = 1.0  # share of the host's threads that kernels run in now

@@ -28,7 +28,7 @@ def ancestor_slots(batch: Batch, count: int) -> Tensor:
         at = batch.path_len.unsqueeze(2) - 1 - back  # [B, Q, count] on the path; below 0: before the tree
         entry = torch.where(at >= 0, batch.path.gather(2, at.clamp(min=0)), at)
         place = batch.prefix_len[:, None, None] + entry
-    slots = torch.where(place >= 0, batch.table[rows, place.clamp(min=0)], 0)
+    slots = torch.where(place >= 0, batch.table[rows, place.clamp(min=0)].long(), 0)
     return slots.view(-1, count)
 
 

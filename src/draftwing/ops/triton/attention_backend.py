@@ -81,10 +81,14 @@ class TritonAttend(KernelAttend):
         q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
 
-    def write_latents(self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> bool:
+    def write_latents(
+        self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        query: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         pool, at = self._backend.pool, self._first_layer + layer
-        write_latents(made, norm, eps, cos, sin, self._batch.write_slots, pool.kv[at], pool.scales[at][0])
-        return True
+        return write_latents(
+            made, norm, eps, cos, sin, self._batch.write_slots, pool.kv[at], pool.scales[at][0], query
+        )  # fmt: skip
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]

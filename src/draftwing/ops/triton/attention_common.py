@@ -152,10 +152,10 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 def load_kv(
     kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """slot [K] int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0 where not
-    ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
+    """slot [K] int32 or int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0
+    where not ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
     ROW: tl.constexpr = DIM + (MORE if MORE > 0 else DIM)
-    at = kv + (slot * (KV_HEADS * ROW) + head * ROW)[:, None]
+    at = kv + (slot.to(tl.int64) * (KV_HEADS * ROW) + head * ROW)[:, None]
     mask = ok[:, None] & (dim < DIM)[None, :]
     first = _widened(tl.load(at + dim[None, :], mask=mask, other=0.0), DTYPE)
     if MORE > 0:
@@ -192,7 +192,7 @@ def ask_for_kv(
         slot = tl.load(table_row + place, mask=place < stop, other=0, cache_modifier=".cg")
         values: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
         line = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(ROW, values))) * values, ROW - 1)
-        at = kv + (slot * (KV_HEADS * ROW) + head * ROW)[:, None] + line[None, :]
+        at = kv + (slot.to(tl.int64) * (KV_HEADS * ROW) + head * ROW)[:, None] + line[None, :]
         asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 

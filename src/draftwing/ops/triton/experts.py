@@ -53,6 +53,18 @@ def _in_best_groups(
     return (lane < SIZE * GROUPS) & ~other
 
 
+@triton.jit
+def _order(value):
+    """float32, no NaN -> int32 of the same order; of -0 that of 0"""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_order(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["first", "end"])
 def _route_kernel(
     experts,
@@ -93,7 +105,8 @@ def _route_kernel(
                 shift = shift * 0.0
     broken = tl.max((value != value).to(tl.int32), 0)
     value = tl.where(value == value, value, float("-inf"))  # what is no number equals nothing, and would not be found
-    largest = tl.max(value, 0)
+    # As integers, which have the order of the numbers: a warp finds the largest of those by one instruction.
+    largest = _from_order(tl.max(_order(value), 0))
     score = value
     if correction is not None:
         score = 1.0 / (1.0 + tl.exp(-value))
@@ -103,14 +116,13 @@ def _route_kernel(
     free = lane < COUNT
     if GROUPS > 1:
         free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
-    # As integers, which have the order of the numbers, and one below all of them for those that are not free: an expert
-    # is found by one reduction then.
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # of -0 those of 0
-    key = tl.where(free, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    key = tl.where(free, _order(value), -0x80000000)  # one below all for those that are not free
+    bits = score.to(tl.int32, bitcast=True)
     for choice in tl.static_range(TOP):
-        _, expert = tl.max(key, 0, return_indices=True)
+        expert = tl.min(tl.where(key == tl.max(key, 0), lane, LANES), 0)
+        its_bits = tl.max(tl.where(lane == expert, bits, -0x80000000), 0)
         chosen = tl.where(place == choice, expert, chosen)
-        found = tl.where(place == choice, tl.max(tl.where(lane == expert, score, float("-inf")), 0), found)
+        found = tl.where(place == choice, its_bits.to(tl.float32, bitcast=True), found)
         key = tl.where(lane == expert, -0x80000000, key)
     there = place < TOP
     if correction is not None:
@@ -308,7 +320,7 @@ def route(
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
     made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, held, made, own is not None)
+    return Routed(experts, weights, held, made, own is not None, shared)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:

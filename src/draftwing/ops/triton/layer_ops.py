@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.contracts import DeviceExpertGemm, GroupGemm, PeerSums, SideWork, SmallMGemm, TallGemm
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+from draftwing.ops.contracts import (
+    DeviceExpertGemm,
+    GroupGemm,
+    HeadProducts,
+    PeerSums,
+    SideWork,
+    SmallMGemm,
+    TallGemm,
+)
+from draftwing.ops.cuda import gemm, gemm_groups, gemm_heads, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
-from draftwing.ops.types import MXRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 
 
@@ -59,6 +69,20 @@ class TritonLayerOps(LayerOps):
 
     def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> DeviceExpertGemm | None:
         return expert_gemm.ExpertGemm(weight, count) if expert_gemm.takes(weight, count) else None
+
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> gemm_heads.HeadGemm | None:
+        if not isinstance(weight, Tensor) or not gemm_heads.takes(weight, heads, dtype):
+            return None
+        return gemm_heads.HeadGemm(weight, heads)
+
+    def head_queries(
+        self, products: HeadProducts, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0
+    ) -> Tensor:
+        if isinstance(products, gemm_heads.HeadGemm):
+            return products.queries(plain, turned, cos, sin, factor)
+        return super().head_queries(products, plain, turned, cos, sin, factor)
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
 
@@ -221,7 +221,9 @@ def _chosen_logits_kernel(
     """Grid (M, count), which is no constant because clients choose it. A sum per column of STEP, then over the columns:
     in an order that follows from SIZE alone. SHARE: the weight has the rows [begin, begin + known) of ids alone. ids:
     None are all rows of the weight."""
-    start(PDL)
+    let_next_come(PDL)
+    if ids is not None:
+        wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row * count + tl.program_id(1)
     own = tl.program_id(1).to(tl.int64) if ids is None else tl.load(ids + place).to(tl.int64)
@@ -231,12 +233,17 @@ def _chosen_logits_kernel(
         there = (own >= 0) & (own < known)
         own = tl.where(there, own, 0)
     source = weight + own * SIZE
-    total = tl.zeros([STEP], tl.float32)
-    for first in tl.static_range(0, SIZE, STEP):
+    weights = ()
+    for first in tl.static_range(0, SIZE, STEP):  # no kernel writes them
         col = first + tl.arange(0, STEP)
+        weights = weights + (tl.load(source + col, mask=col < SIZE, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    if ids is None:
+        wait(PDL)
+    total = tl.zeros([STEP], tl.float32)
+    for part in tl.static_range(0, len(weights)):
+        col = part * STEP + tl.arange(0, STEP)
         x = tl.load(hidden + row * hidden_stride + col, mask=col < SIZE, other=0.0).to(tl.float32)
-        w = tl.load(source + col, mask=col < SIZE, other=0.0).to(tl.float32)
-        total = tl.fma(w, x, total)
+        total = tl.fma(weights[part].to(tl.float32), x, total)
     result = tl.sum(total, 0)
     if SHARE:
         result = tl.where(there, result, 0.0)

@@ -143,13 +143,27 @@ def concat_rope(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor:
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _latent_kernel(
+@triton.jit
+def _norm_beside(out, x, norm, eps, row_stride, SIZE: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr):
+    """The norm of a row."""
+    col = tl.arange(0, PAD)
+    here = col < SIZE
+    weight = tl.load(norm + col, mask=here, other=0.0).to(tl.float32)  # no kernel writes weights
+    start(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    raw = tl.load(x + m * row_stride + col, mask=here, other=0.0)
+    value = raw.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * weight
+    tl.store(out + m * SIZE + col, value.to(raw.dtype), mask=here)
+
+
+@triton.jit
+def _keep_latent(
     made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride,
     LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, EIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M,). EIGHT: the pool holds codes of float8_e4m3fn, of what is kept times `by`."""
+    """What a token keeps, to the pool."""
     col, half = tl.arange(0, LATENT_PAD), tl.arange(0, HALF_PAD)
     HALF: tl.constexpr = TURNED // 2
     here, ok = col < LATENT, half < HALF
@@ -176,10 +190,36 @@ def _latent_kernel(
     tl.store(ahead + HALF, two, mask=ok[None, :])
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _latent_kernel(
+    made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride, query, query_norm, normed, query_stride,
+    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, EIGHT: tl.constexpr,
+    QUERY: tl.constexpr, QUERY_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (M,), or (M, 2): the second program norms what a query is made of, of QUERY elements. EIGHT: the pool holds
+    codes of float8_e4m3fn, of what is kept times `by`."""
+    if tl.program_id(1) == 0:
+        _keep_latent(
+            made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride,
+            LATENT, TURNED, LATENT_PAD, HALF_PAD, EIGHT, PDL,
+        )  # fmt: skip
+    elif QUERY > 0:
+        _norm_beside(normed, query, query_norm, eps, query_stride, QUERY, QUERY_PAD, PDL)
+
+
 def write_latents(
-    made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, write_slots: Tensor, kv: Tensor, scale: float
-) -> None:
-    """Norms and rotates what tokens keep of latent attention, and writes it to the pool.
+    made: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    write_slots: Tensor,
+    kv: Tensor,
+    scale: float,
+    query: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Norms and rotates what tokens keep of latent attention, and writes it to the pool. query: x [M, n], rows perhaps
+    apart, and weights [n] of its norm -> x normed; else nothing.
 
     made [M, latent + turned], rows perhaps apart; norm [latent]; cos, sin [M, ..., turned], as in `rope_and_write`;
     write_slots [M] int64; kv [slots, 1, 1, latent + turned], in float8_e4m3fn divided by `scale`.
@@ -188,12 +228,18 @@ def write_latents(
     turned, eight = width - latent, kv.itemsize == 1
     assert kv.shape[1:] == (1, 1, width) and kv.is_contiguous() and made.dtype == cos.dtype and fits(made, kv)
     assert made.stride(1) == cos.stride(-1) == sin.stride(-1) == 1 and cos.stride(0) == sin.stride(0)
+    x, weight = query or (made[:, :0], norm)
+    normed, size = x.new_empty(x.shape), x.shape[1]
+    assert x.stride(1) == 1 and x.dtype == made.dtype and (query is None or len(weight) == size)
     if count:
-        _latent_kernel[(count,)](
+        _latent_kernel[(count, 1 if query is None else 2)](
             made, kv.view(torch.uint8) if eight else kv, write_slots, norm, cos, sin, eps, 1 / scale,
-            made.stride(0), cos.stride(0), LATENT=latent, TURNED=turned, LATENT_PAD=triton.next_power_of_2(latent),
-            HALF_PAD=triton.next_power_of_2(turned // 2), EIGHT=eight, num_warps=4, **launch_options(made.device),
+            made.stride(0), cos.stride(0), x, weight, normed, x.stride(0),
+            LATENT=latent, TURNED=turned, LATENT_PAD=triton.next_power_of_2(latent),
+            HALF_PAD=triton.next_power_of_2(turned // 2), EIGHT=eight, QUERY=size,
+            QUERY_PAD=triton.next_power_of_2(size), num_warps=4, **launch_options(made.device),
         )  # fmt: skip
+    return normed
 
 
 def rope_and_write(

@@ -219,7 +219,7 @@ def _grow_kernel(
     level = tl.arange(0, _LEVELS)
     tl.store(paths + waiting, tl.zeros([POOL], tl.float32))
     place = tl.maximum(newest - (WIDTH - 1) + k, 0)
-    cells = tl.load(tokens_ptr + row * context + place, mask=k < WIDTH, other=0) + 1
+    cells = tl.load(tokens_ptr + row * context + place, mask=k < WIDTH, other=0).to(tl.int64) + 1
     starts = tl.load(starts_ptr + level, mask=level < _LEVELS - 1, other=2.0)
     tl.debug_barrier()
 

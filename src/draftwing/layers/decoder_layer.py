@@ -1,0 +1,148 @@
+"""One decoder layer: a mixer, in which tokens read of earlier ones, and an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.attention import Attention
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.embedding import LayerEnd
+from draftwing.layers.experts import ExpertMLP, ExpertsBeside
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.mixer import Placement
+from draftwing.layers.mlp import GatedMLP
+from draftwing.layers.norm import RMSNorm
+from draftwing.ops.attention import Attend
+from draftwing.ops.contracts import LayerWeights, WholeLayers
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm mixer and MLP, each of which adds the residual stream to what it gives, some after a norm behind it."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        pool_layer: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_size: int = 0,
+        norms_input: bool = True,
+    ) -> None:
+        """pool_layer: where the mixer finds its entries, counted from the model's first (`pool_layers`).  in_size: of
+        what the mixer reads, 0: the hidden size.  norms_input: whether there is a norm before it."""
+        super().__init__()
+        norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
+        self.attn_norm = norm() if norms_input else None
+        at = -1 if pool_layer is None else pool_layer
+        self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
+        self.attn_out_norm = norm() if config.out_norms else None
+        self.mlp_norm = norm()
+        self.mlp_out_norm = norm() if config.out_norms else None
+        beside = config.experts is not None and config.experts.beside
+        self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
+        self.beside = ExpertsBeside(config, dtype, device) if beside else None
+        self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
+        self._wide_norms = config.norm.wide
+        self._ops = PLAIN
+        self._whole: WholeLayers | None = None  # all of it, for few rows
+
+    def pack(self, ops: LayerOps) -> None:
+        """Lets the device do the layer in one call where it can; when the parts are packed."""
+        self.use(ops)
+        self._whole = whole_layers(ops, [self.weights()])
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device add residuals as it does it best; without packing."""
+        self._ops = ops
+        self.mixer.use(ops)
+        if self.end is not None:
+            self.end.use(ops)
+
+    def linears(self) -> list[Linear]:
+        """Returns those of mixer and MLP but for experts', in the order of their calls."""
+        of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
+        return [*self.mixer.linears(), *of_mlp]
+
+    def around_attention(self) -> tuple[list[LinearOp], list[LinearOp]]:
+        """Returns the operations of `linears`: those before the mixer's attention, and those behind it."""
+        ops, before = [linear.op for linear in self.linears()], self.mixer.before_attention
+        return ops[:before], ops[before:]
+
+    def weights(self) -> LayerWeights | None:
+        """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
+        GELU, wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and
+        values of its own, no gate and no norms but those of heads of queries and keys."""
+        attention, mlp = self.mixer, self.mlp
+        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
+            return None
+        if self.end is not None or getattr(attention, "v_norm", False):
+            return None
+        if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
+            return None
+        linears = self.linears()
+        own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
+        return LayerWeights(
+            pool_layer=attention.pool_layer,
+            shape=attention.shape,
+            attn_norm=self.attn_norm.weight if self.attn_norm is not None and own else None,
+            mlp_norm=self.mlp_norm.weight,
+            head_norms=attention.head_norms(),
+            kind=attention.kind,
+            eps=self.mlp_norm.eps,
+            gemms=[linear.op.few_rows for linear in linears],
+            biases=[linear.bias for linear in linears],
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [M, hidden] -> [M, hidden], without what `end` does; cos, sin [M, 1, head_dim]"""
+        if self.attn_norm is None:
+            return self.mix(x, x, cos, sin, attend)
+        outs = None if self._whole is None else self._whole(x, None, cos, sin, attend)
+        return self._mix(self.attn_norm(x), x, cos, sin, attend) if outs is None else outs[0]
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """Writes what `forward` leaves for later queries, without its result."""
+        self.mixer.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
+
+    def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
+        outs = None if self._whole is None else self._whole(x, normed, cos, sin, attend)
+        return self._mix(normed, x, cos, sin, attend) if outs is None else outs[0]
+
+    def under(
+        self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
+        for it."""
+        if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
+            return self.mlp.under(norm, normed, x)
+        x = self.mix(normed, x, cos, sin, attend)
+        return x, norm(x)
+
+    def _mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.attn_out_norm is not None and self.mlp_out_norm is not None:
+            out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
+            x, normed = self.mlp_norm.of_sum(x, out)
+            made = self.mlp(normed)
+            return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
+        if self._ops.norm_adds_residual:
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
+        else:
+            x = self.mixer(normed, cos, sin, attend, residual=x)
+            normed = self.mlp_norm(x)
+        return self.mlp(normed, residual=x)
+
+
+def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:
+    """Returns `LayerOps.whole_layers` of layers that all have weights for it, else None."""
+    weights = [layer for layer in layers if layer is not None]
+    return ops.whole_layers(weights, kept) if len(weights) == len(layers) else None
