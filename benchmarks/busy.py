@@ -3,9 +3,14 @@ goes on with fewer while one of its threads cannot run.
 
     python benchmarks/busy.py [--cases 0,1,1:10,2,3:10] [--seconds 1.5] [--rounds 4] [--out busy.json] [option=value]
 
-A case is a number of programs, each one loop in Python, and how nice they are. The three take turns on one engine, and
-all have to write the same text. `other` is what still other programs took of the machine meanwhile, in processors: a
-machine that is not idle tells little. Gaps are those between two outputs, in ms.
+A case is a number of programs, each one loop in Python, how nice they are, and the percentage of the time in which they
+are busy, 10 ms at a time: `1:0:5` has one that takes a processor for a moment every 0.2 s. The three take turns on one
+engine, and all have to write the same text. `other` is what still other programs took of the machine meanwhile, in
+processors: a machine that is not idle tells little. Gaps are those between two outputs, in ms.
+
+`share` is the part of the time in which the thread that makes the calls had a processor. Which programs share one is
+the scheduler's choice, in each turn another one: `ratio`, of the team to one thread, has this luck in it, as `error`,
+the standard error of the rounds' ratios, tells; `of_share` is the ratio of what they make in a second of a processor.
 """
 
 from __future__ import annotations
@@ -32,12 +37,21 @@ from draftwing.ops.cpu.workers import Workers
 
 PROMPT = "The harbour town wakes before the sun. Fishermen push their boats off the stone ramp, and"
 LONGEST = 4000  # tokens
-BUSY = "import os\nos.nice({})\nwhile True: pass"
+BUSY = """
+import os, time
+os.nice({nice})
+while True:
+    end = time.process_time() + 0.01
+    while time.process_time() < end:
+        pass
+    time.sleep(0.01 * (100 / {percent} - 1))
+"""
 
 
 class Case(NamedTuple):
     programs: int
     nice: int = 0
+    percent: int = 100
 
 
 def case(text: str) -> Case:
@@ -46,22 +60,42 @@ def case(text: str) -> Case:
 
 @dataclass
 class Found:
-    """What one way to run has made in all of its turns."""
+    """What one way to run has made, of each of its turns. ran: seconds with a processor, of the thread that calls."""
 
-    tokens: int = 0
-    seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    ran: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def share(self) -> float:
+        return sum(self.ran) / sum(self.seconds)
+
     def row(self) -> list[float]:
-        """Tokens per second, median and 99th percentile of the gaps in ms."""
+        """Tokens per second, median and 99th percentile of the gaps in ms, share of a processor."""
         high = statistics.quantiles(self.gaps, n=100)[98]
-        return [round(x, 1) for x in (self.tokens / self.seconds, statistics.median(self.gaps) * 1e3, high * 1e3)]
+        shown = [round(x, 1) for x in (self.rate, statistics.median(self.gaps) * 1e3, high * 1e3)]
+        return [*shown, round(self.share, 2)]
+
+
+def compared(team: Found, one: Found) -> dict[str, float | None]:
+    """Their rates; turns of the same number were made after each other."""
+    each = [a / b * d / c for a, b, c, d in zip(team.tokens, one.tokens, team.seconds, one.seconds, strict=True)]
+    error = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
+    ratio = team.rate / one.rate
+    found = {"ratio": ratio, "error": error, "of_share": ratio * one.share / team.share}
+    return {name: None if value is None else round(value, 2) for name, value in found.items()}
 
 
 @contextmanager
-def beside(programs: int, nice: int) -> Iterator[list[int]]:
+def beside(one: Case) -> Iterator[list[int]]:
     """Programs that are busy meanwhile: their process ids."""
-    started = [subprocess.Popen([sys.executable, "-c", BUSY.format(nice)]) for _ in range(programs)]
+    code = BUSY.format(**one._asdict())
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(one.programs)]
     time.sleep(0.3)  # until they are
     try:
         yield [one.pid for one in started]
@@ -84,40 +118,41 @@ def turn(llm: LLM, seconds: float, found: Found) -> list[int]:
     assert llm.engine.flush_cache()
     stream = llm.stream(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=LONGEST, ignore_eos=True))
     tokens: list[int] = []
-    start = last = None
+    start = last = ran = 0.0
+    first = 0
     for piece in stream:
         now = time.perf_counter()
-        if start is None or last is None:
-            start = now
+        if not tokens:
+            start, ran, first = now, time.thread_time(), len(piece.token_ids)
         else:
             found.gaps.append(now - last)
-            found.tokens += len(piece.token_ids)
         tokens += piece.token_ids
         last = now
         if now - start > seconds:
             break
+    found.ran.append(time.thread_time() - ran)
     stream.close()
-    assert start is not None and last is not None
-    found.seconds += last - start
+    found.seconds.append(last - start)
+    found.tokens.append(len(tokens) - first)
     return tokens
 
 
-def run(llm: LLM, workers: Workers, one: Case, seconds: float, rounds: int) -> dict[str, Any]:
+def run(llm: LLM, workers: Workers, one: Case, args: argparse.Namespace) -> dict[str, Any]:
     ways = {"one thread": 1, "all threads": workers.most, "team": None}
     found, text = {name: Found() for name in ways}, []
-    with beside(*one) as pids:
+    with beside(one) as pids:
         busy, start = others(pids), time.perf_counter()
-        for number in range(rounds):
+        for number in range(args.rounds):
             for name in list(ways)[:: 1 if number % 2 else -1]:
                 workers.hold(ways[name])
-                written = turn(llm, seconds, found[name])
+                written = turn(llm, args.seconds, found[name])
                 size = min(len(written), len(text))
                 assert written[:size] == text[:size], f"{name} beside {one}: another text"
                 text = max(text, written, key=len)
         busy = (others(pids) - busy) / (time.perf_counter() - start)
     rows = {name: each.row() for name, each in found.items()}
-    ratio = rows["team"][0] / rows["one thread"][0]
-    return {"programs": one.programs, "nice": one.nice, **rows, "ratio": round(ratio, 2), "other": round(busy, 2)}
+    ratios = compared(found["team"], found["one thread"])
+    return {**one._asdict(), **rows, **ratios, "other": round(busy, 2)}
 
 
 def main() -> None:
@@ -134,7 +169,7 @@ def main() -> None:
     turn(llm, 1.0, Found())
     results = []
     for one in args.cases:
-        results.append(run(llm, ops.workers, one, args.seconds, args.rounds))
+        results.append(run(llm, ops.workers, one, args))
         print(json.dumps(results[-1]), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"threads": torch.get_num_threads(), "cases": results}, indent=1) + "\n")

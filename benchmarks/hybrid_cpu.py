@@ -4,10 +4,11 @@
 
 The files have the shapes of Qwen3.5 and random weights, so acceptance is simulated (`--accept-length`, of three drafts)
 and texts are worthless; llama.cpp decodes without drafts. Everyone takes turns; a figure is the median of the rounds, a
-ratio the median of the rounds' ratios. Prompts are computed once, and the rounds go on from cached prefixes. With
-`--made` prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of
-other sizes, types and contexts stays there, so that long runs can be made in pieces. `llama_cpp_build.py` says what a
-build of llama.cpp needs.
+ratio the median of the rounds' ratios. `plain reads` is a floor: how often a second all threads could read what a plain
+step reads, by sums of an array. Prompts are computed once, and the rounds go on from cached prefixes. With `--made`
+prompts are not computed but made up (`made_contexts.py`), and llama.cpp is its server. What `--out` has of other sizes,
+types and contexts stays there, so that long runs can be made in pieces. `llama_cpp_build.py` says what a build of
+llama.cpp needs.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from gguf import GGUFWriter
 from gguf_files import MIXTURES, add_random, add_sizes, add_tokens, finish
 from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import let_go, listed, machine
-from made_contexts import fill, llama
-from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio
+from made_contexts import MOST_READ, fill, llama
+from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, median_ratio, read_bandwidth
 
 from draftwing.engine.engine import Engine
+from draftwing.gguf_file import open_gguf
 
 VOCAB, HEAD_DIM, STATE, TAPS, INTERVAL = 248_320, 256, 128, 4, 4
-LLAMA = "llama.cpp"
+LLAMA, READS = "llama.cpp", "plain reads"
 SETTLING = 64  # tokens before the first round: steps are recorded, and a policy learns what they take and bring
 DRAFTERS = {  # options of each engine
     "none": {},
@@ -139,6 +141,15 @@ def theirs(args: Any, file: Path, context: int, tokens: int, prompt: bool) -> fl
     return float(json.loads(out)[0]["avg_ts"])
 
 
+def step_bytes(file: Path, size: Size, context: int) -> int:
+    """What a plain step reads: all weights but the prediction layer's, keys and values in 16 bits, and states."""
+    opened = open_gguf(file)
+    weights = sum(opened.raw(name).nbytes for name in opened.tensors if f"blk.{size.layers}." not in name)
+    attending = size.layers // INTERVAL
+    kv = attending * 2 * size.kv_heads * HEAD_DIM * 2 * context
+    return weights + kv + (size.layers - attending) * size.value_heads * STATE * STATE * 4
+
+
 def warmed(engine: Engine, prompt: list[int], tokens: int) -> Answer:
     """As llama-bench, which runs before it measures: whoever comes after another program has to wake."""
     ask_engine(engine, prompt, 16)
@@ -171,6 +182,9 @@ def compare(args: Any, file: Path, context: int, engines: dict[str, Engine]) -> 
             asks[LLAMA] = lambda _, tokens: Answer(decode=theirs(args, file, context, tokens, False))
             for name, engine in engines.items():
                 prompts[name] = len(prompt) / ask_engine(engine, prompt, SETTLING).first
+        read = step_bytes(file, SIZES[args.size], context)
+        part = min(read, MOST_READ)
+        asks[READS] = lambda _, tokens: Answer(decode=read_bandwidth(part, args.threads, 3) / read)
         rounds = in_turn(asks, [prompt] * args.rounds, args.tokens)
     rates = {name: [answer.decode for answer in answers] for name, answers in rounds.items()}
     found = {"decode": {name: statistics.median(own) for name, own in rates.items()}}

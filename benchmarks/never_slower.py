@@ -16,7 +16,8 @@ of thousands of tokens in seconds. Engines take turns of some steps, and a step 
 which a busy machine says little of; `resting` is the speed of its plain steps, and `of_plain` the speed beside them
 alone: two engines without drafts differ by 3%, by where their memory lies. `--isa` holds a CPU to an instruction set.
 
-Cells that `--out` has are not run again, so a grid can be run in pieces of `--most-seconds`.
+Cells that `--out` has are not run again, so a grid can be run in pieces of `--most-seconds`. `--only
+16:100:1:random,1:2000:0:code` runs these cells of the grid, requests:prompt:temperature:text, in this order.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -95,6 +96,12 @@ def cover(cells: Sequence[Cell], count: int, seed: int = 0) -> list[Cell]:
     while left and len(chosen) < count:
         _choose(min(left, key=lambda cell: sum(seen[pair] for pair in pairs(cell))), left, chosen, seen)
     return chosen
+
+
+def only(text: str) -> tuple[int, int, float, str]:
+    """Reads a cell without its drafter."""
+    requests, prompt, temperature, kind = text.split(":")
+    return int(requests), int(prompt), float(temperature), kind
 
 
 def _choose(cell: Cell, left: list[Cell], chosen: list[Cell], seen: Counter[tuple[Any, ...]]) -> None:
@@ -318,6 +325,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=listed(float), default=TEMPERATURES)
     parser.add_argument("--texts", type=listed(str), default=TEXTS)
     parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--only", type=listed(only), help="these cells")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of cells")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
@@ -343,7 +351,11 @@ def main() -> None:
     print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
     grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
     fit = [cell for cell in map(Cell._make, grid) if possible(cell, none, costs, args.cached)]
-    cells = cover(fit, args.cells, args.seed)
+    if args.only:
+        cells = sorted((cell for cell in fit if cell[:4] in args.only), key=lambda cell: args.only.index(cell[:4]))
+    else:
+        # Those with the same text and length after each other, for what is cached.
+        cells = sorted(cover(fit, args.cells, args.seed), key=lambda cell: (cell.prompt, cell.text))
     about = {
         "machine": machine(),
         "isa": args.isa,
@@ -353,8 +365,7 @@ def main() -> None:
     }
     records = read(args.out, about)
     done = {cell_of(record) for record in records}
-    # Those with the same text and length after each other, for what is cached.
-    cells = sorted((cell for cell in cells if cell not in done), key=lambda cell: (cell.prompt, cell.text))
+    cells = [cell for cell in cells if cell not in done]
     for drafter in args.drafters:
         mine = [cell for cell in cells if cell.drafter == drafter]
         print(f"{drafter}: {len(mine)} cells", flush=True)

@@ -34,30 +34,41 @@ weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(siz
 gemm, expected = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32), None
 
 
-def until(active):
+def until(active, seconds=0.0):
     global expected
-    end = time.monotonic() + 20
-    while ops.workers.active != active:
-        assert time.monotonic() < end, (ops.workers.active, active)
+    start = time.monotonic()
+    while ops.workers.active != active or time.monotonic() < start + seconds:
+        assert time.monotonic() < start + 20, (ops.workers.active, active)
         found = gemm(x, None, None)
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
 
 
+def allow(some):
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), some)
+
+
 until(1)
 assert ops.active_threads == 0.5
-if len(processors) > 1:
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), processors)
+seconds = []
+for _ in range(5 if len(processors) > 1 else 0):
+    allow(processors)
+    start = time.monotonic()
     until(2)
-print("done")
+    seconds.append(time.monotonic() - start)
+    until(2, 0.3)
+    allow(processors[:1])
+    until(1)
+print(sorted(seconds)[2] if seconds else 0.0)
 """
 
 
 @pytest.mark.timing
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
 def test_a_team_goes_on_with_fewer_and_comes_back() -> None:
-    assert subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60) == "done\n"
+    """Soon, as the team was fast before: 80 times the loss would be 0.35 s."""
+    assert float(subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60)) < 0.2
 
 
 def test_there_are_as_many_as_torch_has() -> None:

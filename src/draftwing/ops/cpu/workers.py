@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,9 @@ import torch
 class _Fields(ctypes.Structure):
     """C's `Workers`."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("most", "active", "fixed", "since", "pause", "credit", "pinned")]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("most", "active", "fixed", "since", "pause", "credit", "saved", "pinned")
+    ]
 
 
 class Workers:
@@ -64,6 +67,7 @@ class Workers:
     def _begin(self, fields: _Fields) -> None:
         fields.fixed = self._held is not None
         fields.active = min(self._held or fields.most, fields.most)
-        fields.since = fields.pause = fields.credit = 0
+        fields.since = time.monotonic_ns()
+        fields.pause = fields.credit = fields.saved = 0
         pinned = self._pinned
         fields.pinned = 0 if pinned is None or len(pinned) != fields.most else ctypes.addressof(pinned)

@@ -271,10 +271,11 @@ INLINE vf sigmoid(vf x) {
 
 /* The threads that calls run in, as `ops/cpu/workers.py` has them in memory. most: as many as torch uses, since OpenMP
    makes and ends threads when the number changes; active: in which calls run now; fixed: whether that stays so; since:
-   ns of the clock, when more were tried or fewer were taken; pause: ns until more are tried; credit: ns that may be lost
-   before fewer are taken. No result depends on any of it, but for the last bits of drafts' log probabilities. */
+   ns of the clock, when fewer were taken; pause: ns from then until more are tried; credit: ns that may be lost before
+   fewer are taken; saved: ns that tries may lose before pauses are long. No result depends on any of it, but for the last
+   bits of drafts' log probabilities. */
 typedef struct {
-    int64_t most, active, fixed, since, pause, credit;
+    int64_t most, active, fixed, since, pause, credit, saved;
     const int64_t *pinned; /* the processor of each thread, or NULL */
 } Workers;
 HIDDEN void find_threads(void); /* once, before anything runs */

@@ -30,6 +30,8 @@ __asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
 #define WATCHED 100         /* us: calls that take less are not watched, which takes some 3 us */
 #define CREDIT 5000000      /* ns that may be lost after a long time without a loss; swept: 2, 5, 15 ms */
 #define PRICE 80            /* one part in so many of the time may be lost by tries of more threads; swept: 20 to 80 */
+#define SAVED 50000000      /* ns that a team may lose of what it has gained before pauses are long; not swept */
+#define REST 4              /* until then: the pause, in times of what was lost; not swept */
 #define LONGEST (5 * SECOND) /* without a try */
 #define TURN 5000000        /* ns that recorded calls keep Python's lock: as long as Python's own code does */
 #define WORTH 4 /* us: what takes less is done sooner by one thread than threads that stay can begin; not swept */
@@ -143,22 +145,28 @@ static int64_t threads_now(Workers *w) {
     if (!w) return 1;
     if (!w->fixed && w->active < w->most && clock_ns(CLOCK_MONOTONIC) - w->since >= w->pause) {
         w->active = w->most;
-        w->since = clock_ns(CLOCK_MONOTONIC);
         w->credit = 0;
     }
     return w->active;
 }
 
 /* Learns from a call. What n threads do more than one less pays for time in which all wait for one: 1 / n of the time
-   that they run. Once more is lost the next calls run without those that were away, for so long that tries with all of
-   them lose one part in `PRICE` of the time. */
+   that they run. Once more is lost the next calls run without those that were away. What ends by itself, as most does that
+   takes a processor for a moment, is paid by what was gained before: a short pause is enough. Of a program that stays,
+   tries have nothing but one part in `PRICE` of the time. */
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
-    w->credit += (took - call->away) / threads - call->away;
-    if (w->credit > CREDIT) w->credit = CREDIT;
+    const int64_t gain = (took - call->away) / threads, credit = w->credit + gain - call->away;
+    const int64_t saved = w->saved + gain / 2 - call->away; /* half: bound by memory, two threads are 1.3 times as fast */
+    w->credit = credit < CREDIT ? credit : CREDIT;
+    w->saved = saved < SAVED ? saved : SAVED;
     if (w->credit >= 0) return;
-    w->pause = -w->credit * PRICE < LONGEST ? -w->credit * PRICE : LONGEST;
+    w->saved += (now - w->since) / PRICE;
+    if (w->saved > SAVED) w->saved = SAVED;
+    if (w->saved < -LONGEST / PRICE) w->saved = -LONGEST / PRICE;
+    w->pause = -w->saved * PRICE > -w->credit * REST ? -w->saved * PRICE : -w->credit * REST;
+    if (w->pause > LONGEST) w->pause = LONGEST;
     w->active = threads - call->missing > 1 ? threads - (call->missing ? call->missing : 1) : 1;
     w->since = now;
     w->credit = 0;
