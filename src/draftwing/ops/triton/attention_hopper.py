@@ -59,12 +59,13 @@ def _step(
     unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns,
     k_slots, v_slots, top, den, acc, p,
     MASKED: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, PITCH: gl.constexpr, DIM: gl.constexpr,
-    ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+    ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, FENCE: gl.constexpr,
 ):  # fmt: skip
     """Scores of a unit, and the values of the one before, of which p are the weights. Lets keys come of the unit that is
     STAGES - 1 further, whose slots are k_slots, and values of the one before that."""
     async_copy.wait_group(STAGES - 2)
-    hopper.fence_async_shared()
+    if FENCE:
+        hopper.fence_async_shared()
     s = _scores(q_smem, k_smem.index(unit % STAGES), ROWS, UNIT, S)
     acc = hopper.warpgroup_mma(p, v_smem.index((unit - 1) % STAGES), acc, is_async=True)
     _copy(kv_head, k_slots, dim, k_smem.index((unit + STAGES - 1) % STAGES), PITCH)
@@ -86,7 +87,7 @@ def _step(
 def _hopper_prefill_kernel(
     q, kv, table, rows, tiles, out, scale, v_scale, q_stride, table_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, FENCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `attention_prefill._prefill_kernel`."""
     if PDL:
@@ -145,12 +146,12 @@ def _hopper_prefill_kernel(
     for unit in range(1, whole):
         k_slots, v_slots, top, den, acc, p = _step(
             unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns, k_slots, v_slots,
-            top, den, acc, p, False, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC,
+            top, den, acc, p, False, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC, FENCE,
         )  # fmt: skip
     for unit in range(gl.maximum(whole, 1), units):
         k_slots, v_slots, top, den, acc, p = _step(
             unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns, k_slots, v_slots,
-            top, den, acc, p, True, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC,
+            top, den, acc, p, True, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC, FENCE,
         )  # fmt: skip
     async_copy.wait_group(0)
     hopper.fence_async_shared()
@@ -178,6 +179,6 @@ def hopper_prefill_attention(
     kv_heads, dim = kv.shape[1], kv.shape[3]
     launched = _hopper_prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, out, scale, v_scale, q.stride(0), table.stride(0), HEADS=out.shape[1] // dim,
-        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, num_warps=WARPS, **launch_options(q.device),
+        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, FENCE=False, num_warps=WARPS, **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)
