@@ -36,8 +36,9 @@ CHILD = """
 import json, os, pickle, sys
 from draftwing.engine.startup.precompile import collect, compile_launch
 launches = collect(pickle.load(sys.stdin.buffer)).launches
-smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
-compile_launch(smallest)
+for kernel in ("_silu_mul_kernel", "_hopper_prefill_kernel", "_prefill_kernel"):
+    for launch in [launch for launch in launches if launch.name == kernel][:1]:
+        compile_launch(launch)
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """
 
@@ -101,19 +102,24 @@ def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
 
 
 @pytest.mark.further(pool="*fp8e4nv")
-@pytest.mark.parametrize(("kv_dtype", "pool"), [(torch.bfloat16, "*bf16"), (torch.float8_e4m3fn, "*fp8e4nv")])
+@pytest.mark.parametrize(
+    ("kv_dtype", "pool", "prompts"),
+    [(torch.bfloat16, "*bf16", "hopper_prefill"), (torch.float8_e4m3fn, "*fp8e4nv", "prefill")],
+)
 def test_what_an_engine_launches(
-    kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path, printed_by: Printed
+    kv_dtype: torch.dtype, pool: str, prompts: str, job: precompile.Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     job = job._replace(kv_dtype=kv_dtype)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 64}))
     lines = printed_by(CHILD, job)
     found = json.loads(lines[-1])
     names = {name for name, _ in found}
-    assert all(pool in how for name, how in found if name == "_prefill_kernel")
+    assert all(pool in how for name, how in found if name == f"_{prompts}_kernel")
     # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
-    wanted = "rms_norm rope prefill tree silu_mul pick limit commit confidence build chosen_logits merge"
+    wanted = f"rms_norm rope {prompts} tree silu_mul pick limit commit confidence build chosen_logits merge"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
-    assert list((tmp_path / "cache").glob("*/_silu_mul_kernel.cubin"))
+    for compiled in ("silu_mul", prompts):
+        assert list((tmp_path / "cache").glob(f"*/_{compiled}_kernel.cubin"))
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
 
 

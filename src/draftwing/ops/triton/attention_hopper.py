@@ -108,6 +108,8 @@ def _hopper_prefill_kernel(
     head = gl.program_id(1)
     table_row = table + gl.load(rows + gl.load(tiles)) * table_stride
     first, position, length, begin = gl.load(tiles + 1), gl.load(tiles + 2), gl.load(tiles + 3), gl.load(tiles + 4)
+    if length == 0:  # graphs have more tiles than there are
+        return
     kv_head = kv + head * (2 * DIM)
     dim = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
     place = gl.arange(0, UNIT, gl.SliceLayout(1, COPY))
@@ -117,7 +119,7 @@ def _hopper_prefill_kernel(
     row = (first + flat // GROUP).to(gl.int64)
     own_head = head * GROUP + flat % GROUP
     at_q = q + gl.expand_dims(row * q_stride + own_head * DIM, 1) + gl.expand_dims(dim, 0)
-    end = position + gl.maximum(gl.minimum((begin + ROWS - 1) // GROUP, length - 1), 0) + 1
+    end = position + gl.minimum((begin + ROWS - 1) // GROUP, length - 1) + 1
     whole = gl.minimum(position + begin // GROUP + 1, end) // UNIT  # units that each row sees all of
     units = (end + UNIT - 1) // UNIT
     last = position + (begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
