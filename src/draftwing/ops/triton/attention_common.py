@@ -64,7 +64,13 @@ class Tiling(NamedTuple):
 
 TILING = Tiling()
 TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
-    stages=5, context_rows=128, context_stages=5, window_rows=64, prefill_rows=128, prefill_stages=5, overlap_unit=64,
+    stages=5,
+    context_rows=128,
+    context_stages=5,
+    window_rows=64,
+    prefill_rows=128,
+    prefill_stages=5,
+    overlap_unit=64,
     overlap_stages=3,
 )
 # Products in float32 run without tensor cores, on operands in registers.

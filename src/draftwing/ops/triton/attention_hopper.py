@@ -61,8 +61,8 @@ def _step(
     MASKED: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, PITCH: gl.constexpr, DIM: gl.constexpr,
     ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, FENCE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a unit, and the values of the one before, of which p are the weights. Lets keys come of the unit that is
-    STAGES - 1 further, whose slots are k_slots, and values of the one before that."""
+    """Does scores of a unit, and values of the one before, of which p are the weights. Lets keys come of the unit that
+    is STAGES - 1 further, whose slots are k_slots, and values of the one before that."""
     async_copy.wait_group(STAGES - 2)
     if FENCE:
         hopper.fence_async_shared()
@@ -181,6 +181,7 @@ def hopper_prefill_attention(
     kv_heads, dim = kv.shape[1], kv.shape[3]
     launched = _hopper_prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, out, scale, v_scale, q.stride(0), table.stride(0), HEADS=out.shape[1] // dim,
-        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, FENCE=False, num_warps=WARPS, **launch_options(q.device),
+        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, FENCE=False, num_warps=WARPS,
+        **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)
