@@ -111,8 +111,23 @@ def divided(
                 more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
                 share -= more * costs[req]
+    if spared is not None:
+        _fill_up(given, most, sizes)
     _even_out(given, prefills, sizes)
     return [(req, length) for req, length in given.items() if length]
+
+
+def _fill_up(given: dict[Req, int], most: int, sizes: Sequence[int]) -> None:
+    """Gives prompts, the first before others, what makes a prefill as long as the largest graph, where no other has room
+    for it: beside rows a GPU does as many tokens more in the same time."""
+    total = sum(given.values())
+    if len(sizes) < 2 or not sizes[-2] < total:
+        return
+    room = min(sizes[-1], most) - total
+    for req in given:
+        more = max(min(room, req.unsent - given[req]), 0)
+        given[req] += more
+        room -= more
 
 
 def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
-from draftwing.sched.policy.prefill_budget import PrefillBudget
+from draftwing.sched.policy.prefill_budget import AT_ONCE, PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
@@ -58,7 +58,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
-        self._prefills = PrefillBudget()
+        self._prefills = PrefillBudget(AT_ONCE if config.mixed_sizes else 1)
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()

@@ -44,7 +44,7 @@ def _scores(q_smem, k_smem, ROWS: gl.constexpr, UNIT: gl.constexpr, S: gl.conste
 
 
 @gluon.jit
-def _weights(s, scale, top, den, S: gl.constexpr, ACC: gl.constexpr):
+def _weights(s, scale, top, den):
     """s: scores [ROWS, UNIT], -inf where a key is not the row's -> weights as a factor of values, what is summed so far
     fades by, the new maximum and denominator [ROWS]"""
     new = gl.maximum(top, gl.max(s, 1) * scale)
@@ -59,13 +59,11 @@ def _step(
     unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns,
     k_slots, v_slots, top, den, acc, p,
     MASKED: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, PITCH: gl.constexpr, DIM: gl.constexpr,
-    ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, FENCE: gl.constexpr,
+    ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Does scores of a unit, and values of the one before, of which p are the weights. Lets keys come of the unit that
     is STAGES - 1 further, whose slots are k_slots, and values of the one before that."""
     async_copy.wait_group(STAGES - 2)
-    if FENCE:
-        hopper.fence_async_shared()
     s = _scores(q_smem, k_smem.index(unit % STAGES), ROWS, UNIT, S)
     acc = hopper.warpgroup_mma(p, v_smem.index((unit - 1) % STAGES), acc, is_async=True)
     _copy(kv_head, k_slots, dim, k_smem.index((unit + STAGES - 1) % STAGES), PITCH)
@@ -76,7 +74,7 @@ def _step(
     s = hopper.warpgroup_mma_wait(1, (s,))
     if MASKED:
         s = gl.where(gl.expand_dims(unit * UNIT + columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
-    weight, fade, top, den = _weights(s, scale, top, den, S, ACC)
+    weight, fade, top, den = _weights(s, scale, top, den)
     p_next = gl.convert_layout(weight.to(p.dtype), gl.DotOperandLayout(0, ACC, 2))
     acc, p = hopper.warpgroup_mma_wait(0, (acc, p))
     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC)), 1)
@@ -87,7 +85,7 @@ def _step(
 def _hopper_prefill_kernel(
     q, kv, table, rows, tiles, out, scale, v_scale, q_stride, table_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, FENCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `attention_prefill._prefill_kernel`."""
     if PDL:
@@ -142,18 +140,18 @@ def _hopper_prefill_kernel(
     s = gl.where(gl.expand_dims(columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     den = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    weight, _, top, den = _weights(s, scale, top, den, S, ACC)
+    weight, _, top, den = _weights(s, scale, top, den)
     p = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, ACC, 2))
     acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
     for unit in range(1, whole):
         k_slots, v_slots, top, den, acc, p = _step(
             unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns, k_slots, v_slots,
-            top, den, acc, p, False, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC, FENCE,
+            top, den, acc, p, False, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC,
         )  # fmt: skip
     for unit in range(gl.maximum(whole, 1), units):
         k_slots, v_slots, top, den, acc, p = _step(
             unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns, k_slots, v_slots,
-            top, den, acc, p, True, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC, FENCE,
+            top, den, acc, p, True, UNIT, STAGES, PITCH, DIM, ROWS, S, ACC,
         )  # fmt: skip
     async_copy.wait_group(0)
     hopper.fence_async_shared()
@@ -181,7 +179,7 @@ def hopper_prefill_attention(
     kv_heads, dim = kv.shape[1], kv.shape[3]
     launched = _hopper_prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, out, scale, v_scale, q.stride(0), table.stride(0), HEADS=out.shape[1] // dim,
-        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, FENCE=False, num_warps=WARPS,
+        KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, num_warps=WARPS,
         **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)
