@@ -118,8 +118,8 @@ def divided(
 
 
 def _fill_up(given: dict[Req, int], most: int, sizes: Sequence[int]) -> None:
-    """Gives prompts, the first before others, what makes a prefill as long as the largest graph, where no other has room
-    for it: beside rows a GPU does as many tokens more in the same time."""
+    """Gives prompts, the first before others, what fills the largest graph, where only that has room for them: beside
+    rows a GPU does so many more in about the same time."""
     total = sum(given.values())
     if len(sizes) < 2 or not sizes[-2] < total:
         return
