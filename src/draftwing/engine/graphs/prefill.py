@@ -77,7 +77,8 @@ class PrefillGraphs:
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
         # Beside rows that decode, whatever their number.
-        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES and size != NOT_MIXED]
+        left_out = set(self.sizes[:-1]) & {NOT_MIXED}
+        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES and size not in left_out]
         self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self.mixed_sizes]
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
