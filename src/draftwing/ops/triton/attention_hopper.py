@@ -26,8 +26,8 @@ ROWS = 128
 
 @gluon.jit
 def _slots(table_row, place, end):
-    """Slots of these positions; of the last one for those past it, whose scores are masked."""
-    return gl.load(table_row + gl.minimum(place, end - 1))
+    """Slots of these positions, int64; of the last one for those past it, whose scores are masked."""
+    return gl.load(table_row + gl.minimum(place, end - 1)).to(gl.int64)
 
 
 @gluon.jit
