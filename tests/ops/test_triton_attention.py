@@ -263,8 +263,8 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
 def test_overlapped_chunks_against_brute_force(
     heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Chunks that begin and end around the borders of tiles and units, in one launch; with a page table in 64 and one in
-    32 bits: the same bits."""
+    """Chunks that begin and end around the borders of tiles and units, in one launch; with page tables in 64 and in 32
+    bits: the same bits."""
     if not common.pick_tiling(torch.empty(1, heads[1], 2, dim, dtype=dtype, device=device)).overlap_unit:
         pytest.skip("the device has no such kernel")
     case = make_case([1100, 700, 130, 70, 0], 1, device, heads, dim, dtype)
