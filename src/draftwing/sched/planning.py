@@ -13,6 +13,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
+FULL = 7 / 8  # of the largest graph's tokens: as many fill it, see docs/dev/mixed_steps.md
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -118,10 +119,10 @@ def divided(
 
 
 def _fill_up(given: dict[Req, int], most: int, sizes: Sequence[int]) -> None:
-    """Gives prompts, the first before others, what fills the largest graph, where only that has room for them: beside
-    rows a GPU does so many more in about the same time."""
+    """Gives prompts, the first before others, what the largest graph has room for, where they nearly fill it: beside
+    rows a GPU does so many more in the same time."""
     total = sum(given.values())
-    if len(sizes) < 2 or not sizes[-2] < total:
+    if not sizes or total < FULL * sizes[-1]:
         return
     room = min(sizes[-1], most) - total
     for req in given:
