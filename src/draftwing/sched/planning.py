@@ -80,10 +80,12 @@ def divided(
     ready: Sequence[Req],
     spared: float | None = None,
     sizes: Sequence[int] = (),
+    fills: bool = False,
 ) -> list[tuple[Req, int]]:
     """Returns who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by
     rank. ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
-    sizes: tokens that it is padded to, ascending; of more it is not.
+    sizes: tokens that it is padded to, ascending; of more it is not.  fills: whether what nearly fills the largest of
+    them does so.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
@@ -112,7 +114,7 @@ def divided(
                 more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
                 share -= more * costs[req]
-    if spared is not None:
+    if fills:
         _fill_up(given, most, sizes)
     _even_out(given, prefills, sizes)
     return [(req, length) for req, length in given.items() if length]

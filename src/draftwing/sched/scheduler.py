@@ -158,7 +158,8 @@ class Scheduler:
             room = min((room - tree.nodes, *sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):
-            prompts = self._plan_prefill(ready, room, sizes, tree is None, spared)
+            fills = tree is not None and not tree.shape.depth  # gaps of steps with drafts are long already
+            prompts = self._plan_prefill(ready, room, sizes, tree is None, spared, fills)
         self._prefilled = prompts.chunks if prompts is not None and tree is None else ()
         if prompts is None:
             self._alone |= self._prompts_wait
@@ -238,17 +239,18 @@ class Scheduler:
             rows += 1
 
     def _plan_prefill(
-        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None
-    ) -> Plan | None:
+        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None,
+        fills: bool = False,
+    ) -> Plan | None:  # fmt: skip
         """ready: who decodes, and waits for it.  room: tokens.  sizes: tokens that it is padded to, ascending.
-        retracts: whether others may be retracted for it.  spared: as of `PrefillBudget.max_seconds`."""
+        retracts: whether others may be retracted for it.  spared, fills: as of `divided`."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready, spared, sizes):
+        for req, length in divided(room, todo, self._prefills, ready, spared, sizes, fills):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
