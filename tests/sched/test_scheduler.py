@@ -295,27 +295,6 @@ def test_a_prefill_is_padded_where_that_makes_more_tokens_a_second():
     assert divided(5000, [req("long", length=9000)], prefills, [], 0.0, (64, 512, 768))[0][1] == 5000, "it is launched"
 
 
-@pytest.mark.parametrize(
-    ("most", "prompts", "largest", "given"),
-    [
-        (8192, [500, 4000], 600, 600),
-        (8192, [500, 4000], 700, 550),  # that would take longer
-        (570, [500, 4000], 600, 570),  # no more may be done at once
-        (8192, [500, 60], 600, 560),  # there is no more
-    ],
-)
-def test_beside_rows_a_prefill_that_nearly_fills_the_largest_graph_does_so(most, prompts, largest, given):
-    """11 ms are enough for 550 tokens."""
-    prefills = PrefillBudget()
-    prefills._start, prefills._token = 0.004, 2e-5
-    prefills._steps.append(0.005)
-    prefills._shortest = prefills._usual = 0.005
-    todo, running = [req(str(i), length=length) for i, length in enumerate(prompts)], [req("runs")]
-    parts = dict(divided(most, todo, prefills, running, 0.0, (64, 256, largest), fills=True))
-    assert sum(parts.values()) == given and all(0 < length <= len(one.tokens) for one, length in parts.items())
-    assert sum(length for _, length in divided(most, todo, prefills, running, 0.0, (64, 256, largest))) <= 560
-
-
 def test_prefill_and_decode_alternate():
     sched = make(chunk=4)
     sched.submit(req("a", length=4))

@@ -13,7 +13,6 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
-FULL = 7 / 8  # of the largest graph's tokens: as many fill it, see docs/dev/mixed_steps.md
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -80,12 +79,10 @@ def divided(
     ready: Sequence[Req],
     spared: float | None = None,
     sizes: Sequence[int] = (),
-    fills: bool = False,
 ) -> list[tuple[Req, int]]:
     """Returns who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by
     rank. ready: those who decode, and wait for it.  spared: as of `PrefillBudget.max_seconds`.
-    sizes: tokens that it is padded to, ascending; of more it is not.  fills: whether what nearly fills the largest of
-    them does so.
+    sizes: tokens that it is padded to, ascending; of more it is not.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
@@ -114,23 +111,8 @@ def divided(
                 more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
                 share -= more * costs[req]
-    if fills:
-        _fill_up(given, most, sizes)
     _even_out(given, prefills, sizes)
     return [(req, length) for req, length in given.items() if length]
-
-
-def _fill_up(given: dict[Req, int], most: int, sizes: Sequence[int]) -> None:
-    """Gives prompts, the first before others, what the largest graph has room for, where they nearly fill it: beside
-    rows a GPU does so many more in the same time."""
-    total = sum(given.values())
-    if not sizes or total < FULL * sizes[-1]:
-        return
-    room = min(sizes[-1], most) - total
-    for req in given:
-        more = max(min(room, req.unsent - given[req]), 0)
-        given[req] += more
-        room -= more
 
 
 def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
-from draftwing.sched.policy.prefill_budget import AT_ONCE, PrefillBudget
+from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
@@ -58,7 +58,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
-        self._prefills = PrefillBudget(AT_ONCE if config.mixed_sizes else 1)
+        self._prefills = PrefillBudget()
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
@@ -158,8 +158,7 @@ class Scheduler:
             room = min((room - tree.nodes, *sizes[-1:]))  # what is launched holds up results
             spared = self.choice.spared(tree.shape, [self.kv.by_row[row] for row in tree.rows.tolist()], nodes)
         if room > 0 and (tree is None or nodes):
-            fills = tree is not None and not tree.shape.depth  # gaps of steps with drafts are long already
-            prompts = self._plan_prefill(ready, room, sizes, tree is None, spared, fills)
+            prompts = self._plan_prefill(ready, room, sizes, tree is None, spared)
         self._prefilled = prompts.chunks if prompts is not None and tree is None else ()
         if prompts is None:
             self._alone |= self._prompts_wait
@@ -239,18 +238,17 @@ class Scheduler:
             rows += 1
 
     def _plan_prefill(
-        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None,
-        fills: bool = False,
-    ) -> Plan | None:  # fmt: skip
+        self, ready: list[Req], room: int, sizes: Sequence[int], retracts: bool = True, spared: float | None = None
+    ) -> Plan | None:
         """ready: who decodes, and waits for it.  room: tokens.  sizes: tokens that it is padded to, ascending.
-        retracts: whether others may be retracted for it.  spared, fills: as of `divided`."""
+        retracts: whether others may be retracted for it.  spared: as of `PrefillBudget.max_seconds`."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
         todo = sorted(
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready, spared, sizes, fills):
+        for req, length in divided(room, todo, self._prefills, ready, spared, sizes):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)

@@ -41,7 +41,6 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
-NOT_MIXED = 896  # beside rows of an 8B model these take as long as 1,024 on an H100: 25.3 and 24.1 ms
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]
@@ -77,8 +76,7 @@ class PrefillGraphs:
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
         # Beside rows that decode, whatever their number.
-        left_out = set(self.sizes[:-1]) & {NOT_MIXED}
-        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES and size not in left_out]
+        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
         self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self.mixed_sizes]
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts

@@ -29,18 +29,13 @@ CROWD = 8  # parts: as long may it take there, too; with others one in so many o
 # Prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing. Where prefills are
 # beside trees, and so of about one length, what the shortest took alone counts for 1 / PRIOR.
 PRIOR = 0.1
-# Tokens: with 8 key heads of 4 queries each an H100 has a block for each tile of so many, so that fewer take as long to
-# attend to their keys.
-AT_ONCE = 512
 
 
 class PrefillBudget:
     """Seconds of a prefill: so many for each token and for each key that a token attends to, on top of those of the
     shortest, which reads all weights, too."""
 
-    def __init__(self, at_once: int = 1) -> None:
-        """at_once: tokens that attend to their keys in the time that fewer take."""
-        self._at_once = at_once
+    def __init__(self) -> None:
         self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
         self._waited = 0  # steps in a row that were right behind a prefill, with more prompts waiting
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of steps that decoded
@@ -68,7 +63,7 @@ class PrefillBudget:
             return
         if self._token:
             seconds = min(seconds, DOUBT * (self.seconds(chunks) + nodes * self._token))
-        tokens, keys = self._size(chunks)
+        tokens, keys = _size(chunks)
         size = np.asarray((1.0, tokens + nodes, keys)) / seconds
         keep = 1 - 1 / RECENT
         self._products = keep * self._products + np.outer(size, size)
@@ -127,7 +122,7 @@ class PrefillBudget:
 
     def seconds(self, chunks: Sequence[Chunk]) -> float:
         """Returns what a prefill of these chunks will take; 0 for none, and as long as nothing is known."""
-        tokens, keys = self._size(chunks)
+        tokens, keys = _size(chunks)
         return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
 
     @property
@@ -169,10 +164,11 @@ class PrefillBudget:
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 
-    def _size(self, chunks: Sequence[Chunk]) -> tuple[int, float]:
-        """Returns tokens, and the keys that they attend to; of few tokens those of as many as take the same time."""
-        tokens, keys = 0, 0.0
-        for _, start, length, *_ in chunks:
-            tokens += length
-            keys += length * (start + length / 2)
-        return tokens, keys * max(self._at_once / tokens, 1.0) if tokens else 0.0
+
+def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
+    """Returns tokens, and the keys that they attend to."""
+    tokens, keys = 0, 0.0
+    for _, start, length, *_ in chunks:
+        tokens += length
+        keys += length * (start + length / 2)
+    return tokens, keys
