@@ -4,8 +4,8 @@
 
 The default model with its own heads, on a CPU: for each format the drafts' lm_head is quantised, dequantised again and
 computed with in float32; everything else stays as it is. EAGLE3 has an lm_head of its own, NEXTN the target's. Of
-`w4a16:16` the best 16 logits are computed again with the matrix as it is. Prompts are those of MT-bench. `--out` adds
-lines to a file, from which `--sum` makes the table.
+`w4a16:16`, which is what a GPU does, the best 16 logits are computed again with the matrix as it is. Prompts are those
+of MT-bench. `--out` adds lines to a file, from which `--sum` makes the table.
 """
 
 from __future__ import annotations

@@ -2,27 +2,29 @@
 and on general chat, before and after.
 
     python benchmarks/learning.py --prompts DIR --kinds shell support --out RUN [--requests 600] [--concurrency 8] \
-        [--train "--epochs 4"] [--options "--num-threads 1"] [--general-text DIR]
+        [--train "--epochs 4"] [--at-once 2] [--options "--num-threads 1"] [--general-text DIR] [--deterministic]
 
 DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or
 `messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the
-penalties that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs, for all kinds at once;
-and the same engine measures with each head in turn, swapped as a server swaps it. What is there already is not made
-again: traffic, and heads. --heads names others to measure in their place. --train: further words for `draftwing
-train`; --options: for it and for the engine. --general-text: a folder whose general text is used, as DIR/general of an
-earlier run. RUN/results.json has all figures.
+penalties that a model may have by default; then `draftwing train --from RUN/KIND/traffic` runs for each; and the same
+engine measures with each head in turn, swapped as a server swaps it. What is there already is not made again: traffic,
+and heads. --heads names others to measure in their place. --train: further words for `draftwing train`; --options: for
+it and for the engine. --general-text: a folder whose general text is used, as DIR/general of an earlier run.
+RUN/results.json has all figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from draftwing.config.trees import TREE
 from draftwing.engine.engine import Engine
 from draftwing.engine.session import Session
 from draftwing.files import write_json
-from draftwing.learn.history import HeadHistory
+from draftwing.learn.history import HeadHistory, HeadRecord
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -103,27 +105,36 @@ def keep_traffic(engine: Engine, asked: argparse.Namespace, kind: str) -> None:
 
 
 def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
-    """Learns from all kinds at once. Returns the newest head of each, as it was trained where none was judged."""
-    runs = {}
-    for kind in asked.kinds:
+    """Learns from --at-once kinds at a time. Returns the newest head of each, as it was trained where none was
+    judged."""
+
+    # Several share a GPU: none may keep what it does not use.
+    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+    def learn(kind: str) -> None:
         folder = asked.out / kind
-        if not HeadHistory(folder / "traffic" / "heads").list():
-            run = ["--from", str(folder / "traffic"), "--out", str(folder / "run"), "--model", asked.model]
-            command = [sys.executable, "-m", "draftwing", "train", *run, "--init-head", asked.head, *words]
-            with (folder / "train.log").open("w", encoding="utf-8") as log:
-                runs[kind] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    for kind, process in runs.items():
-        if process.wait():
-            print(f"{kind}: it failed: see {asked.out / kind / 'train.log'}", flush=True)
-    heads = {}
-    for kind in asked.kinds:
-        judged = HeadHistory(asked.out / kind / "traffic" / "heads").list()
-        heads[kind] = judged[-1].folder if judged else asked.out / kind / "run" / "head"
+        run = ["--from", str(folder / "traffic"), "--out", str(folder / "run"), "--model", asked.model]
+        command = [sys.executable, "-m", "draftwing", "train", *run, "--init-head", asked.head, *words]
+        start = time.perf_counter()
+        with (folder / "train.log").open("w", encoding="utf-8") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
+        print(f"{kind}: {'it failed: see ' + log.name if code else 'learnt'}, {time.perf_counter() - start:.0f} s",
+              flush=True)  # fmt: skip
+
+    def judged(kind: str) -> Sequence[HeadRecord]:
+        return HeadHistory(asked.out / kind / "traffic" / "heads").list()
+
+    for at_once in (asked.at_once, 1):  # what had no room beside others is tried alone
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(learn, [kind for kind in asked.kinds if not judged(kind)]))
+    heads = {
+        kind: found[-1].folder if (found := judged(kind)) else asked.out / kind / "run" / "head" for kind in asked.kinds
+    }
     return {kind: folder for kind, folder in heads.items() if folder.exists()}
 
 
 class Meter:
-    """Measures with one head after the other, and writes what is known after each."""
+    """Measures with one head after the other, each in turn with the first one, and writes what is known after each."""
 
     def __init__(self, engine: Engine, asked: argparse.Namespace) -> None:
         self.engine, self.asked = engine, asked
@@ -135,16 +146,20 @@ class Meter:
                  for kind in heads}  # fmt: skip
         for found in (self.general, *later.values()):
             self._answer(found[: self.asked.concurrency], 0.8, 32)  # first use of everything
-        chat = {heat: self._answer(self.general, heat, GENERAL_TOKENS) for heat in TEMPERATURES if self.general}
         for kind, folder in heads.items():
-            before = {heat: self._answer(later[kind], heat, self.asked.tokens) for heat in TEMPERATURES}
-            self.engine.swap_draft(folder)
-            for heat in TEMPERATURES:
-                after = self._answer(later[kind], heat, self.asked.tokens)
-                self._add(kind, kind, heat, before[heat], after)
-            for heat, old in chat.items():
-                self._add(kind, "general chat", heat, old, self._answer(self.general, heat, GENERAL_TOKENS))
-            self.engine.swap_draft(None)
+            chat = {"general chat": (self.general, GENERAL_TOKENS)} if self.general else {}
+            sets = {kind: (later[kind], self.asked.tokens), **chat}
+            every: dict[tuple[str, float], list[list[Answered]]] = {
+                (name, heat): [[], []] for name in sets for heat in TEMPERATURES
+            }
+            for _ in range(self.asked.repeats):
+                for after, head in enumerate((None, folder)):
+                    self.engine.swap_draft(head)
+                    for (name, heat), found in every.items():
+                        found[after].append(self._answer(sets[name][0], heat, sets[name][1]))
+            for (name, heat), found in every.items():
+                self._add(kind, name, heat, *(min(one, key=lambda each: each.seconds) for one in found))
+        self.engine.swap_draft(None)
 
     def _answer(self, prompts: Sequence[list[int]], heat: float, tokens: int) -> Answered:
         return ask(self.engine, prompts, [heat] * len(prompts), tokens, self.asked.concurrency)
@@ -180,6 +195,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--shape", help="of all drafts, as 4,1,5 (default: as a server chooses them)")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, when measured")
+    parser.add_argument("--repeats", type=int, default=1, help="of each measurement, of which the shortest counts")
+    parser.add_argument("--at-once", type=int, default=1, help="kinds that are learnt at a time")
+    parser.add_argument("--deterministic", action="store_true", help="on a GPU: heads do not change texts")
     parser.add_argument("--train", default="")
     parser.add_argument("--options", default="")
     asked = parser.parse_args()
@@ -195,6 +213,7 @@ def main() -> None:
     if asked.shape:
         tree = dict(zip(TREE, map(int, asked.shape.split(",")), strict=False))
         drafter |= {**tree, "speculative_fixed_shape": True}
+    options["enable_deterministic_inference"] = asked.deterministic
     asked.out.mkdir(parents=True, exist_ok=True)
     with closing(Engine(Options.from_kwargs(model=asked.model, **drafter, **options))) as engine:
         meter = Meter(engine, asked)

@@ -22,11 +22,11 @@ Make = Callable[..., Tensor]  # of a shape, in the model's dtype
 class DeltaSteps:
     """`make` gives numbers around 0 of a shape, on the device. The rows' texts are of their own."""
 
-    def __init__(self, ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype, make: Make) -> None:
+    def __init__(self, ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype, make: Make, lazy: bool = False) -> None:
         self.ops, self.spec, self.dtype, self.make = ops, spec, dtype, make
         self.device = ops.device
         self.pool = KVPool([spec], ROWS * LONGEST, dtype, self.device)
-        self.states = RowStates({0: spec}, SLOTS, ROWS, NODES, dtype, self.device)
+        self.states = RowStates({0: spec}, SLOTS, ROWS, NODES, dtype, self.device, lazy)
         self.pool.states = self.states
         self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]], device=self.device))
         heads = spec.value_heads
@@ -52,8 +52,8 @@ class DeltaSteps:
         """Everything but the host's part on the device, where what is there already stays where it is."""
         return Batch(*(part.to(self.device) if isinstance(part, torch.Tensor) else part for part in batch))
 
-    def advance(self, lengths: torch.Tensor) -> None:
-        self.ops.advance_states(self.states, torch.arange(ROWS, device=self.device), lengths.to(self.device))
+    def advance(self, lengths: torch.Tensor, nodes: int = 0) -> None:
+        self.ops.advance_states(self.states, torch.arange(ROWS, device=self.device), lengths.to(self.device), nodes)
 
     def chunks(self, lengths: tuple[int, int], saves: tuple[tuple[int, int], ...] = ()) -> Batch:
         """The next chunk of each row."""
@@ -82,7 +82,7 @@ class DeltaSteps:
 
     def commit(self, nodes: int, accepted: list[int]) -> None:
         """After a step of trees."""
-        self.advance(self.kv_len)
+        self.advance(self.kv_len, nodes)
         order = accepted + [node for node in range(nodes) if node not in accepted]
         for row in range(ROWS):
             here = self.table[row, self.kv_len[row] :][:nodes]
@@ -95,8 +95,11 @@ class DeltaSteps:
             yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
             self.kv_len += torch.tensor(lengths)
             self.advance(self.kv_len - 1)
-        for parents, accepted in ((PARENTS, ACCEPTED), ([0], [0]), (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), ([0], [0])):
+        more = [([0], [0])] * (2 if self.states.lazy else 0)  # the first of these writes no state
+        for parents, accepted in (
+            (PARENTS, ACCEPTED), ([0], [0]), *more, (PARENTS, [0]), ([0, 0, 1], [0, 1, 2]), ([0], [0]),
+        ):  # fmt: skip
             yield self.run(self.trees(parents), self.inputs(ROWS * len(parents)))
             self.commit(len(parents), accepted)
         yield from self.states.layers[0][1:]
-        yield from (self.states.read, self.states.write, self.states.page, self.states.length)
+        yield from (self.states.read, self.states.write, self.states.page, self.states.length, self.states.fresh)

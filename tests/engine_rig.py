@@ -253,7 +253,7 @@ class Rig:
         if delta_specs(layers):
             states = states or StateSizes(4 * rows, 16, 4)
             nodes = max(shape.nodes for shape in menu)
-            self.pool.states = RowStates.of(layers, states.slots, rows, nodes, model.dtype, dev.device)
+            self.pool.states = RowStates.of(layers, states.slots, rows, nodes, model.dtype, dev.device, states.lazy)
         own = dev.ops.attention if device == "cpu" and fake_device is None else TorchAttention
         backend = (attn or own)(self.pool)
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}

@@ -134,10 +134,10 @@ def log_level(own_log: tuple[int, bool, list[logging.Handler]]) -> Iterator[None
     logger.handlers = [*handlers]
 
 
-@pytest.fixture
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def mended_interpreter() -> Iterator[None]:
     """Triton's interpreter where kernels run in it; on a GPU they are compiled, by a compiler that shares its code."""
-    with mended(monkeypatch) if "TRITON_INTERPRET" in os.environ else nullcontext():
+    with mended() if "TRITON_INTERPRET" in os.environ else nullcontext():
         yield
 
 

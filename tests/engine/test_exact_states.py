@@ -201,15 +201,15 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def not_advanced(patch: pytest.MonkeyPatch) -> None:
     """After steps of trees."""
-    patch.setattr(OPS, "advance_states", lambda self, states, rows, prefix_len: None)
+    patch.setattr(OPS, "advance_states", lambda self, states, rows, prefix_len, nodes=0: None)
 
 
 def half_advanced(patch: pytest.MonkeyPatch) -> None:
     """The slots are swapped, and the records of the step before are read again."""
     advance = OPS.advance_states
 
-    def around(self: Any, states: RowStates, rows: Any, prefix_len: Any) -> None:
-        advance(self, states, rows, prefix_len)
+    def around(self: Any, states: RowStates, rows: Any, prefix_len: Any, nodes: int = 0) -> None:
+        advance(self, states, rows, prefix_len, nodes)
         states.page[rows] = 1 - states.page[rows]
 
     patch.setattr(OPS, "advance_states", around)
@@ -250,8 +250,8 @@ def spare_forgotten(patch: pytest.MonkeyPatch) -> None:
     """The state of a prefix is overwritten by the row that began with it."""
     planned = StateSlots.planned
 
-    def around(self: StateSlots, reqs: Any) -> None:
-        planned(self, reqs)
+    def around(self: StateSlots, reqs: Any, nodes: int = 0) -> None:
+        planned(self, reqs, nodes)
         self._entries = {row: entry for row, entry in self._entries.items() if entry[0] >= 0}
 
     patch.setattr(StateSlots, "planned", around)

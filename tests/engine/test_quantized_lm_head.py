@@ -165,7 +165,7 @@ def test_by_default_where_it_is_large_and_there_is_room(
     monkeypatch.setattr(CpuDevice, "total_memory", lambda self: 1 << 21)
     pool = {"mem_fraction_static": share, "max_total_tokens": None} if share else {}
     with closing(Case("EAGLE", tmp_path).engine(**pool)):
-        assert ops == [(272, "int8")] * made
+        assert ops == [(272, "w4a16")] * made
 
 
 def test_a_copy_that_is_asked_for_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,10 @@ from draftwing.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 SPECIAL = ["<eos>", "<|call|>"]
+# GPT-2's table: printable bytes stand for themselves, the others come after 255, in order.
+PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [b for b in range(256) if b not in PLAIN]
+BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 PADDING = 37  # the logits are wider than the vocabulary
 
 
@@ -75,11 +79,7 @@ class Vocab:
             return bytes([int(piece[3:5], 16)])
         if not self.tokenizer.joins_bytes:
             return piece.replace("\u2581", " ").encode()
-        # GPT-2's table: printable bytes stand for themselves, the others come after 255, in order
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [b for b in range(256) if b not in plain]
-        back = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-        return bytes(back[c] for c in piece)
+        return bytes(BYTES[c] for c in piece)
 
     def encode(self, text):
         """Tokens of a text in the middle of an answer: without sentencepiece's space in front."""

@@ -3,12 +3,14 @@ they compute is tested without one, too, in test_cuda_groups_host.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gemm_inputs import quantized
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import TallShape, key_of, small_m_gemm
+from draftwing.ops.cuda.gemm import Shape, TallShape, even_key, key_of, small_m_gemm
 from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
 from draftwing.ops.groups import WHOLE, pack, unpacked
 
@@ -85,6 +87,31 @@ def test_narrow_widths_may_be_cut_otherwise() -> None:
         "silu",
         8,
     )
+
+
+def test_a_turn_of_few_blocks_more() -> None:
+    """Gates and ups of 17,408 features are 136 blocks of 64 rows, of which 132 run at once."""
+    shapes: dict[tuple[str, int], tuple[Any, Shape | TallShape]] = {
+        key: (None, shape) for key, shape in shapes_for(8, (9, 0)).items()
+    }
+    for features, rows, processors, expected in (
+        (17408, 64, 132, "silu_uneven"), (14336, 64, 132, "silu"), (17408, 64, 144, "silu"),
+        (17408, 32, 132, "silu_uneven"), (14336, 32, 132, "silu"), (17408, 16, 132, "silu"),
+        (27648, 64, 132, "silu"), (128, 64, 132, "silu"),
+    ):  # fmt: skip
+        assert even_key(shapes, ("silu", rows), rows, features, processors) == (expected, rows), (features, rows)
+    assert even_key(shapes, ("plain", 64), 64, 17408, 132) == ("plain", 64), "there is no other cut"
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [Width(8, False, 1, True), Width(4, True, 1)])
+@pytest.mark.parametrize("rows", [17, 32, 33, 64])
+def test_bits_of_uneven_cuts(rows: int, width: Width) -> None:
+    ours, plain = GroupGemm(device(), torch.bfloat16, width), small_m_gemm(device(), torch.bfloat16)
+    weight = pack(quantized(width, 4352, 1664, 1, 128), torch.bfloat16, device())
+    x, ours.only = random(rows, 1664, seed=2, dtype=torch.bfloat16), ("silu_uneven", 32 if rows <= 32 else 64)
+    assert torch.equal(ours.gated(x, weight, None), plain.gated(x, ours.dense(weight), None))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -31,20 +31,26 @@ def spec(request: pytest.FixtureRequest) -> DeltaSpec:
     return SPECS[request.param]
 
 
-def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype) -> DeltaSteps:
+def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype, lazy: bool = False) -> DeltaSteps:
     generator = torch.Generator().manual_seed(3)
-    return DeltaSteps(ops, spec, dtype, lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(ops.device))
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(ops.device)
+
+    return DeltaSteps(ops, spec, dtype, make, lazy)
 
 
 @pytest.mark.further(spec="wide", dtype=[torch.float32, torch.float16])
 @pytest.mark.further(spec=["grouped", "tiled"])  # as tests/ops/test_delta_net.py has them
+@pytest.mark.further(spec="wide", lazy=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_as_in_torch(spec: DeltaSpec, dtype: torch.dtype, lazy: bool, device: torch.device) -> None:
     """All of it, states and records."""
     wide = 1e-4 if dtype == torch.float32 else 2e-2 if GPU else 6e-2  # the interpreter cuts where a GPU rounds
-    found = list(steps_of(TritonOps(device), spec, dtype).all())
-    expected = list(steps_of(TorchOps(torch.device("cpu")), spec, dtype).all())
-    states, dummy = len(found) - 8, SLOTS + 1  # nobody reads the dummy's
+    found = list(steps_of(TritonOps(device), spec, dtype, lazy).all())
+    expected = list(steps_of(TorchOps(torch.device("cpu")), spec, dtype, lazy).all())
+    states, dummy = len(found) - 9, SLOTS + 1  # nobody reads the dummy's
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         x, y = (x[:dummy], y[:dummy]) if i in (states, states + 1) else (x, y)
         x, y = (x[:ROWS], y[:ROWS]) if i > states + 1 else (x, y)
@@ -80,19 +86,19 @@ def test_dead_nodes_give_zeros(spec: DeltaSpec, device: torch.device) -> None:
 @pytest.mark.parametrize("spec", LARGE)
 def test_bits_are_those_of_one_chunk(spec: DeltaSpec, device: torch.device) -> None:
     """In whichever chunks, trees, chains and parts of trees a token is, alone or with other rows, accepted at once or
-    run again."""
+    run again; whether plain steps write states or not."""
     count = 400 if GPU else 16
     alone = TritonOps(device)
     inputs = steps_of(alone, spec, torch.bfloat16).inputs(count)
     whole = Texts(alone, spec, inputs).chunk(count)
     assert torch.isfinite(whole).all()
-    for pieces in ("one by one", "chunks", "trees", "chains", "parts of trees"):
-        texts = Texts(alone, spec, inputs)
+    for pieces in ("one by one", "chunks", "trees", "chains", "parts of trees", "lazy"):
+        texts = Texts(alone, spec, inputs, pieces == "lazy")
         found = [texts.chunk(3)]
         while texts.at < count - NODES:
             if pieces == "chunks":
                 found.append(texts.chunk(min(1 + texts.at % 23, count - texts.at)))
-            elif pieces == "one by one":
+            elif pieces == "one by one" or (pieces == "lazy" and texts.at % 9 < 6):
                 found.append(texts.tree([0], [0]))
             elif pieces == "chains":
                 accepted = [0, 1, 2, 3][: 1 + texts.at % 4]
@@ -106,8 +112,8 @@ def test_bits_are_those_of_one_chunk(spec: DeltaSpec, device: torch.device) -> N
 class Texts:
     """One text, whose tokens are row 1's in trees, and those of row 0 are others; each call runs the next."""
 
-    def __init__(self, ops: TorchOps, spec: DeltaSpec, inputs: DeltaInputs) -> None:
-        self.steps, self.inputs, self.at = steps_of(ops, spec, torch.bfloat16), inputs, 0
+    def __init__(self, ops: TorchOps, spec: DeltaSpec, inputs: DeltaInputs, lazy: bool = False) -> None:
+        self.steps, self.inputs, self.at = steps_of(ops, spec, torch.bfloat16, lazy), inputs, 0
         longest = 2 * len(inputs.qkv) + 2 * NODES
         self.steps.table = 1 + torch.arange(ROWS * longest).view(ROWS, longest)
         self.random = torch.Generator().manual_seed(1)
@@ -141,7 +147,7 @@ class Texts:
             )  # fmt: skip
         out = steps.run(batch, DeltaInputs(*(part[which.to(steps.device)] for part in inputs)))
         rows = torch.tensor([1], device=steps.device)
-        steps.ops.advance_states(steps.states, rows, torch.tensor([self.at], device=steps.device))
+        steps.ops.advance_states(steps.states, rows, torch.tensor([self.at], device=steps.device), nodes)
         here = steps.table[1, self.at :][:nodes]
         here.copy_(here[accepted + [node for node in range(nodes) if node not in accepted]])
         self.at += len(accepted)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
+import torch
 
+from draftwing.kv.pool import DeltaSpec
+from draftwing.kv.row_states import RowStates
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.kv_manager import KVManager
@@ -261,3 +266,32 @@ def test_a_spoilt_request_leaves_nothing() -> None:
     kv.quarantine_cache()
     assert states_of(kv).kept == 0
     kv.check_idle()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_reads_and_writes_as_the_device_does(lazy: bool) -> None:
+    """Chunks, plain steps and trees at random, committed a step later; what is left is what the device wrote."""
+    kv, rng = manager(StateSizes(40, 100, 100, lazy)), random.Random(1)
+    states, spec = states_of(kv), DeltaSpec(1, 1, 2, 2, 2)
+    device = RowStates({0: spec}, 40, ROWS, 4, torch.float32, torch.device("cpu"), lazy)
+    req = request([1] * 50)
+    assert kv.admit(req, req.array, 0) and req.states is not None
+    row, written, left = torch.tensor([req.row]), {}, 0
+    flying: list[int] = []
+    for at in range(10, 400):
+        nodes = 0 if at < 14 else rng.choice((1, 1, 1, 4))
+        device.set(torch.from_numpy(kv.take_states()).reshape(-1, 4))
+        held = req.states
+        assert (held.read, held.write) == (int(device.read[row]), int(device.write[row]))
+        if bool(device.left(row, nodes)):
+            left += 1
+        else:
+            written[int(device.write[row])] = at
+        device.advance(row, torch.tensor([at]), nodes)
+        states.planned([req], nodes)
+        flying.append(at)
+        if len(flying) > 1:
+            states.committed(req, flying.pop(0))
+            if held.newest not in held.writes:
+                assert written[held.newest] == held.length
+    assert left > 60 if lazy else not left

@@ -462,7 +462,6 @@ def test_torchrun_starts_the_processes(
     assert words[4:] == ["-m", "draftwing", "train", "fit", "--out", str(bench.folder / "none started")]
 
 
-@pytest.mark.exhaustive  # test_resume.py trains with two
 def test_two_processes_train_together(bench: Bench, run: Path) -> None:
     """By torchrun, whose processes know what to do from the folder alone; they are as one that takes turns."""
     more = ("--data", str(run), "--steps", "3", "--lr", "1e-4")

@@ -191,7 +191,7 @@ def test_a_head_that_forgets_is_merged_with_less_of_what_was_trained(
     served.add("forgetful", learnable.texts(served.target, 60, 5))
     general.mkdir()
     (general / "prompts-000.jsonl").write_text(json.dumps({"turns": ["prompt"]}))
-    (record,) = served.train("forgetful", "--general-share", "0.05", "--epochs", "6", "--max-tokens", "16").list()
+    (record,) = served.train("forgetful", "--general-share", "0.05", "--epochs", "1", "--max-tokens", "16").list()
     target = load_model(served.target, torch.float32, "cpu")
     trained = torch.load(served.folder / "forgetful run" / "fit" / "state.pt", weights_only=True)["head"]
     parent, found = (load_head(path, target, "EAGLE3") for path in (served.head, record.folder))

@@ -279,8 +279,8 @@ class Options:
     speculative_lm_head_quantization: str = option(
         "auto", SPECULATION,
         "GPU: type of a copy of the lm_head, the target's or a head's own, that drafts of few rows multiply with: int8 "
-        "(a scale for each row), w4a16 (4 bits in groups of 128); none: no copy; auto: int8 of a large one where "
-        "there is room", choices=("auto", "none", "int8", "w4a16"),
+        "(a scale for each row), w4a16 (4 bits in groups of 128; the lm_head computes the best 16 logits again); "
+        "none: no copy; auto: w4a16 of a large one where there is room", choices=("auto", "none", "int8", "w4a16"),
     )  # fmt: skip
     speculative_num_steps: int | None = option(
         None, SPECULATION,

@@ -23,6 +23,7 @@ from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.startup.capture import capture
 from draftwing.engine.startup.checks import capability, check_draft_files, check_target, in_words
+from draftwing.engine.startup.compiler_process import Compiler, Job, precompile
 from draftwing.engine.startup.cost_file import CostFile, cost_file
 from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
 from draftwing.engine.startup.exactness import keeps_bits
@@ -30,7 +31,6 @@ from draftwing.engine.startup.executor import Made, make_executor
 from draftwing.engine.startup.laps import Laps
 from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, rows_of
-from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.quiet import BUSY, delays, since
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.engine.startup.weights import load_with_progress
@@ -115,9 +115,11 @@ def build(
     path: Path,
     tokenizer: Tokenizer | None = None,
     rank_failed: Callable[[BaseException], None] | None = None,
+    compiler: Compiler | None = None,
 ) -> Parts:
     """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
-    rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
+    rank_failed: as `RankProcesses` has it; compiler: as `Precompilation` has it. Raises ConfigError and
+    CheckpointError."""
     lap = Laps()
     device, config = pick_device(options.device), load_config(path)
     options, draft_path = _for_engine(options, path, config, device, tokenizer)
@@ -133,7 +135,10 @@ def build(
     ranks: Ranks = ALONE
     compute = device.ops.compute_capability
     if compute is not None:
-        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
+        job = Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute)
+        ahead = precompile(job, compiler)
+    elif compiler is not None:
+        compiler.end()
     try:
         if options.tp_size > 1:
             drafted = None if token_ids is None else token_ids.tolist()
@@ -150,13 +155,11 @@ def build(
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
         lap("the drafter")
-        if ahead is not None:
-            ahead.wait()
-            lap("kernels that are not compiled yet")
         file = None
         if drafter is not None and not options.speculative_fixed_shape:
             file = cost_file(options, policy.menu, path, draft_path, precision, device)
-        parts = assemble(options, model, precision, device, drafter, policy, file, broadcast)
+        before = (lambda stage: None) if ahead is None else ahead.wait
+        parts = assemble(options, model, precision, device, drafter, policy, file, broadcast, before)
         parts.executor.run_on_all_ranks(Executor.shorten_timeouts)
         broadcast.watch()
         return replace(parts, capability=found | ({"sums": ranks.title} if ranks.size > 1 else {}))
@@ -264,12 +267,20 @@ def assemble(
     policy: ShapePolicy,
     file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
+    before: Callable[[str], object] = lambda stage: None,
 ) -> Parts:
     """Returns the engine of options `for_engine` around a loaded model. file: where costs of steps are kept.
-    broadcast: tells the other ranks, which have made their executors, too."""
+    broadcast: tells the other ranks, which have made their executors, too.  before: is called before each of
+    `compiler_process.STAGES`."""
     chunk = options.chunked_prefill_size
     assert chunk, "it has a value on every device"
     lap = Laps()
+
+    def begin(stage: str) -> None:
+        before(stage)
+        lap(f"kernels for {stage} that are not compiled yet")
+
+    begin("memory")
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     lap("memory, KV pool and tables")
     executor, pool, context, pool_tokens, _, graph_size, states = made
@@ -288,12 +299,14 @@ def assemble(
     costs = StepCost(policy.menu, graph_size > 0) if needed else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
+    begin("graphs")
     started, waited = time.monotonic(), delays()
     if graph_size:
         believed = kept if kept is not None and kept.complete and file is not None and file.quiet else None
         capture(executor, pool, policy.menu, None if known else costs, believed, options.enable_torch_compile)
         lap("graphs")
         if not options.drafter_spec.own:
+            begin("prompts")
             try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
             lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
@@ -328,7 +341,7 @@ def _scheduler_config(
         edits_by_row=ops.edits_by_row,
         deferral=executor.deferral,
         credited=options.drafter_spec.credited,
-        states=StateSizes(made.states) if made.states else None,
+        states=StateSizes(made.states, lazy=ops.lazy_states) if made.states else None,
         mixes=mixes,
         prefill_sizes=() if prefills is None else tuple(prefills.sizes),
         mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),

@@ -97,7 +97,7 @@ class CommitStage:
             None if mark is None else self._calibration,
         )  # fmt: skip
         if self._table.states is not None:
-            self._ops.advance_states(self._table.states, step.rows, prefix_len)
+            self._ops.advance_states(self._table.states, step.rows, prefix_len, step.shape.nodes)
         if self._backlog is not None:
             self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:

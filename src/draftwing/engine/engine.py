@@ -31,6 +31,7 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop
 from draftwing.engine.page_table_check import PageTableCheck
 from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
@@ -98,9 +99,15 @@ class CacheNamespaces:
 
 
 class Engine:
-    def __init__(self, options: Options, rank_failed: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        rank_failed: Callable[[BaseException], None] | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
         """Loads everything; raises ConfigError or CheckpointError. rank_failed: is told, by a thread, of another rank
-        that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever."""
+        that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever.  compiler: a process
+        that may compile kernels; None starts one where there is something to compile."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
         tokenizer = model_tokenizer(options, path)
@@ -109,7 +116,7 @@ class Engine:
             if options.speculative_memory is not None and MEMORY_FILE in options.drafter_spec.options:
                 memory = LookupMemory(options.speculative_memory, tokenizer.vocabulary_hash)
                 made.callback(memory.close)
-            parts = build(options, path, tokenizer, rank_failed)
+            parts = build(options, path, tokenizer, rank_failed, compiler)
             made.callback(parts.executor.close)
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
@@ -291,7 +298,7 @@ class Engine:
                 self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
-                if self.parts.executor.graphs.wanted:
+                if self.parts.executor.wants_capture:
                     self._capture_next()
             if self._loop.idle:
                 if self.explainer is not None:
@@ -304,10 +311,10 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
-        graphs = self.parts.executor.graphs
-        while not self._input.wait(IDLE_SECONDS if graphs.later else None):
+        executor = self.parts.executor
+        while not self._input.wait(IDLE_SECONDS if executor.later else None):
             with self._turning:
-                if graphs.later:
+                if executor.later:
                     self._capture_next()
 
     def _capture_next(self) -> None:

@@ -24,7 +24,7 @@ from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import MAX_NODES, GraphCache, Key, batch_sizes, first_sizes
+from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes, first_sizes, graph_keys
 from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
@@ -214,43 +214,61 @@ class Executor:
     @torch.inference_mode()
     def capture(self, menu: Sequence[TreeShape], some: bool = False) -> list[Key]:
         """Captures the graphs of every shape for every batch size, the largest first, and returns of which. Works on
-        the dummy row alone, so it may run at any time. some: of the `first_sizes`, and leaves the others to
-        `capture_next`."""
-        every = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MAX_NODES]
+        the dummy row alone, so it may run at any time. some: of the `first_sizes`, none with parts of prompts beside
+        them, and leaves the others to `capture_next`."""
+        every = graph_keys(menu, self.graphs.sizes)
         first = {s: first_sizes([key.size for key in reversed(every) if key.shape == s]) for s in menu}
         todo = [key for key in every if not some or key.size in first[key.shape]]
         self.graphs.later = dict.fromkeys((key for key in reversed(every) if key not in todo), 0)
-        sizes = self.prefills.planned(todo) if self.prefills is not None else 0
-        quiet = self.model.ranks.rank > 0
-        with progress_bar(total=len(todo) + sizes, desc="capturing graphs", disable=quiet) as bar:
-            if self.prefills is not None:
+        prefills, quiet = self.prefills, self.model.ranks.rank > 0
+        count = len(todo) + (prefills.planned(() if some else todo) if prefills is not None else 0)
+        with progress_bar(total=count, desc="capturing graphs", disable=quiet) as bar:
+            if prefills is not None:
                 self.graphs.set_rows(np.empty(0, np.int64), self.graphs.sizes[-1])
-                self.prefills.capture(bar)
+                prefills.capture(bar)
             if self._backlog is not None:
                 self._backlog.warm_up()
             for key in todo:
                 self._capture(key)
                 bar.update()
-                if self.prefills is not None:
-                    self._capture_mixed(self.prefills, key, bar)
+                if prefills is not None:
+                    prefills.leave(key)
+                while not some and prefills is not None and prefills.later:
+                    self._capture_mixed(prefills, *next(iter(prefills.later)))
+                    bar.update()
         self.device.trim()  # what the first calls took
         return todo
 
+    @property
+    def later(self) -> int:
+        """Returns how many batch sizes of steps, and graphs of these beside prompts, are left to `capture_next`."""
+        return len(self.graphs.later) + (len(self.prefills.later) if self.prefills is not None else 0)
+
+    @property
+    def wants_capture(self) -> bool:
+        """Returns whether steps were slower for want of a graph so often that it is worth an interruption."""
+        return self.graphs.wanted or (self.prefills is not None and self.prefills.wanted)
+
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Captures the graphs that are wanted most of those that `capture` has left, if there are any."""
-        later = self.graphs.later
-        if not later:
-            return
-        key = max(later, key=lambda key: later[key])
-        del later[key]
+        """Captures what is wanted most of what `capture` has left, if there is anything."""
+        steps, prefills = self.graphs.later, self.prefills
+        mixed = {} if prefills is None else prefills.later
         try:
-            self._capture(key)  # prompts are not mixed with so many rows: see `MIXED_ROWS`
+            if prefills is not None and mixed and (prefills.wanted or not steps):
+                self._capture_mixed(prefills, *max(mixed, key=lambda one: mixed[one]))
+            elif steps:
+                key = max(steps, key=lambda key: steps[key])
+                del steps[key]
+                self._capture(key)  # prompts are not mixed with so many rows: see `MIXED_ROWS`
+            else:
+                return
         except self.device.out_of_memory:
-            log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", len(later) + 1)
-            later.clear()
+            log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", self.later + 1)
+            steps.clear()
+            mixed.clear()
             self.graphs.drop_unfinished()
-        if not later:
+        if not self.later:
             log.debug("captured %d CUDA graphs in all", self.captured)
             self.device.trim()
 
@@ -274,10 +292,11 @@ class Executor:
         del launched  # its memory is for the next key's graphs
         self.graphs.finish(key)
 
-    def _capture_mixed(self, prefills: PrefillGraphs, key: Key, bar: Any) -> None:
-        """Captures the graphs of a step with parts of prompts beside it."""
+    def _capture_mixed(self, prefills: PrefillGraphs, size: int, key: Key) -> None:
+        """Captures a graph of a step with parts of prompts beside it."""
+        self.graphs.set_rows(np.empty(0, np.int64), key.size)
         drafted = self.graphs.run("draft", key, self._draft, self._graph_step(key, False))
-        prefills.capture_mixed(key, drafted.batch, self.graphs.left("verify", key), bar)
+        prefills.capture_mixed(size, key, drafted.batch, self.graphs.left("verify", key))
 
     @torch.inference_mode()
     def replay(self, key: Key) -> None:

@@ -19,6 +19,7 @@ from draftwing.ops.groups import SCHEMES
 logger = logging.getLogger(__name__)
 _AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
 _OF_HEADS = "int8"  # the scheme of draft heads with a quantised target
+OF_LM_HEADS = "w4a16"  # and of a copy of a large lm_head for drafts, by default
 # Types of activations that a GPU has kernels for.
 _TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16,)}
 
@@ -106,7 +107,7 @@ def _draft_lm_head(options: Options, device: Device, dtype: torch.dtype) -> str 
     asked = options.speculative_lm_head_quantization
     if asked == "none":
         return None
-    scheme = _OF_HEADS if asked == "auto" else asked
+    scheme = OF_LM_HEADS if asked == "auto" else asked
     if device.ops.keeps_groups and dtype in _TAKEN[scheme]:
         return scheme
     if asked == "auto":

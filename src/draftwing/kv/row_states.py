@@ -10,7 +10,9 @@ A running row has two, and reads one while a step writes the other. The step tha
 
 `advance`, at commit, makes the written state the one that is read. So a rejected node leaves nothing, plain decoding
 is a tree of one node, and every token has the bits of a plain recurrence over its ancestors: of whichever tree, chunk
-or cached prefix it is computed in. State slot 0 is that of an empty text: zeros, never written. The last one is the
+or cached prefix it is computed in. Where states are *lazy*, every second plain step writes none: its token is one that
+was accepted since, to the step after it. With many rows a step reads and writes states for as long as it reads weights.
+State slot 0 is that of an empty text: zeros, never written. The last one is the
 dummy row's, which no request reads.
 """
 
@@ -46,7 +48,8 @@ class RowStates:
     """layers: by pool layer.  slots: usable state slots.  nodes: of the largest tree.
 
     Of each row, on the device, [rows + 1] int64: read, write: the state slots of the next step; page, 0 or 1: where it
-    leaves its records (it reads the other one's); length: tokens in the state that is read.
+    leaves its records (it reads the other one's); length: tokens in the state that is read; fresh, 0 or 1: whether that
+    is the newest, so that a plain step may leave it; of lazy states alone.
     node_slots [rows + 1, 2, nodes] int64: the KV slots of the nodes with records, by which a page table names those
     that were accepted, and 0 of nodes without. Rows that were given no state slots have the dummy's.
     """
@@ -59,8 +62,9 @@ class RowStates:
         nodes: int,
         dtype: torch.dtype,
         device: torch.device,
+        lazy: bool = False,
     ) -> None:
-        self.slots, self.nodes, self.dummy = slots, nodes, slots + 1
+        self.slots, self.nodes, self.dummy, self.lazy = slots, nodes, slots + 1, lazy
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return zeros_as_written(shape, dtype, device)
@@ -75,18 +79,19 @@ class RowStates:
             )
             for layer, spec in specs.items()
         }
-        self.read, self.write, self.page, self.length = (zeros(rows + 1) for _ in range(4))
+        self.read, self.write, self.page, self.length, self.fresh = (zeros(rows + 1) for _ in range(5))
         self.read.fill_(self.dummy)
         self.write.fill_(self.dummy)
         self.node_slots = zeros(rows + 1, 2, nodes)
 
     @classmethod
     def of(
-        cls, layers: Sequence[SlotSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device
-    ) -> RowStates | None:
+        cls, layers: Sequence[SlotSpec], slots: int, rows: int, nodes: int, dtype: torch.dtype, device: torch.device,
+        lazy: bool = False,
+    ) -> RowStates | None:  # fmt: skip
         """Makes those of a pool with these layers; None where no layer keeps its state by row. dtype: the model's."""
         specs = delta_specs(layers)
-        return cls(specs, slots, rows, nodes, dtype, device) if specs else None
+        return cls(specs, slots, rows, nodes, dtype, device, lazy) if specs else None
 
     def set(self, entries: Tensor) -> None:
         """Gives rows other state slots. entries [S, 4] int64 as `Plan.states`, of different rows."""
@@ -100,13 +105,18 @@ class RowStates:
             layer.state[self.dummy].zero_()
             layer.conv[self.dummy].zero_()
 
-    def advance(self, rows: Tensor, length: Tensor) -> None:
-        """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it."""
-        read, write, page = self.read[rows], self.write[rows], 1 - self.page[rows]
-        self.read.index_copy_(0, rows, write)
-        self.write.index_copy_(0, rows, read)
+    def left(self, rows: Tensor, nodes: int) -> Tensor:
+        """Returns of which rows [B] a step writes no state. nodes: of each tree; 0: of chunks."""
+        return (self.fresh[rows] > 0) & (self.lazy and nodes == 1)
+
+    def advance(self, rows: Tensor, length: Tensor, nodes: int = 0) -> None:
+        """Makes what a step wrote of rows [B] what the next one reads. length [B]: tokens in it. nodes: as of `left`"""
+        read, write, page, left = self.read[rows], self.write[rows], 1 - self.page[rows], self.left(rows, nodes)
+        self.read.index_copy_(0, rows, torch.where(left, read, write))
+        self.write.index_copy_(0, rows, torch.where(left, write, read))
         self.page.index_copy_(0, rows, page)
-        self.length.index_copy_(0, rows, length)
+        self.length.index_copy_(0, rows, torch.where(left, self.length[rows], length))
+        self.fresh.index_copy_(0, rows, (~left & (nodes < 2)).long())
         # Who leaves records there next may have fewer nodes; a slot's record of earlier must not be found then.
         self.node_slots.index_put_((rows, page), self.node_slots.new_zeros(()))
 

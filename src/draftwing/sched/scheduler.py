@@ -313,7 +313,7 @@ class Scheduler:
             self._catch_ups.take_shown(), self.kv.take_states(),
         )  # fmt: skip
         if self.kv.states is not None:
-            self.kv.states.planned(reqs)
+            self.kv.states.planned(reqs, 0 if chunks else shape.nodes)
         self._steps += 1
         return plan
 

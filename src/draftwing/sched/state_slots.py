@@ -1,9 +1,9 @@
 """State slots of models with recurrent layers: who has which. Host only.
 
 A running row has two, which its steps read and write by turns (`kv.row_states`); the device swaps them, and the host
-does as it does. All others are *snapshots*, at nodes of the radix tree, or free. A row begins with a snapshot, or with
-the state of an empty text, which is slot 0; it reads that once and writes a slot of its own, and it gets its second one
-with the plan after that.
+does as it does; where states are lazy, every second plain step writes none. All others are *snapshots*, at nodes of the
+radix tree, or free. A row begins with a snapshot, or with the state of an empty text, which is slot 0; it reads that
+once and writes a slot of its own, and it gets its second one with the plan after that.
 
 What a row writes is its own until it is released, so a slot may be given away while a step in flight writes it: whoever
 gets it is launched later.
@@ -32,19 +32,21 @@ LEAST_SLOTS = ROW_SLOTS + 1  # a request that runs alone, and the snapshot that 
 
 
 class StateSizes(NamedTuple):
-    """slots: state slots.  every, grain: as `EVERY` and `GRAIN`."""
+    """slots: state slots.  every, grain: as `EVERY` and `GRAIN`.  lazy: as of `RowStates`."""
 
     slots: int
     every: int = EVERY
     grain: int = GRAIN
+    lazy: bool = False
 
 
 @dataclass(eq=False)
 class HeldStates:
     """What a running request has. read, write: of its next step.  spare: its second slot, until its first step is
-    planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first.  newest,
-    length: the slot that the last committed step wrote, 0 before there is one, and the tokens in it.  wanted: positions
-    of its prompt at which snapshots are to be taken.  saves: those that are, with their slots."""
+    planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first, 0 of one
+    that writes none.  newest, length: the slot that a committed step wrote last, 0 before there is one, and the tokens
+    in it.  wanted: positions of its prompt at which snapshots are to be taken.  saves: those that are, with slots.
+    fresh: as of `RowStates`, once the steps in flight have run."""
 
     read: int
     write: int
@@ -55,6 +57,7 @@ class HeldStates:
     newest: int = 0
     length: int = 0
     saves: list[tuple[int, int]] = field(default_factory=list)
+    fresh: bool = False
 
     @property
     def own(self) -> list[int]:
@@ -68,7 +71,7 @@ class StateSlots:
     def __init__(self, sizes: StateSizes, lookahead: int, cache: bool = True) -> None:
         """lookahead: tokens that a cached prefix must leave of a text.  cache: whether prefixes are kept."""
         assert sizes.slots >= LEAST_SLOTS, f"{sizes.slots} state slots, at the least {LEAST_SLOTS} are needed"
-        self.slots, self.every, self.grain = sizes
+        self.slots, self.every, self.grain, self._lazy = sizes
         self.hits = self.evictions = 0
         self._lookahead, self._cache = lookahead, cache
         self._free = list(range(sizes.slots, 0, -1))
@@ -200,11 +203,16 @@ class StateSlots:
                 found.append((position - req.sent, slot))
         return tuple(found)
 
-    def planned(self, reqs: Iterable[Req]) -> None:
-        """Notes that a step of these requests was planned, and its plan is made."""
+    def planned(self, reqs: Iterable[Req], nodes: int = 0) -> None:
+        """Notes that a step of these requests was planned, and its plan is made. nodes: of each tree; 0: of chunks."""
         for req in reqs:
             held = req.states
             assert held is not None
+            if self._lazy and nodes == 1 and held.fresh:
+                held.fresh = False
+                held.writes.append(0)
+                continue
+            held.fresh = nodes < 2
             held.writes.append(held.write)
             if not held.spare:
                 held.read, held.write = held.write, held.read
@@ -214,10 +222,11 @@ class StateSlots:
             self._unpin(held)
 
     def committed(self, req: Req, length: int) -> None:
-        """Notes that the oldest step in flight has written the state after so many tokens."""
+        """Notes that the oldest step in flight has run, and if it has written a state, that of so many tokens."""
         held = req.states
         assert held is not None
-        held.newest, held.length = held.writes.popleft(), length
+        if slot := held.writes.popleft():
+            held.newest, held.length = slot, length
 
     def shared(self, req: Req) -> list[tuple[int, int]]:
         """Hands its snapshots over to the tree: position and slot."""

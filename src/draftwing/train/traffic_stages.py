@@ -264,7 +264,7 @@ class TrafficStages(Stages):
             if not (forgets or found.harmed) or not found.traffic.better:
                 break
             who = [*found.harmed, *(["general text"] if forgets else [])]
-            logger.info("with a weight of %g it takes too much from %s", weight, ", ".join(who))
+            logger.info("with a weight of %g it takes too much from %s. %s", weight, ", ".join(who), _figures(found))
         assert found is not None
         return found, folder
 
@@ -310,10 +310,13 @@ class TrafficStages(Stages):
 
 def in_words(number: int, found: Judgement) -> str:
     """Returns a line for the log."""
-    traffic = _in_words(found.traffic)
-    general = "" if found.general is None else f"; general text: {_in_words(found.general)}"
     verdict = "is to be served" if found.taken else f"is not served: {found.reason}"
-    return f"head {number} {verdict}. Later traffic: {traffic}{general}"
+    return f"head {number} {verdict}. {_figures(found)}"
+
+
+def _figures(found: Judgement) -> str:
+    general = "" if found.general is None else f"; general text: {_in_words(found.general)}"
+    return f"Later traffic: {_in_words(found.traffic)}{general}"
 
 
 def _in_words(found: Comparison) -> str:

@@ -188,3 +188,35 @@ def test_rows_that_ask_for_more_run_without_graphs(harness, model, monkeypatch):
 def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monkeypatch):
     rig = rig_of(harness, model, monkeypatch, (16,), size=8, mixed=True)
     assert not rig.executor.target.mixes(PLAIN, 1) and len(rig.executor.prefills) == 1
+
+
+def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
+    """Until then the forward is launched, between the graphs of draft and commit."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (1, 2))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    prompts = harness.prompts_for(3, longest=8)
+    params = [harness.greedy(5 + i) for i in range(3)]
+    expected = harness.plain_answers(model, prompts, params).tokens
+    rig = rig_of(harness, model, monkeypatch, (16,), size=2, rows=3, chunk=16, mixed=True)
+    executor, prefills = rig.executor, rig.executor.prefills
+    whole = len(prefills)
+    executor.graphs.clear()
+    prefills.clear()
+    executor.capture((PLAIN,), some=True)
+    assert len(prefills) == 1 and executor.later == whole - 1 == 2
+
+    def answers():
+        turns = iter(range(1, 3))
+
+        def between(turn):
+            if turn % 2 == 0 and (i := next(turns, None)) is not None:
+                rig.submit(str(i), prompts[i], params[i])
+
+        return rig.answer(prompts[:1], params[:1], between=between).tokens
+
+    assert answers() == expected and rig.stats.mixed > 1
+    assert prefills.mixed_replays == 0 and sum(prefills.later.values()) == rig.stats.mixed
+    while executor.later:
+        executor.capture_next()
+    assert len(prefills) == whole
+    assert answers() == expected and prefills.mixed_replays > 1

@@ -6,8 +6,11 @@ import dataclasses
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -17,7 +20,8 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
-from draftwing.engine.startup import precompile
+from draftwing.engine.startup import compiler_process, precompile
+from draftwing.engine.startup.compiler_process import STAGES, Job, Precompilation
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
@@ -33,18 +37,56 @@ CONFIG = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
 CHILD = """
-import json, os, pickle, sys
-from draftwing.engine.startup.precompile import collect, compile_launch
-launches = collect(pickle.load(sys.stdin.buffer)).launches
-for kernel in ("_silu_mul_kernel", "_hopper_prefill_kernel", "_prefill_kernel"):
-    for launch in [launch for launch in launches if launch.name == kernel][:1]:
-        compile_launch(launch)
+import json, pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+from draftwing.engine.startup import precompile
+whole, launches, said = precompile.compile_with_launcher, [], []
+precompile.ProcessPoolExecutor = lambda count, context: ThreadPoolExecutor(1)
+precompile._compile_driver = lambda: None
+precompile._products = lambda job: []
+precompile.compile_with_launcher = launches.append
+precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.append([stage, len(launches)]))
+smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
+LAUNCHER
+from draftwing.ops.triton import filters
+for launch in launches:
+    if launch.module == filters.__name__:
+        for function in vars(filters).values():
+            if hasattr(function, "cache_key"):
+                function.hash, function.used_global_vals = None, {}  # as where nothing else was compiled
+        function = getattr(filters, launch.name)
+        function.preload = lambda specialization: None
+        precompile.compile_launch(launch)
+        assert function.cache_key == launch.cache_key, "else the engine would not find it"
+for launch in [launch for launch in launches if launch.name == "_hopper_prefill_kernel"][:1]:
+    precompile.compile_launch(launch)
+print(json.dumps(said))
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """
+# Against a library of the driver that does nothing.
+LAUNCHER = """
+import ctypes, os, re, subprocess
+from pathlib import Path
+from triton.backends.nvidia import driver
+from triton.runtime import build
+folder = Path(os.environ["TRITON_CACHE_DIR"]).parent
+names = set(re.findall(r"\\bcu[A-Z]\\w+", Path(driver.__file__).read_text()))
+source = "".join(f"int {name}() {{ return 1; }}\\n" for name in names)
+command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", "-x", "c", "-"]
+subprocess.run(command, input=source.encode(), check=True)
+ctypes.CDLL(folder / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+driver.libcuda_dirs.cache_clear()
+whole(smallest)
+build._build = None  # a launch would call this, if it were not for that
+kernel = precompile.compile_launch(smallest)
+assert driver.CudaLauncher(kernel.src, kernel.metadata).launch is not None
+"""
+CHILD = CHILD.replace("LAUNCHER", LAUNCHER if shutil.which("gcc") else "precompile.compile_launch(smallest)")
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = Options(
@@ -52,7 +94,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
         speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
     engine, half = options.for_engine(defaults_for(80 << 30)), torch.bfloat16
-    return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
+    return Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
 FORKS = """
@@ -73,7 +115,7 @@ while True:
     exec(script, {})
     sys.exit()
 """
-Printed = Callable[[str, precompile.Job], list[str]]
+Printed = Callable[[str, Job], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +131,7 @@ def forks() -> Iterator[subprocess.Popen[bytes]]:
 def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
     """Runs a script with a job -> its lines."""
 
-    def run(script: str, job: precompile.Job) -> list[str]:
+    def run(script: str, job: Job) -> list[str]:
         assert forks.stdin is not None and forks.stdout is not None
         environ = {"TRITON_CACHE_DIR": os.environ["TRITON_CACHE_DIR"]}
         forks.stdin.write(pickle.dumps((script, job, str(tmp_path / "printed"), environ)))
@@ -107,20 +149,23 @@ def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
     [(torch.bfloat16, "*bf16", "hopper_prefill"), (torch.float8_e4m3fn, "*fp8e4nv", "prefill")],
 )
 def test_what_an_engine_launches(
-    kv_dtype: torch.dtype, pool: str, prompts: str, job: precompile.Job, tmp_path: Path, printed_by: Printed
+    kv_dtype: torch.dtype, pool: str, prompts: str, job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     job = job._replace(kv_dtype=kv_dtype)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 64}))
     lines = printed_by(CHILD, job)
-    found = json.loads(lines[-1])
+    said, found = map(json.loads, lines[-2:])
     names = {name for name, _ in found}
     assert all(pool in how for name, how in found if name == f"_{prompts}_kernel")
     # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
     wanted = f"rms_norm rope {prompts} tree silu_mul pick limit commit confidence build chosen_logits merge"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
-    for compiled in ("silu_mul", prompts):
-        assert list((tmp_path / "cache").glob(f"*/_{compiled}_kernel.cubin"))
+    compiled = ["silu_mul", *[prompts] * (prompts == "hopper_prefill")]
+    assert all(list((tmp_path / "cache").glob(f"*/_{kernel}_kernel.cubin")) for kernel in compiled)
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
+    (trial, at), *others = said  # a stage is ready as soon as all is compiled that it launches
+    assert trial == "memory" and f"_{prompts}_kernel" in {name for name, _ in found[:at]} and 10 < at < len(found)
+    assert [stage for stage, _ in others] == ["graphs", "prompts"] and at <= others[0][1] <= others[1][1]
 
 
 HYBRID = {
@@ -133,7 +178,7 @@ HYBRID = {
 
 @pytest.mark.exhaustive  # the others show that launches of an engine are found
 def test_gated_delta_nets_have_the_same_kernels_for_chunks_and_trees(
-    job: precompile.Job, tmp_path: Path, printed_by: Printed
+    job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     """But for how they are launched, and stages of the recurrence; plans of both are made on the device."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | HYBRID))
@@ -160,8 +205,8 @@ from triton import knobs
 from draftwing.core import MAX_BACKLOG, DraftExtend
 from draftwing.engine.startup import precompile
 run, late = precompile._run_without_data, []
-def serve(job):
-    parts = run(job)
+def serve(*args):
+    parts = run(*args)
     begin, rng = knobs.runtime.jit_cache_hook, random.Random(1)
     def note(**launch):
         late.append(launch["fn"].name)
@@ -175,13 +220,13 @@ def serve(job):
             parts.executor._backlog.catch_up(DraftExtend(who, behind, longest), np.arange(rng.randint(0, count)), True)
     return parts
 precompile._run_without_data = serve
-launches, _ = precompile.collect(pickle.load(sys.stdin.buffer))
+launches = precompile.collect(pickle.load(sys.stdin.buffer)).launches
 print(json.dumps([len(launches), late]))
 """
 
 
 def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(
-    job: precompile.Job, tmp_path: Path, printed_by: Printed
+    job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     """How attention cuts its work depends on it."""
     options = Options(
@@ -199,12 +244,13 @@ import json, pickle, random, sys
 from triton import knobs
 from draftwing.engine.graphs import prefill
 from draftwing.engine.startup import precompile
+from draftwing.engine.startup.memory import graph_counts
 from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step
 from draftwing.requests.sampling_params import SamplingParams
 prefill.MIXED_QUERIES = 128  # the context is short
 run, late = precompile._run_without_data, []
-def serve(job):
-    parts = run(job)
+def serve(*args):
+    parts = run(*args)
     begin, rng, executor = knobs.runtime.jit_cache_hook, random.Random(1), parts.executor
     def note(**launch):
         late.append(launch["fn"].name)
@@ -217,6 +263,8 @@ def serve(job):
         shape = rng.choice([one for one in parts.sched.choice.policy.menu if executor.target.mixes(one, count)])
         plan = _mixed(_step(executor.table.rows, shape, 100, count), prompts)
         executor.commit(executor.launch(plan))
+    menu, length = parts.sched.choice.policy.menu, executor.table.length
+    print(json.dumps([executor.captured, sum(graph_counts(executor, menu, 20, 256, length, True))]))
     print(executor.replays - replays)
     return parts
 precompile._run_without_data = serve
@@ -226,7 +274,7 @@ print(json.dumps(late))
 
 
 def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
-    job: precompile.Job, tmp_path: Path, printed_by: Printed
+    job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     options = Options(
         model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=20,
@@ -234,8 +282,9 @@ def test_no_kernel_is_compiled_for_other_numbers_of_rows_beside_prompts(
         enable_mixed_chunk=True, context_length=120,
     ).resolve()  # fmt: skip
     job = job._replace(options=options.for_engine(defaults_for(80 << 30)), draft_path=tmp_path)
-    *_, replays, late = map(json.loads, printed_by(MIXED, job))
+    *_, (captured, expected), replays, late = map(json.loads, printed_by(MIXED, job))
     assert not late and replays > 10
+    assert captured == expected > 100, "memory was kept back for as many graphs"
 
 
 OF_EXPERTS = """
@@ -252,7 +301,7 @@ for launch in needed.launches:
 @pytest.mark.further(quantization="none")
 @pytest.mark.parametrize(("quantization", "weight", "kind"), [("fp8", "*i32", FP8), ("none", "*bf16", DENSE)])
 def test_kernels_of_experts_are_those_of_their_format(
-    quantization: str, weight: str, kind: int, job: precompile.Job, tmp_path: Path, printed_by: Printed
+    quantization: str, weight: str, kind: int, job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
                "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
@@ -286,72 +335,146 @@ def test_kernels_of_heads_are_those_of_their_rows(job: precompile.Job, tmp_path:
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """In place of Python."""
-    file = tmp_path / "python"
-    file.write_text(f"#!/bin/sh\ncat > /dev/null\n{script}\n")
-    file.chmod(0o755)
-    monkeypatch.setattr(precompile.sys, "executable", str(file))
+    """Lets the process do something else; `engine` is its connection, `folder` that of the test."""
+    lines = ["import os, time", "from multiprocessing.connection import Connection", "from pathlib import Path"]
+    lines += [f"folder = Path({str(tmp_path)!r})", "def main(file):", "    engine = Connection(file)"]
+    (tmp_path / "stand_in.py").write_text("\n".join([*lines, *(f"    {line}" for line in script.splitlines())]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(compiler_process, "_MODULE", "stand_in")
 
 
-def test_it_runs_once(job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, f"echo >> {tmp_path}/runs")
-    for _ in range(2):
-        ahead = precompile.precompile(job)
+COMPILES = """
+engine.recv_bytes()
+done = engine.recv()
+with (folder / "runs").open("a") as runs:
+    print(file=runs)
+for stage in ("memory", "graphs", "prompts"):
+    engine.send((stage, "all were compiled"))
+done.parent.mkdir(exist_ok=True)
+done.touch()
+"""
+
+
+def test_it_runs_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, COMPILES)
+
+    def run(job: Job) -> str:
+        ahead = compiler_process.precompile(job)
         assert ahead is not None
-        ahead.wait()
-    assert (tmp_path / "runs").read_text() == "\n"
-    elsewhere = job._replace(options=dataclasses.replace(job.options, port=31234))  # which no kernel depends on
-    precompile.Precompilation(elsewhere).wait()
-    assert (tmp_path / "runs").read_text() == "\n"
-    other = job._replace(capability=(8, 0))
-    precompile.Precompilation(other).wait()
-    assert (tmp_path / "runs").read_text() == "\n\n"
+        for stage in STAGES:
+            ahead.wait(stage)
+        ahead.stop(30)
+        return (tmp_path / "runs").read_text()
+
+    assert run(job) == run(job) == "\n"
+    assert run(job._replace(options=dataclasses.replace(job.options, port=31234))) == "\n"  # no kernel depends on it
+    assert run(job._replace(capability=(8, 0))) == "\n\n"
+
+
+def test_a_stage_does_not_wait_for_the_next(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "engine.send(('memory', ''))\nwhile not (folder / 'go').exists(): time.sleep(0.01)\nengine.send(('graphs', ''))"
+    )
+    stand_in(tmp_path, monkeypatch, script + "\ntime.sleep(60)")
+    ahead = Precompilation(job)
+    ahead.wait("memory")
+    waiting = threading.Thread(target=ahead.wait, args=("graphs",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    (tmp_path / "go").touch()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    ahead.stop()
 
 
 def test_it_can_be_stopped_and_a_large_job_does_not_wait_for_its_reader(
-    job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "sleep 20")
-    ahead = precompile.Precompilation(job._replace(token_ids=torch.arange(100_000)))  # more than a pipe holds
-    assert ahead._process is not None and ahead._process.poll() is None
+    stand_in(tmp_path, monkeypatch, "(folder / str(os.getpid())).with_suffix('.pid').touch()\ntime.sleep(60)")
+    ahead = Precompilation(job._replace(token_ids=torch.arange(100_000)))  # more than a pipe holds
+    while not (pids := [int(file.stem) for file in tmp_path.glob("*.pid")]):
+        time.sleep(0.01)
     ahead.stop()
-    assert ahead._process.returncode == -9
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
     ahead.stop()  # once more is harmless
 
 
 @pytest.mark.parametrize(
     "script, why",
-    [("echo it broke >&2; exit 3", "the start slower: it broke"), ("sleep 20", "not compiled within 0 s")],
+    [
+        ("engine.send(('failed', 'it broke'))", "the start slower: it broke"),
+        ("os._exit(1)", "the start slower: its process ended"),
+        ("time.sleep(60)", "not compiled within 0 s"),
+    ],
 )
 def test_what_fails_is_only_logged(
-    script: str, why: str, job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    script: str, why: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     stand_in(tmp_path, monkeypatch, script)
-    monkeypatch.setattr(precompile, "PATIENCE", 0.3)
-    ahead = precompile.precompile(job)
+    monkeypatch.setattr(compiler_process, "PATIENCE", 0.3 if "within" in why else 60)
+    ahead = compiler_process.precompile(job)
     assert ahead is not None
-    if "broke" in script:
-        assert ahead._process is not None
-        ahead._process.wait()
-    ahead.wait()
+    for stage in STAGES:
+        ahead.wait(stage)
+    ahead.stop()
+    assert [record.message for record in caplog.records if "slower" in record.message] == [caplog.messages[-1]]
     assert why in caplog.text
-    monkeypatch.setattr(precompile.sys, "executable", str(tmp_path / "missing"))
-    assert precompile.precompile(job) is None
+    monkeypatch.setattr(compiler_process.sys, "executable", str(tmp_path / "missing"))
+    assert compiler_process.precompile(job) is None
+
+
+FORKED = """
+import os, pickle, sys
+from multiprocessing.connection import Connection
+from draftwing.engine.startup import precompile
+from draftwing.engine.startup.compiler_process import STAGES, Compiler, Precompilation
+def main(file):
+    with Connection(file) as engine:
+        job, done = pickle.loads(engine.recv_bytes()), engine.recv()
+        names = [name for name in os.listdir("/proc/self/fd") if name != str(file)]
+        files = {os.path.realpath(f"/proc/self/fd/{name}") for name in names}
+        for stage in STAGES:
+            engine.send((stage, f"{job.dtype} {sorted(one for one in files if os.path.exists(one))}"))
+        done.parent.mkdir(exist_ok=True)
+        done.touch()
+precompile.main = main
+job = pickle.load(sys.stdin.buffer)
+kept = open("/dev/null")
+import logging
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+for _ in range(2):  # the second one has nothing to do
+    ahead = Precompilation(job, Compiler.fork())
+    for stage in STAGES:
+        ahead.wait(stage)
+    ahead.stop(30)
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("none is left")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files of a process are listed by Linux")
+def test_a_fork_keeps_no_file_of_its_parent(job: Job, printed_by: Printed) -> None:
+    lines = printed_by(FORKED, job)
+    assert [line for line in lines if "torch.bfloat16 ['/dev/null']" in line] and lines[-1] == "none is left"
 
 
 @pytest.mark.parametrize(
     ("hidden", "asked", "drafter", "expected"),
     [
         (64, "auto", "EAGLE", set()),
-        (4096, "auto", "EAGLE", {"int8"}),
+        (4096, "auto", "EAGLE", {"w4a16"}),
         (4096, "none", "EAGLE", set()),
         (4096, "auto", "NGRAM", set()),
-        (64, "w4a16", "EAGLE", {"w4a16"}),
+        (64, "int8", "EAGLE", {"int8"}),
     ],
 )
 def test_kernels_for_a_copy_of_the_lm_head(
-    job: precompile.Job, hidden: int, asked: str, drafter: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, hidden: int, asked: str, drafter: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a weight that is not quantised there is nothing else for `gemm_groups.cu`, and nothing for `gemm_tall.cu`."""
     found: list[Width] = []
@@ -360,5 +483,6 @@ def test_kernels_for_a_copy_of_the_lm_head(
     monkeypatch.setattr(gemm_tall, "compile_ahead", lambda *rest: pytest.fail("nothing of many rows is multiplied"))
     (job.path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": hidden, "vocab_size": 32768}))
     options = dataclasses.replace(job.options, speculative_algorithm=drafter, speculative_lm_head_quantization=asked)
-    precompile._compile_products(job._replace(options=options))
+    for function, *args in precompile._products(job._replace(options=options)):
+        function(*args)
     assert found == [precompile.MADE[name] for name in expected]

@@ -15,7 +15,7 @@ from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.heads.base import linear_of
-from draftwing.models.heads.quantized_lm_head import MOST_ROWS, for_rows, quantized_copy
+from draftwing.models.heads.quantized_lm_head import MOST_ROWS, RESCORED, for_rows, quantized_copy
 from draftwing.parallel.ranks import Ranks
 
 OPS = GroupTorchOps(torch.device("cpu"))
@@ -61,7 +61,8 @@ def test_few_rows_have_the_rounded_weight_and_more_the_weight(step: int, monkeyp
 
 
 @pytest.mark.parametrize(("scheme", "error"), [("int8", 0.02), ("w4a16", 0.15)])
-def test_errors_of_logits(scheme: str, error: float) -> None:
+def test_errors_of_logits(scheme: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.models.heads.quantized_lm_head.RESCORED", {})
     lm_head = lm_head_of(weight_of())
     copy = quantized_copy(lm_head, scheme, OPS)
     assert copy is not None and 2 * copy.op.sizes.total() < 1.1 * lm_head.weight.nbytes
@@ -70,10 +71,25 @@ def test_errors_of_logits(scheme: str, error: float) -> None:
     assert 0 < float((copy(x) - exact).std() / exact.std()) < error
 
 
-def test_each_rank_has_its_share() -> None:
+def test_the_largest_of_4_bits_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, count = weight_of(), RESCORED["w4a16"]
+    copy = quantized_copy(lm_head_of(weight), "w4a16", OPS)
+    monkeypatch.setattr("draftwing.models.heads.quantized_lm_head.RESCORED", {})
+    plain = quantized_copy(lm_head_of(weight), "w4a16", OPS)
+    assert copy is not None and plain is not None
+    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    found, few, exact = copy(x), plain(x), (x.double() @ weight.double().T).bfloat16()
+    chosen = few.argsort(1, descending=True)[:, :count]
+    assert torch.equal(found.gather(1, chosen), exact.gather(1, chosen))
+    assert torch.equal(found.scatter(1, chosen, 0), few.scatter(1, chosen, 0))
+    assert not torch.equal(few.gather(1, chosen), exact.gather(1, chosen))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+def test_each_rank_has_its_share(scheme: str) -> None:
     weight, x = weight_of(), torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(4)).bfloat16()
-    alone = quantized_copy(lm_head_of(weight), "int8", OPS)
-    copies = [quantized_copy(lm_head_of(weight, ranks), "int8", OPS) for ranks in meet(17)]  # 16 rows each
+    alone = quantized_copy(lm_head_of(weight), scheme, OPS)
+    copies = [quantized_copy(lm_head_of(weight, ranks), scheme, OPS) for ranks in meet(17)]  # 16 rows each
     assert alone is not None and len(copies) == 17
     with ThreadPoolExecutor(len(copies)) as threads:
         for found in threads.map(lambda copy: copy(x), copies):

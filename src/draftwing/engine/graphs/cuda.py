@@ -137,6 +137,11 @@ def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def graph_keys(menu: Sequence[TreeShape], sizes: Sequence[int]) -> list[Key]:
+    """Returns what is captured of steps of these shapes and batch sizes, which ascend, the largest batches first."""
+    return [Key(s, size) for size in reversed(sizes) for s in menu if size * s.queries <= MAX_NODES]
+
+
 def first_sizes(sizes: Sequence[int]) -> set[int]:
     """Returns those of ascending batch sizes that are captured before the first request: no batch is padded to more
     than twice its rows then."""

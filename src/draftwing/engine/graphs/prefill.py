@@ -40,6 +40,9 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
+# Forwards that are launched for want of a graph, after which it is captured while requests run: on an H100 a capture
+# took 50 ms, as long as two launches of 32 layers.
+MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -53,6 +56,34 @@ class Inputs(NamedTuple):
     positions: Tensor  # [M]
     rows: Tensor  # [C] row of each chunk
     tiles: dict[HeadShape, Tensor]  # [T, 5] int32, as `Batch.tiles`
+
+
+class Sizes(NamedTuple):
+    """Of which sizes there are graphs. prompts: queries of prompts alone, ascending; mixed: of prompts and rows that
+    decode, both together; rows: that decode beside prompts."""
+
+    prompts: list[int]
+    mixed: list[int]
+    rows: list[int]
+
+    @classmethod
+    def of(cls, max_queries: int, length: int, rows: int) -> Sizes:
+        """max_queries: of a plan; length: of a row; rows: most that decode beside prompts, 0 where nothing is mixed."""
+        prompts = [size for size in prefill_sizes(max_queries) if size <= length]
+        mixed = [size for size in prompts if size >= MIXED_QUERIES]
+        return cls(prompts, mixed, [size for size in MIXED_ROWS if size <= rows and mixed])
+
+    def beside(self, key: Key) -> list[int]:
+        """Returns queries of prompts that there are graphs of beside a step of this key, ascending."""
+        if key.size not in self.rows or not takes(key):
+            return []
+        nodes = key.size * key.shape.queries
+        left = [size - nodes for size in self.mixed]
+        return [size - size % 2 for size in left if size > 1]  # even: `Inputs` begin at even places
+
+    def planned(self, keys: Sequence[Key]) -> int:
+        """Returns how many graphs of prompts there are where these are the keys of steps."""
+        return len(self.prompts) + sum(len(self.beside(key)) for key in keys)
 
 
 class PrefillGraphs:
@@ -70,23 +101,22 @@ class PrefillGraphs:
         in front of them; rows: most that decode beside prompts, 0 where nothing is mixed."""
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
-        self.sizes = [size for size in prefill_sizes(max_queries) if size <= table.length]
+        self._sizes = Sizes.of(max_queries, table.length, rows)
+        self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
         self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        # Beside rows that decode, whatever their number.
-        self.mixed_sizes = [size for size in self.sizes if size >= MIXED_QUERIES]
-        self._row_sizes = [size for size in MIXED_ROWS if size <= rows and self.mixed_sizes]
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
+        self.later: dict[tuple[int, Key], int] = {}  # what is still to be captured, and steps that would have used it
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
         return len(self._graphs) + len(self._mixed)
 
     def planned(self, keys: Sequence[Key]) -> int:
-        """Returns how many graphs `capture` and `capture_mixed` capture beside those of steps, of these keys."""
-        return len(self.sizes) + sum(len(self._beside(key)) for key in keys)
+        """Returns how many graphs there are beside those of steps, once all are captured, of these keys."""
+        return self._sizes.planned(keys)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
@@ -95,27 +125,28 @@ class PrefillGraphs:
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
 
-    def capture_mixed(self, key: Key, trees: Batch, states: States, bar: tqdm[Any]) -> None:
-        """Captures all sizes beside a step of this key, if it is mixed at all. trees, states: what its stage `draft`
-        has left, and where `verify` leaves what it gives."""
-        for size in reversed(self._beside(key)):
-            self._fill(size, ())
-            run = partial(self._run_mixed, self._inputs(size), trees, states)
-            self._mixed[size, key], _ = self._device.record(run, self._pool)
-            bar.update()
+    @property
+    def wanted(self) -> bool:
+        """Returns whether forwards beside steps were launched so often that a graph is worth an interruption."""
+        return max(self.later.values(), default=0) >= MIXED_WANTED
 
-    def _beside(self, key: Key) -> list[int]:
-        """Queries of prompts that there are graphs of beside a step of this key, ascending."""
-        if key.size not in self._row_sizes or not takes(key):
-            return []
-        nodes = key.size * key.shape.queries
-        left = [size - nodes for size in self.mixed_sizes]
-        return [size - size % 2 for size in left if size > 1]  # even: `Inputs` begin at even places
+    def leave(self, key: Key) -> None:
+        """Leaves all sizes beside a step of this key to `capture_mixed`."""
+        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
+
+    def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
+        """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
+        `verify` leaves what it gives."""
+        del self.later[size, key]
+        self._fill(size, ())
+        run = partial(self._run_mixed, self._inputs(size), trees, states)
+        self._mixed[size, key], _ = self._device.record(run, self._pool)
 
     def clear(self) -> None:
         """Lets go of all graphs."""
         self._graphs.clear()
         self._mixed.clear()
+        self.later.clear()
         self._mixed_states = None
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
@@ -133,15 +164,18 @@ class PrefillGraphs:
 
     def mixed_key(self, shape: TreeShape, rows: int) -> Key | None:
         """Returns the key of graphs of a step of so many rows that prompts may be beside; None: there are none."""
-        at = bisect_left(self._row_sizes, rows)
-        key = Key(shape, self._row_sizes[at]) if at < len(self._row_sizes) else None
-        return key if key is not None and self._beside(key) else None
+        sizes = self._sizes.rows
+        at = bisect_left(sizes, rows)
+        key = Key(shape, sizes[at]) if at < len(sizes) else None
+        return key if key is not None and self._sizes.beside(key) else None
 
     def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
-        size = next((size for size in self._beside(key) if size >= tokens), 0)
+        size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
+        if (size, key) in self.later:
+            self.later[size, key] += 1
         if len(chunks) >= MAX_CHUNKS or (size, key) not in self._mixed:
             return None
         self._fill(size, chunks)

@@ -65,10 +65,11 @@ class Worker:
         # It reads from the start, to see a server that goes away while the engine loads.
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
         from draftwing.engine.engine import Engine
+        from draftwing.engine.startup.compiler_process import Compiler
         from draftwing.engine.startup.laps import Laps
 
         lap = Laps()
-        engine = Engine(options, rank_failed=self.die)
+        engine = Engine(options, self.die, Compiler.fork() if Compiler.possible(options) else None)
         lap("the engine")
         engine.measure_read_rate()
         lap("how fast memory is read")

@@ -33,7 +33,7 @@ def capture(
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        log.debug("steps of %d other shapes and sizes are captured when there is time", len(executor.graphs.later))
+        log.debug("%d captures are left for when there is time", executor.later)
         if costs is not None:
             start = time.monotonic()
             measure_graphs(executor, pool, costs, captured, start + GRAPH_SECONDS, known)

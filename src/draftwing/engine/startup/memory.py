@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import MAX_NODES, Key, batch_sizes
-from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes, takes
+from draftwing.engine.graphs.cuda import MAX_NODES, batch_sizes, graph_keys
+from draftwing.engine.graphs.prefill import Sizes, kept_bytes, prefill_sizes
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, SlotSpec
@@ -33,7 +34,10 @@ from draftwing.spec.prediction import PredictedOutput
 log = logging.getLogger("draftwing")
 
 CPU_POOL_BYTES = 2 << 30  # of the pool and states on a CPU by default; a quarter of what is free at most
-GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
+# Of the driver, for what is captured: a layer of the target's forward, and a stage without it. With driver 580 on an
+# H100 a layer took 30 KB, beside prompts 48, and a stage 0.06 to 0.23 MB (docs/dev/start.md); others may take more.
+LAYER_BYTES = 64 << 10
+STAGE_BYTES = 512 << 10
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
@@ -63,7 +67,8 @@ class Rig(NamedTuple):
 
     def states(self, slots: int, rows: int) -> RowStates | None:
         """Returns the states of recurrent layers, None where there are none."""
-        return RowStates.of(self.layers, slots, rows, self.nodes, self.model.dtype, self.device.device)
+        dtype, device, lazy = self.model.dtype, self.device.device, self.device.ops.lazy_states
+        return RowStates.of(self.layers, slots, rows, self.nodes, dtype, device, lazy)
 
     @property
     def first_draft_layer(self) -> int:
@@ -278,18 +283,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             step = max(step, peak(executor, tree_step(rows, shape, longest, MAX_BACKLOG)))
         step += rig.device.ops.attention_bytes
         if graph_size:
-            widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in rig.menu)
-            graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
-            # They share their memory, but for those of both, and of prompts then. A prompt's leave their results.
-            mixed, queries = options.enable_mixed_chunk and executor.target.keeps_kv_alone, prefill_sizes(tokens)[-1]
-            prompts = peak(executor, first_step(min(queries, longest * rows), longest, length))
-            graphs = graphs + prompts if mixed else max(graphs, prompts)
-            hidden = rig.model.config.hidden_size
-            graphs += kept_bytes(tokens, hidden, executor.aux_layers, rig.model.dtype, mixed)
-            keys = [Key(shape, size) for size in batch_sizes(graph_size) for shape in rig.menu]
-            beside = sum(map(takes, keys)) if mixed else 0
-            captured = 4 * len(keys) + len(prefill_sizes(tokens)) * (1 + beside)
-            graphs += captured * GRAPH_BYTES
+            graphs = graph_bytes(executor, options, rig.menu, graph_size, tokens, longest, length)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {tokens} prompt tokens, or of {rows} requests with {shape.nodes} nodes, does not fit beside "
@@ -300,6 +294,39 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         smallest = KVPool(rig.layers, 1, rig.kv_dtype, rig.device.device)  # so that it holds the other one no longer
         rig.drafter.attach(rig.device.ops.attention(smallest, options.deterministic), rig.first_draft_layer, length)
     return step, graphs
+
+
+def graph_bytes(
+    executor: Executor, options: Options, menu: Sequence[TreeShape], graph_size: int, tokens: int, longest: int,
+    length: int,
+) -> int:  # fmt: skip
+    """Returns bytes that the graphs of an engine will take: of the stages that need most, which share their memory, of
+    what graphs of prompts leave, and of the driver. tokens, longest, length: of a prefill, of its prompts and of a row,
+    as in `trial`."""
+    target, rows = executor.target, executor.table.rows
+    shape = max(menu, key=lambda s: s.nodes)
+    widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in menu)
+    found = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
+    mixed = options.enable_mixed_chunk and target.keeps_kv_alone
+    if not executor.model.needs_chunks:  # prompts have graphs, too
+        prompts = peak(executor, first_step(min(prefill_sizes(tokens)[-1], longest * rows), longest, length))
+        found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own
+        hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
+        found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
+    forwards, others = graph_counts(executor, menu, graph_size, tokens, length, mixed)
+    return found + forwards * executor.model.config.num_layers * LAYER_BYTES + others * STAGE_BYTES
+
+
+def graph_counts(
+    executor: Executor, menu: Sequence[TreeShape], graph_size: int, tokens: int, length: int, mixed: bool
+) -> tuple[int, int]:
+    """Returns how many graphs there will be with a forward of the target, and of other stages. tokens: most of a
+    prefill; length: of a row; mixed: whether prompts run beside steps."""
+    keys = graph_keys(menu if executor.drafter is not None else (PLAIN,), batch_sizes(graph_size))
+    sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
+    prompts = 0 if executor.model.needs_chunks else sizes.planned(keys)
+    others = 3 if executor.ops.draws_by_row else 2  # of `commit` there is one that filters
+    return len(keys) + prompts, others * len(keys)
 
 
 def peak(executor: Executor, plan: Plan) -> int:

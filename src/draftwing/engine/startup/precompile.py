@@ -1,45 +1,35 @@
-"""Compiles the GPU's kernels in a process of its own, while the engine's loads weights.
+"""Compiles the GPU's kernels in a process of its own, see `compiler_process`, while the engine's loads weights.
 
-Triton and NVRTC keep what they compiled in folders of the user's; this process fills them. Which kernels an engine
-needs is not written down anywhere: the process builds the engine of the same options on tensors without data, runs the
-steps that measure memory and captures all graphs, and takes note of what would have been launched. Further processes
-compile each kernel as soon as it is known.
-
-It uses no GPU. Where it fails, or misses a kernel, that is compiled when it is first launched.
+Which kernels an engine needs is not written down anywhere: this process builds the engine of the same options on
+tensors without data, runs the steps that measure memory and captures all graphs, and takes note of what would have been
+launched. Further processes compile each kernel as soon as it is known. It uses no GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import logging
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from importlib import resources
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftwing import __version__
 from draftwing.config.drafters import LM_HEAD
-from draftwing.config.options import SERVER, Options
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.precision import Precision
+from draftwing.engine.precision import OF_LM_HEADS, Precision
 from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
@@ -59,27 +49,16 @@ from draftwing.ops.types import MX_BLOCK, MXRows
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
     from draftwing.engine.build import Parts
     from draftwing.ops.cuda.gemm_experts import Layout
 
-log = logging.getLogger("draftwing")
-
-PATIENCE = 60.0  # seconds that an engine which has loaded waits
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 _ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 _SHARED_EXPERT = "model.layers.0.mlp.shared_expert.gate_proj"
 # By what options call them.
 MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1), "int8": Width(8, False, WHOLE)}
-
-
-class Job(NamedTuple):
-    options: Options  # resolved, for the device
-    path: Path  # of the target
-    draft_path: Path | None
-    token_ids: Tensor | None
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    capability: tuple[int, int]  # of the device
 
 
 class Launch(NamedTuple):
@@ -88,6 +67,9 @@ class Launch(NamedTuple):
     module: str
     name: str
     specialization: str  # JSON
+    # Of its code. Triton's hash depends on which of the functions that a kernel calls were hashed before; where it was
+    # found that is as in the engine, which launches in the same order.
+    cache_key: str
 
 
 class Needed(NamedTuple):
@@ -96,114 +78,62 @@ class Needed(NamedTuple):
     heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
 
 
-class Precompilation:
-    """The process that compiles, seen from the engine's."""
-
-    def __init__(self, job: Job) -> None:
-        """Starts it, unless it has run to its end for such a job before."""
-        from triton import knobs
-
-        job = job._replace(options=_engine_options(job.options))
-        packed = pickle.dumps(job)
-        self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(packed)}"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
-        if self._done.exists():
-            return
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
-        # -P: nothing is imported from the current folder.  nice: loading comes first
-        run = "import os; os.nice(5); from draftwing.engine.startup.precompile import main; main()"
-        command = [sys.executable, "-P", "-c", run]
-        with tempfile.TemporaryFile() as source:  # a pipe would have to be read before there is room for all of it
-            source.write(packed)
-            source.seek(0)
-            self._process = subprocess.Popen(
-                command, stdin=source, stdout=subprocess.DEVNULL, stderr=self._errors, env=env, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        """Waits until it has ended; never raises because of it."""
-        if self._process is None:
-            return
-        started = time.monotonic()
-        try:
-            code = self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            log.warning("kernels that were not compiled within %.0f s make the start slower", PATIENCE)
-            return
-        if code == 0:
-            with suppress(OSError):  # then it is done again the next time
-                self._done.parent.mkdir(parents=True, exist_ok=True)
-                self._done.touch()
-            log.info("waited %.1f s for kernels to be compiled", time.monotonic() - started)
-            log.debug("start: %s", self._last_words())
-        else:
-            last = self._last_words() or f"exit code {code}"
-            log.warning("kernels were not compiled ahead, which makes the start slower: %s", last)
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-
-    def stop(self) -> None:
-        """Ends it, with the processes that it started."""
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-
-def _engine_options(options: Options) -> Options:
-    """Returns the options that kernels may depend on, and all others at their defaults: a port makes no other job."""
-    found: dict[str, Any] = {"random_seed": 0}
-    found |= {spec.name: spec.default for spec in dataclasses.fields(options) if spec.metadata["group"] == SERVER}
-    return dataclasses.replace(options, **found)
-
-
-def precompile(job: Job) -> Precompilation | None:
-    """Starts to compile for the job; None where it cannot."""
-    try:
-        return Precompilation(job)
-    except (OSError, ImportError, AttributeError, pickle.PicklingError) as error:
-        log.warning("kernels are not compiled ahead, which makes the start slower: %s", error)
-        return None
-
-
-def _digest(job: bytes) -> str:
-    import triton
-
-    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode() + job)
-    for package in ("draftwing.ops.triton", "draftwing.ops.cuda"):
-        for file in sorted(resources.files(package).iterdir(), key=lambda file: file.name):
-            if file.name.endswith((".py", ".cu")):
-                found.update(file.read_bytes())
-    return found.hexdigest()[:32]
-
-
-# -- in the process ---------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
+def main(connection: int) -> None:
+    """Does one job. connection: its file, by which the `Job` comes and the stages go that are compiled."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    os.nice(5)  # loading comes first
     import draftwing.ops.triton.ops  # noqa: F401 (the processes that compile get a copy of what is imported)
     from draftwing.engine import build  # noqa: F401
 
-    job = pickle.load(sys.stdin.buffer)
-    assert isinstance(job, Job)
-    started = time.monotonic()
     torch.set_num_threads(1)  # the process forks
+    with Connection(connection) as engine:
+        try:
+            job, done = pickle.loads(engine.recv_bytes()), engine.recv()
+        except EOFError:  # there is nothing to do
+            return
+        try:
+            _compile(job, partial(_say, engine))
+        except BaseException as error:
+            _say(engine, FAILED, f"{type(error).__name__}: {error}")
+            raise
+        with suppress(OSError):  # then it is done again the next time
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
+
+
+def _say(engine: Connection, *words: str) -> None:
+    with suppress(OSError):  # the engine has ended; the next one finds what is compiled
+        engine.send(words)
+
+
+def _compile(job: Job, say: Callable[[str, str], None]) -> None:
+    """say: is told the stages all of whose kernels are compiled, in their order, and what that took."""
+    started, running, told = time.monotonic(), list[Future[Any]](), set[str]()
     leave_gpu(job.capability)
-    with ProcessPoolExecutor(max(1, min(processors().threads - 1, _MAX_PROCESSES)), get_context("fork")) as pool:
-        running = [pool.submit(_compile_products, job)]  # makes all processes, before anything has run here
-        needed = collect(job, lambda launch: running.append(pool.submit(compile_launch, launch)))
-        running += [pool.submit(_compile_experts, job, layout) for layout in needed.experts]
-        running += [pool.submit(_compile_heads, job, chunks) for chunks in needed.heads]
-        traced = time.monotonic() - started
+    count = max(1, min(processors().threads - 1, _MAX_PROCESSES))
+    with ThreadPoolExecutor(1) as teller, ProcessPoolExecutor(count, get_context("fork")) as pool:
+
+        def submit(function: Callable[..., object], *args: object) -> None:
+            running.append(pool.submit(function, *args))
+
+        def tell(stage: str, found: str, needed: Sequence[Future[Any]]) -> None:
+            for one in needed:
+                one.result()
+            say(stage, f"{found} and compiled in {time.monotonic() - started:.1f}, imports aside")
+
+        def before(stage: str) -> None:
+            for ended in STAGES[: STAGES.index(stage)] if stage else STAGES:
+                if ended not in told:
+                    told.add(ended)
+                    found = f"{len(running)} were found in {time.monotonic() - started:.1f} s"
+                    teller.submit(tell, ended, found, tuple(running))
+
+        submit(_compile_driver)  # makes all processes, before anything has run here
+        for product in _products(job):
+            submit(*product)
+        collect(job, partial(submit, compile_with_launcher), lambda compiles, what: submit(compiles, job, what), before)
         for one in running:
             one.result()
-    count, took = len(needed.launches), time.monotonic() - started
-    print(f"{count} kernels were found in {traced:.1f} s and compiled in {took:.1f}, imports aside", file=sys.stderr)
 
 
 def leave_gpu(capability: tuple[int, int]) -> None:
@@ -214,14 +144,22 @@ def leave_gpu(capability: tuple[int, int]) -> None:
     driver.set_active(_Driver(GPUTarget("cuda", capability[0] * 10 + capability[1], 32)))
 
 
-def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -> Needed:
-    """Returns what an engine launches. Leaves this process without a GPU. found: is called with each launch at once."""
+def collect(
+    job: Job,
+    found: Callable[[Launch], object] = lambda launch: None,
+    held: Callable[[Callable[..., None], Any], object] = lambda compiles, what: None,
+    before: Callable[[str], object] = lambda stage: None,
+) -> Needed:
+    """Returns what an engine launches. Leaves this process without a GPU. found: is called with each launch at once;
+    held: with what compiles for weights of a form, and that form.  before: as `assemble` has it, and called with ""
+    after the last stage."""
     from triton import knobs
 
     launches: list[Launch] = []
 
     def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
-        launches.append(Launch(fn.module, fn.name, compile["specialization_data"]))
+        code = fn.jit_function.cache_key
+        launches.append(Launch(fn.module, fn.name, compile["specialization_data"], code))
         fn.jit_function.device_caches[_Driver.DEVICE][0][key] = _Nothing()
         found(launches[-1])
         return True  # there is no need to compile it
@@ -229,15 +167,38 @@ def collect(job: Job, found: Callable[[Launch], object] = lambda launch: None) -
     leave_gpu(job.capability)
     knobs.runtime.jit_cache_hook = note
     try:
-        parts = _run_without_data(job)
+        model = _model_without_data(job)
+        needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model))
+        for layout in needed.experts:
+            held(_compile_experts, layout)
+        for chunks in needed.heads:
+            held(_compile_heads, chunks)
+        _run_without_data(job, model, before)
     finally:
         knobs.runtime.jit_cache_hook = None
-    return Needed(launches, _layouts(parts.model, job.dtype), _chunks_of_heads(parts.model))
+    return needed
 
 
-def compile_launch(launch: Launch) -> None:
+def compile_launch(launch: Launch) -> CompiledKernel:
     function = getattr(importlib.import_module(launch.module), launch.name)
-    function.preload(launch.specialization)
+    function.hash = launch.cache_key
+    return function.preload(launch.specialization)
+
+
+def compile_with_launcher(launch: Launch) -> None:
+    """Compiles a kernel and the C code by which Python launches it. Triton makes that for each signature when a kernel
+    first runs, and a C compiler takes 0.2 s."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    kernel = compile_launch(launch)
+    CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _compile_driver() -> None:
+    """Compiles the C code by which Triton loads kernels."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()
 
 
 def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
@@ -255,16 +216,17 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
     return {made.chunks for made in products if isinstance(made, HeadGemm)}
 
 
-def _compile_products(job: Job) -> None:
+def _products(job: Job) -> Iterator[tuple[Any, ...]]:
+    """Yields functions that compile kernels of dense products, with their arguments."""
     from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
-    gemm.compile_ahead(job.dtype, job.capability)
+    yield gemm.compile_ahead, job.dtype, job.capability
     config = load_config(job.path)
     widths = _widths(job.options.quantization, config.quantization)
     for width in widths | _width_of_lm_head(job, config):
-        gemm_groups.compile_ahead(job.dtype, width, job.capability)
+        yield gemm_groups.compile_ahead, job.dtype, width, job.capability
     for width in widths:
-        gemm_tall.compile_ahead(job.dtype, width, job.capability)
+        yield gemm_tall.compile_ahead, job.dtype, width, job.capability
 
 
 def _compile_experts(job: Job, layout: Layout) -> None:
@@ -292,10 +254,10 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
     """Returns the width of a copy of the lm_head for drafts, where there may be one."""
     asked, spec = job.options.speculative_lm_head_quantization, job.options.drafter_spec
-    by_default = job.dtype == torch.bfloat16 and is_large(config.vocab_size, config.hidden_size)
+    by_default = job.dtype.itemsize == 2 and is_large(config.vocab_size, config.hidden_size)
     if asked == "none" or LM_HEAD not in spec.options or (asked == "auto" and not by_default):
         return set()
-    return {MADE["int8" if asked == "auto" else asked]}
+    return {MADE[OF_LM_HEADS if asked == "auto" else asked]}
 
 
 class _Driver:
@@ -328,30 +290,36 @@ class _Nothing:
         pass
 
 
-def _run_without_data(job: Job) -> Parts:
-    from draftwing.engine.build import assemble  # which imports this module
-    from draftwing.engine.startup.drafter import make_drafter
-
-    device = NoDevice()
-    config = load_config(job.path)
-    tokens = 2 * config.max_positions + 4096  # any pool that the context fits into
-    options = dataclasses.replace(
-        job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
-    )
+def _model_without_data(job: Job) -> DecoderModel:
+    """Returns the target on the meta device, packed."""
+    options, config = job.options, load_config(job.path)
     ranks: Ranks = ALONE
     if options.tp_size > 1:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
-    model.pack(device.ops, options.deterministic)
+    model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)
+    return model
+
+
+def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], object]) -> Parts:
+    from draftwing.engine.build import assemble  # which imports this module
+    from draftwing.engine.startup.drafter import make_drafter
+
+    device = NoDevice()
+    tokens = 2 * model.config.max_positions + 4096  # any pool that the context fits into
+    options = dataclasses.replace(
+        job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
+    )
     precision = Precision(job.dtype, job.kv_dtype)
     draft_path = job.draft_path or job.path
     drafter, policy = make_drafter(options, draft_path, job.token_ids, model, precision, device)
     rig = sizing.Rig(model, drafter, policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    parts = assemble(options, model, precision, device, drafter, policy)
-    while parts.executor.graphs.later:
+    parts = assemble(options, model, precision, device, drafter, policy, before=before)
+    before("")
+    while parts.executor.later:
         parts.executor.capture_next()
     return parts
 

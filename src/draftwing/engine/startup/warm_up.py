@@ -29,7 +29,8 @@ SECONDS = 0.6  # no step begins later; a large model is not kept from its first 
 PROMPT = 32  # tokens
 COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
 # loaded for about so many rows that draw
-LENGTHS_SECONDS = 3.0  # none of them begins later
+LENGTHS_SECONDS = 0.8  # for prompts of many lengths: none of them begins later
+SHORT = 1024  # tokens of prompts up to which all lengths are tried first, and of longer ones powers of two
 GREEDY = SamplingParams(temperature=0.0)
 ASKING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((1, -1.0),)
@@ -93,6 +94,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
     max_tokens = min(max_tokens, executor.table.length - ROOM)
     lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > PROMPT]
+    lengths.sort(key=lambda length: (length > SHORT and length & (length - 1) != 0, length))
     started = time.monotonic()
     for count, length in enumerate(lengths):
         if time.monotonic() > started + LENGTHS_SECONDS:

@@ -6,16 +6,22 @@ acceptance, never text: the target computes its logits with the lm_head as it is
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
+from torch import Tensor
 
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.base import LinearOp, ParamSlice
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.torch.layer_ops import LayerOps
 
 # Most rows that are multiplied with the copy, as far as it was measured: with 64 int8 takes 0.60 to 0.66 of bfloat16's
-# time on an H100 (docs/dev/quantised_kernels.md).
+# time on an H100, 4 bits 0.54 to 0.60 (docs/dev/quantised_kernels.md).
 MOST_ROWS = 64
+# Logits of a row that are computed again with the lm_head as it is, where 4 bits have found them: those with 8 bits are
+# right as they are. Acceptance with so many: docs/dev/quantised_kernels.md; other numbers were not tried.
+RESCORED = {"w4a16": 16}
 _LARGE = 1 << 26  # values of an lm_head of which there is a copy by default: in 16 bits they are read in 30 to 50 us
 _STEP = 1 << 14  # rows that are quantised and packed at a time: what lies between takes some times their bytes
 
@@ -30,10 +36,42 @@ def for_rows(rows: int, lm_head: Linear, quantized: Linear | None) -> Linear:
     return lm_head if quantized is None or rows > MOST_ROWS else quantized
 
 
+class Rescored(LinearOp):
+    """A packed lm_head in fewer bits, whose largest logits are those of the lm_head as it is."""
+
+    def __init__(self, few: Linear, whole: Linear, count: int, ops: LayerOps) -> None:
+        """few: the copy; whole: the lm_head, without a bias; count: of logits."""
+        super().__init__(few)
+        self._few, self._whole, self._count, self._ops = few.op, whole, count, ops
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._few.sizes
+
+    def dense_weight(self) -> Tensor:
+        return self._few.dense_weight()
+
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, Rescored)
+        self._few.copy_from(other._few)
+
+    @property
+    def can_copy(self) -> bool:
+        return self._few.can_copy
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        logits = self._few(x, bias, residual, overwrite)  # [M, vocab]
+        ids = self._ops.largest(logits, self._count)  # [M, count]
+        return logits.scatter_(1, ids, self._whole.exact_logits(x, ids).to(logits.dtype))
+
+
 @torch.no_grad()
 def quantized_copy(lm_head: Linear, scheme: str, ops: LayerOps) -> Linear | None:
     """Returns a packed layer with the outputs of another, which stays as it is, in one of the schemes of `ops.groups`;
-    over ranks as that one is. None where the kernels do not take its weight, or it is in fewer bits already."""
+    over ranks as that one is. Where the scheme is in `RESCORED`, the largest are those of the other. None where the
+    kernels do not take its weight, or it is in fewer bits already."""
     if lm_head.op.sizes:
         return None
     weight, form = lm_head.dense_weight().detach(), GroupFormat(scheme, ops)
@@ -44,4 +82,6 @@ def quantized_copy(lm_head: Linear, scheme: str, ops: LayerOps) -> Linear | None
             return None
     made.bias, made.joined = lm_head.bias, lm_head.joined
     made.pack(ops)
+    if scheme in RESCORED and lm_head.bias is None:
+        made.op = Rescored(made, lm_head, min(RESCORED[scheme], len(weight)), ops)
     return made

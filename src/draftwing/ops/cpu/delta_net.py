@@ -83,10 +83,10 @@ class CpuStateOps:
 
     raw: Any
 
-    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:
-        """Makes what a step of trees wrote of rows [B] what the next one reads: the states after their roots.
-        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last."""
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor, nodes: int = 0) -> None:
+        """See `TorchOps.advance_states`; no states are lazy here."""
         rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
+        assert not states.lazy
         assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
         self.raw.delta_advance(
             states.read, states.write, states.page, states.length, states.node_slots, states.nodes, rows, len(rows),

@@ -30,7 +30,11 @@ FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in NARROW}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
+# Share of the room in a grid's turns that its blocks take at least: else a matrix is cut as `uneven`, where there is
+# such a cut, since a turn for a few blocks takes as long as another. Not swept: with 0.52 the other cut is faster
+# (docs/dev/gpu_kernels.md), and what is cut well has 0.8 and more.
+_EVEN = 0.6
 
 
 @dataclass(frozen=True)
@@ -237,10 +241,15 @@ class SmallMGemm:
         """source, shapes: in place of `read_source` and `shapes_for`, to try others."""
         self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
-        shapes = shapes_for(capability, dtype) if shapes is None else shapes
-        module = Module(source or read_source(shapes), options_for(dtype), device)
+        self._shapes = shapes_for(capability, dtype) if shapes is None else shapes
+        self._source, self._place = source, (options_for(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels = kernels_of(module, shapes, PART)
+
+    @functools.cached_property
+    def _kernels(self) -> dict[tuple[str, int], tuple[Kernel, Shape]]:
+        """Not before a product needs them: while weights load, another process compiles them."""
+        module = Module(self._source or read_source(self._shapes), *self._place)
+        return kernels_of(module, self._shapes, PART)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -315,6 +324,19 @@ def kernels_of(
     return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
 
 
+def even_key(
+    kernels: Mapping[tuple[str, int], tuple[Kernel, Shape | TallShape]], key: tuple[str, int], rows: int, width: int,
+    processors: int,
+) -> tuple[str, int]:  # fmt: skip
+    """Returns the key, or that of the cut for a grid whose last turn has few blocks. width: of the result."""
+    (kind, tile), shape = key, kernels[key][1]
+    x, y = shape.grid(kind, rows, width, processors)
+    room = processors * shape.blocks  # of a turn
+    turns = -(-x * y // room)
+    other = f"{kind}_uneven", tile
+    return other if turns > 1 and x * y < _EVEN * turns * room and other in kernels else key
+
+
 def kind_of(residual: Tensor | None, depth: int) -> str:
     """Returns the kind of a product that is not gated."""
     return "plain" if residual is None else "add_long" if depth >= LONG else "add"
@@ -322,7 +344,7 @@ def kind_of(residual: Tensor | None, depth: int) -> str:
 
 @functools.cache
 def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm:
-    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    """Its first product compiles. That raises OSError without NVRTC, RuntimeError where the device is too old."""
     return SmallMGemm(device, dtype)
 
 

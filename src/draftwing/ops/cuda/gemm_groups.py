@@ -19,6 +19,7 @@ from draftwing.ops.cuda.gemm import (
     WARP_GROUPS,
     Shape,
     TallShape,
+    even_key,
     few_rows,
     kernel_lines,
     kernels_of,
@@ -132,6 +133,8 @@ _EXACT: Shapes = {
     ("plain", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("add", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
     ("silu", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
+    ("silu_uneven", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
+    ("silu_uneven", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
 }
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
@@ -201,27 +204,42 @@ class PackedGemm(ABC, Generic[Result]):
         """width: of the result."""
 
 
+class _Loaded(NamedTuple):
+    """The kernels of a `GroupGemm`."""
+
+    kernels: dict[tuple[str, int], tuple[Kernel, Shape | TallShape]]
+    tiles: dict[str, list[int]]  # rows of x that a block takes, by kind, ascending
+    order: dict[int, Kernel]  # `order_kernels`
+    unpack: Kernel
+
+
 class GroupGemm(PackedGemm[Tensor]):
     """The kernels of one type of activations and one width on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: Width, shapes: Shapes | None = None) -> None:
         """shapes: in place of `shapes_for`, to try others."""
         capability = torch.cuda.get_device_capability(device)
-        shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
-        module = Module(read_source(width, shapes), options_for(dtype), device)
+        self._shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
+        self._width, self._place = width, (options_for(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._order = order_kernels(module, shapes.values())
-        self._kernels = kernels_of(module, shapes, width.part)
-        self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
+
+    @functools.cached_property
+    def _loaded(self) -> _Loaded:
+        """Not before a product needs them: while weights load, another process compiles them."""
+        shapes = self._shapes
+        module = Module(read_source(self._width, shapes), *self._place)
+        kernels = kernels_of(module, shapes, self._width.part)
+        tiles = {kind: sorted(tile for name, tile in kernels if name == kind) for kind, _ in kernels}
         # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
-        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
+        unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
+        return _Loaded(kernels, tiles, order_kernels(module, shapes.values()), unpack)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
         out = weight.scales.new_empty(weight.rows, weight.columns) if out is None else out
         room = self._processors * (_UNPACK_ASIDE if aside else _UNPACK_BLOCKS)
         grid = unpack_blocks(weight.rows, weight.columns, room)
-        self._unpack((grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
+        self._loaded.unpack((grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
         return out
 
     def _run(
@@ -230,10 +248,14 @@ class GroupGemm(PackedGemm[Tensor]):
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        tile = tile_of(rows, self._tiles[kind])
-        kernel, shape = self._kernels[self.only or key_of(self._kernels, kind, tile, width, self._processors)]
+        loaded, key = self._loaded, self.only
+        kernels = loaded.kernels
+        if key is None:
+            key = key_of(kernels, kind, tile_of(rows, loaded.tiles[kind]), width, self._processors)
+            key = even_key(kernels, key, rows, width, self._processors)
+        kernel, shape = kernels[key]
         if isinstance(shape, TallShape):
-            x = ordered(self._order[shape.tokens], shape.tokens, x)
+            x = ordered(loaded.order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
         kernel(
             shape.grid(kind, rows, width, self._processors), x, weight.codes, weight.scales, weight.zeros, bias,
@@ -299,5 +321,5 @@ def weights_line(width: Width) -> str:
 
 @functools.cache
 def group_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> GroupGemm:
-    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    """Its first product compiles. That raises OSError without NVRTC, RuntimeError where the device is too old."""
     return GroupGemm(device, dtype, width)

@@ -108,7 +108,8 @@ def _tree(
         state, o = go_on(state, goes, qkv[at], gate[at])
         out = torch.where(goes[:, None, None], o, out)
         if not level:  # the root
-            _write(kept, torch.where(node == 0, states.write[rows], states.dummy), state)
+            written = (node == 0) & ~states.left(rows, batch.window)
+            _write(kept, torch.where(written, states.write[rows], states.dummy), state)
     kept.inputs[rows, page, node], kept.gates[rows, page, node] = qkv, gate
     states.node_slots[rows, page, node] = batch.write_slots
     return out

@@ -218,6 +218,11 @@ class LayerOps(ExpertOps):
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """logits [M, vocab] -> ids of a row's largest, descending, [M, count] int64. Of at most 128 neighbours an
+        operation may take the largest alone, so that it finds the largest of so many groups."""
+        return logits.topk(count, 1).indices
+
     def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Computes `exact_logits` of all rows of the weight, [M, vocab] float32. hidden [M, size]"""
         every = torch.arange(len(weight), device=hidden.device)

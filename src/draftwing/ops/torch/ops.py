@@ -34,6 +34,7 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     widens_pool = True  # whether attention in float32 reads a pool of a half type
     narrows_pool = False  # whether attention in 16 bits reads a pool in fp8
     reads_int8_pool = False
+    lazy_states = False  # whether every second plain step leaves states as they are, see `kv.row_states`
     # Of page tables and the tokens of rows, which are there for all rows and positions; what they hold is below 2^31.
     table_dtype = torch.int32
     attention_bytes = 0  # of partial results that attention makes over long contexts
@@ -90,10 +91,11 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         a CPU is so anyway."""
         return TorchAttention(pool)
 
-    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor) -> None:
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor, nodes: int = 0) -> None:
         """Makes what a step of trees wrote of rows [B] what the next one reads: the states after their roots.
-        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last."""
-        states.advance(rows, prefix_len + 1)
+        prefix_len [B]: tokens before these; of a prefill's chunk, all but its last. nodes: of each tree; 0: of
+        chunks."""
+        states.advance(rows, prefix_len + 1, nodes)
 
     def before_tracing(self) -> None:
         """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""

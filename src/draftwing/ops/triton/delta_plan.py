@@ -75,11 +75,12 @@ def _source(position, read, records, index, WIDTH: tl.constexpr):
 )  # fmt: skip
 def _plan_trees_kernel(
     sources, tokens, steps, walks, segments, rows, prefix_len, path, path_len, starts, table, slots,
-    reads, writes, pages, lengths, node_slots, table_stride, count, trees, each, depth, cap,
-    RAGGED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, CAP_PAD: tl.constexpr,
+    reads, writes, pages, lengths, fresh, node_slots, table_stride, count, trees, each, depth, cap,
+    LAZY: tl.constexpr, RAGGED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, CAP_PAD: tl.constexpr,
     DEPTH_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M). count: M. each: queries of a tree that is not ragged. cap: steps of a walk."""
+    """Grid (M). count: M. each: queries of a tree that is not ragged. cap: steps of a walk. LAZY: rows whose state
+    is fresh keep it."""
     start(PDL)
     query = tl.program_id(0)
     if RAGGED:
@@ -93,6 +94,8 @@ def _plan_trees_kernel(
     row, prefix = tl.load(rows + batch_row), tl.load(prefix_len + batch_row)
     page = tl.load(pages + row)
     length, read, write = tl.load(lengths + row), tl.load(reads + row).to(tl.int32), tl.load(writes + row).to(tl.int32)
+    if LAZY:
+        write = tl.where(tl.load(fresh + row) > 0, -1, write)
 
     # The tree's queries: their nodes, the parents of these, and whether they are dead.
     other = first + tl.arange(0, CAP_PAD)
@@ -248,10 +251,10 @@ def plan_trees(states: RowStates, batch: Batch, width: int) -> Walks:
     sources, walk_steps, walks, segments = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     _plan_trees_kernel[(count,)](
         sources, known, walk_steps, walks, segments, batch.rows, batch.prefix_len, path, path_len, starts, batch.table,
-        batch.write_slots, states.read, states.write, states.page, states.length, states.node_slots,
-        batch.table.stride(0), count, trees, each, depth, steps, RAGGED=ragged is not None, NODES=nodes,
-        NODES_PAD=lanes(nodes), CAP_PAD=lanes(cap), DEPTH_PAD=lanes(depth), WIDTH=width, WIDTH_PAD=lanes(width),
-        num_warps=4, **launch_options(device),
+        batch.write_slots, states.read, states.write, states.page, states.length, states.fresh, states.node_slots,
+        batch.table.stride(0), count, trees, each, depth, steps, LAZY=states.lazy and batch.window == 1,
+        RAGGED=ragged is not None, NODES=nodes, NODES_PAD=lanes(nodes), CAP_PAD=lanes(cap), DEPTH_PAD=lanes(depth),
+        WIDTH=width, WIDTH_PAD=lanes(width), num_warps=4, **launch_options(device),
     )  # fmt: skip
     return Walks(
         count, sources.view(tokens, width), known, walk_steps, walks.view(count, 4), segments.view(2 * count, 2)

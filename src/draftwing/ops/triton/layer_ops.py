@@ -23,6 +23,7 @@ from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
+from draftwing.ops.triton.largest import largest
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 
@@ -87,6 +88,8 @@ class TritonLayerOps(LayerOps):
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""
         return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
+
+    largest = staticmethod(largest)
 
     def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return layers.chosen_logits(hidden, weight, None)

@@ -100,7 +100,7 @@ def _largest_in_rounds(keys, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _best_groups(peaks, GROUPS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, COUNT: tl.constexpr):
+def best_groups(peaks, GROUPS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, COUNT: tl.constexpr):
     """The COUNT groups with the largest peaks [GROUPS], those in the best COUNT of blocks of FAN: [COUNT] int32."""
     block = tl.arange(0, BLOCK)
     inside = tl.arange(0, FAN)[None, :]
@@ -140,7 +140,7 @@ def _pick_kernel(
     start(PDL)
     place = tl.program_id(0)
     row, temperature, banned, word0, word1 = _state(place, positions, depth, rows, seed, floats, ban_until, nodes)
-    group = _best_groups(peaks + place * GROUPS, GROUPS, BLOCK, FAN, COUNT)  # a padding group is past VOCAB
+    group = best_groups(peaks + place * GROUPS, GROUPS, BLOCK, FAN, COUNT)  # a padding group is past VOCAB
     # Inside the groups as outside: blocks of FAN tokens, then the tokens of the best of these.
     inside = tl.arange(0, FAN)[None, :]
     first = group[:, None] * GROUP + tl.arange(0, GROUP // FAN)[None, :] * FAN

@@ -1,0 +1,54 @@
+"""Recurrent layers whose plain steps write every second state, by torch's operations: the text is that of steps which
+write each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from exactness import TREE, answer, case_of
+from layer_kinds import HYBRIDS, config_of
+
+from draftwing.core import PLAIN
+from draftwing.ops.cpu.delta_net import CpuStateOps
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.sched.state_slots import StateSizes
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.parametrize("harness", ["torch"], indirect=True, scope="session"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def case(harness: Any, one_thread: None) -> Any:
+    return case_of(harness, partial(harness.model_of, config_of(HYBRIDS[next(iter(HYBRIDS))], harness.CONTEXT)))
+
+
+@pytest.fixture(autouse=True)
+def torch_advances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C knows no lazy states
+
+
+@pytest.mark.further(lag=0, slots=1000)
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("slots", [70, 1000])
+def test_with_trees_between(harness: Any, case: Any, lag: int, slots: int) -> None:
+    rig = answer(
+        harness, case, policy=harness.Cycle(TREE, PLAIN, PLAIN, PLAIN), lag=lag, slots=slots, chunk=8,
+        states=StateSizes(16, 8, 4, lazy=True),
+    )  # fmt: skip
+    assert rig.accept_length > 1.2 and PLAIN in rig.stats.shapes and (rig.sched.retractions > 0 or slots == 1000)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_turns_go_on_from_what_was_written_last(harness: Any, case: Any, lag: int) -> None:
+    model, prompts, params, expected, _ = case
+    more = [prompt + expected.tokens[str(i)] + [7, i] for i, prompt in enumerate(prompts)]
+    rig = harness.Rig(model, shapes=(PLAIN,), lag=lag, states=StateSizes(60, 64, 64, lazy=True))
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    got = rig.answer(more, params)
+    assert got.tokens == harness.plain_answers(model, more, params).tokens
+    cached = [got.final[str(i)].meta["cached_tokens"] for i in range(len(prompts))]
+    ends = [len(prompt) + len(expected.tokens[str(i)]) - 1 for i, prompt in enumerate(prompts)]
+    assert all(end - 3 <= found < end + 1 for found, end in zip(cached, ends, strict=True)), (cached, ends)
