@@ -167,6 +167,7 @@ def _hopper_prefill_kernel(
 def takes(q: Tensor, kv: Tensor, kind: AttentionKind) -> bool:
     """Returns whether the kernel does queries of this layer of the pool, on a device of compute capability 9.0."""
     plain = kind.window == 0 and kind.sinks is None and kv.shape[2] == 2
+    plain = plain and q.stride(0) % 16 == q.data_ptr() % 16 == kv.data_ptr() % 16 == 0  # copies are of 16 bytes
     return plain and q.dtype == kv.dtype in (torch.bfloat16, torch.float16) and kv.shape[3] in (64, 128)
 
 
