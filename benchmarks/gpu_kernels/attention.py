@@ -295,7 +295,7 @@ def latents() -> Iterator[tuple[str, float]]:
             yield f"{case}: masked", work.ours(False)
 
 
-CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096)]  # length, start
+CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096), (768, 2700), (1024, 12000)]  # length, start
 
 
 def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
@@ -331,6 +331,8 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
     name = f"prefill {length} after {start}"
     yield f"{name}, exact", ours(True)
     yield f"{name}, default", ours(False)
+    if tiling.overlap_unit:
+        yield f"{name}, default by Triton", ours(False, overlap_unit=0)
     yield f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)
     if with_torch:
         yield f"{name}, torch", replayed_layers(torch_call, work.layers)

@@ -256,6 +256,35 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
             )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU: no interpreter for Gluon")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads, dim", [((32, 8), 128), ((6, 2), 64), ((5, 5), 128)])
+def test_overlapped_chunks_against_brute_force(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Chunks that begin and end around the borders of tiles and units, in one launch; with page tables in 64 and in 32
+    bits: the same bits."""
+    if not common.pick_tiling(torch.empty(1, heads[1], 2, dim, dtype=dtype, device=device)).overlap_unit:
+        pytest.skip("the device has no such kernel")
+    case = make_case([1100, 700, 130, 70, 0], 1, device, heads, dim, dtype)
+    spans = [(0, 0, 1000, 100), (1, 100, 0, 257), (2, 357, 127, 1), (3, 358, 63, 5), (2, 363, 0, 128)]
+    count = 491
+    q = torch.randn(count, heads[0], dim, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    tiles = chunked.prefill_tiles(spans, heads[0] // heads[1], chunked.prefill_rows(case.kv, False)).to(device)
+    tiles = torch.cat((tiles, torch.zeros_like(tiles[:3])))  # as graphs have where there are none
+    outs = [torch.full((count, heads[0] * dim), torch.nan, device=device, dtype=dtype) for _ in range(2)]
+    for out, table in zip(outs, (case.table, case.table.int()), strict=True):
+        chunked.prefill_attention(q, case.kv, table, case.rows, tiles, out, False)
+    assert torch.equal(*outs)
+    for row, offset, start, length in spans:
+        for i in {0, length // 2, length - 1}:
+            k, v = case.kv[case.table[case.rows[row], : start + i + 1]].unbind(2)
+            expected = brute_force(q[offset + i], k, v)
+            close = TOLERANCE[dtype]
+            torch.testing.assert_close(outs[0][offset + i].double(), expected, atol=close, rtol=close)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "dim, norm, v_norm", [(128, False, False), (48, False, False), (64, True, False), (512, True, True)]

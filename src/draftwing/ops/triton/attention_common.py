@@ -58,11 +58,20 @@ class Tiling(NamedTuple):
     prefill_rows: int = 32
     prefill_stages: int = 3
     fast_rows: int = 128  # prefill where bits may differ from decode's
+    overlap_unit: int = 0  # positions of a unit of `attention_hopper`, which is this where it can be; 0: it is not
+    overlap_stages: int = 0  # its units in shared memory
 
 
 TILING = Tiling()
 TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
-    stages=5, context_rows=128, context_stages=5, window_rows=64, prefill_rows=128, prefill_stages=5
+    stages=5,
+    context_rows=128,
+    context_stages=5,
+    window_rows=64,
+    prefill_rows=128,
+    prefill_stages=5,
+    overlap_unit=128,
+    overlap_stages=2,
 )
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)

@@ -28,6 +28,7 @@ from draftwing.ops.triton.attention_common import (
     warps_of,
     with_unit,
 )
+from draftwing.ops.triton.attention_hopper import ROWS, hopper_prefill_attention, takes
 from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 
@@ -119,8 +120,14 @@ def prefill_attention(
     tile = prefill_rows(kv, exact, tiling)
     assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
+    scale, v_scale = scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1]
+    if not exact and tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
+        hopper_prefill_attention(
+            q, kv, table, rows, tiles, out, scale, v_scale, tiling.overlap_unit, tiling.overlap_stages
+        )
+        return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
-        q, kv, table, rows, tiles, kind.sinks, out, scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1],
+        q, kv, table, rows, tiles, kind.sinks, out, scale, v_scale,
         q.stride(0), table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
         DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long,
         EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,
