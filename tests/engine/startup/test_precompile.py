@@ -168,6 +168,25 @@ def test_what_an_engine_launches(
     assert [stage for stage, _ in others] == ["graphs", "prompts"] and at <= others[0][1] <= others[1][1]
 
 
+COMPILED = """
+import pickle, sys
+from draftwing.engine.startup import precompile
+for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
+    if "MODULE" in launch.module:
+        precompile.compile_launch(launch)
+        print(launch.name)
+"""
+
+
+@pytest.mark.further(module="")
+@pytest.mark.parametrize(("algorithm", "module"), [("SUFFIX", ".suffix"), ("SUFFIX", ""), ("NGRAM", "")])
+def test_what_is_launched_compiles(algorithm: str, module: str, job: Job, printed_by: Printed) -> None:
+    """Triton's interpreter runs kernels whose values change their type in a loop; its compiler refuses them."""
+    job = job._replace(options=dataclasses.replace(job.options, speculative_algorithm=algorithm))
+    names = printed_by(COMPILED.replace("MODULE", module), job)
+    assert algorithm == "NGRAM" or "_grow_kernel" in names
+
+
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,

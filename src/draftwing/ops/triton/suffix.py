@@ -328,10 +328,10 @@ class TritonSuffixIndex(SuffixIndex):
         out = torch.empty_like(rows) if out is None else out
         tokens, batch, nodes, count = table.tokens, rows.shape[0], self.nodes, len(self.lengths)
         block = triton.next_power_of_2(nodes)
-        contexts = tokens.new_empty(batch, nodes, self.width)
-        reach = tokens.new_empty(batch, nodes)
+        contexts = rows.new_empty(batch, nodes, self.width)
+        reach = rows.new_empty(batch, nodes)
         path = torch.empty(batch, block * _POOL, dtype=torch.float32, device=rows.device)
-        token, grade = tokens.new_empty(2, batch, block * _POOL)
+        token, grade = rows.new_empty(2, batch, block * _POOL)
         _grow_kernel[(batch,)](
             tokens, tokens.shape[1], table.kv_len, rows, self.rows, self.owner, self.length, self.factors, self.table,
             self.escape, self.starts, self.least, self.grown, self.grown.stride(0), contexts, reach, path, token,
