@@ -78,10 +78,12 @@ class AsyncLLM:
         params: Params | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **wishes: Unpack[RequestOptions],
+        **request_options: Unpack[RequestOptions],
     ) -> Completion:
         """Returns one answer; arguments as `stream`. To cancel the task aborts the request."""
-        async with aclosing(self.stream(prompt, params, chat_template_kwargs=chat_template_kwargs, **wishes)) as pieces:
+        async with aclosing(
+            self.stream(prompt, params, chat_template_kwargs=chat_template_kwargs, **request_options)
+        ) as pieces:
             async for piece in pieces:
                 if piece.completion is not None:
                     return piece.completion
@@ -93,7 +95,7 @@ class AsyncLLM:
         params: Params | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **wishes: Unpack[RequestOptions],
+        **request_options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Piece, None]:
         """Yields one answer in pieces, as `LLM.stream`. To close the iterator or cancel its task aborts the request.
 
@@ -106,10 +108,10 @@ class AsyncLLM:
             raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
         service, tokenizer = self._service, self._service.tokenizer
         # In a thread: chat templates and long prompts take a while.
-        request = await asyncio.to_thread(self._inputs.of_one, prompt, params, wishes, chat_template_kwargs)
+        request = await asyncio.to_thread(self._inputs.of_one, prompt, params, request_options, chat_template_kwargs)
         await service.check_grammars([(request.params, None)])
-        (answer,) = prepare(self._engine.info, tokenizer, [request], wishes.get("speculative"), self._draw)
-        seen, texts = 0, token_texts(tokenizer, wishes)
+        (answer,) = prepare(self._engine.info, tokenizer, [request], request_options.get("speculative"), self._draw)
+        seen, texts = 0, token_texts(tokenizer, request_options)
         generation = Generation(self._engine, service.pools, [answer], answer.request.uid, len(request.prompt_ids))
         with closing(generation):
             async for _, text in generation:

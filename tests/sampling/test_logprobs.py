@@ -114,6 +114,19 @@ def test_what_other_rows_ask_for_changes_nothing(most: int) -> None:
     assert found(max(most, 2), ids) == found(2, None)
 
 
+def test_one_position_alone_has_the_bits_of_many() -> None:
+    """Torch splits the sum of a single row of so many values among threads."""
+    logits = torch.randn(1, 8, 49153, generator=torch.Generator().manual_seed(4)) - 12
+    logits[..., 7] = 0.0  # the log of the sum is small, and shows the sum's last bit
+    tokens, threads = torch.full((1, 8), 7), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = torch.cat([path_logprobs(logits[:, i : i + 1], tokens[:, i : i + 1], 1) for i in range(8)], 1)
+        assert torch.equal(alone, path_logprobs(logits, tokens, 1))
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("length", [1, PROMPT_SLICE, 2 * PROMPT_SLICE + 5])
 @pytest.mark.parametrize("half", [False, True])
 def test_prompts_in_slices(length: int, half: bool) -> None:

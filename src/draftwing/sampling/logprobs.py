@@ -68,7 +68,8 @@ def path_logprobs(
         candidates = best if few else top_candidates(logits, min(top + CANDIDATES, vocab))
         weighed, found = exact(torch.cat((candidates, ids), -1)).tensor_split((candidates.shape[-1],), -1)
         x = x.scatter(-1, best, weighed if few else exact(best)).scatter(-1, ids[..., :1], found[..., :1])
-    logsumexp = x.logsumexp(-1, keepdim=True)  # [b, P, 1]
+    most = x.amax(-1, keepdim=True)  # [b, P, 1]
+    logsumexp = most + _row_sums((x - most).exp_()).log()  # [b, P, 1]
     value = found - logsumexp
     place = _ordered(weighed, candidates).sort(-1, descending=True).indices[..., :top]
     best, best_ids = weighed.gather(-1, place) - logsumexp, candidates.gather(-1, place)
@@ -116,6 +117,16 @@ def _rows(kind: str, values: npt.NDArray[Any]) -> Iterable[array[Any]]:
     if not values.shape[1]:
         return itertools.repeat(array(kind), len(values))
     return [array(kind, row.tobytes()) for row in values]
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Sums rows in an order that K alone decides: x [..., K], which is overwritten -> [..., 1]. Torch splits the sum of
+    a single row among threads; so plain decoding would report other bits than a verified draft."""
+    while (size := x.shape[-1]) > 1:
+        half = (size + 1) // 2
+        x[..., : size - half] += x[..., half:]
+        x = x[..., :half]
+    return x
 
 
 def _ordered(x: Tensor, ids: Tensor | None = None) -> Tensor:
