@@ -43,6 +43,20 @@ def test_chunks_tokens_and_trees_equal_transformers(pair: tuple[Any, DecoderMode
     check_steps(theirs, Pooled(model, ops))
 
 
+class Merging(TorchOps):
+    merges_matrices = True
+
+
+@torch.inference_mode()
+def test_queries_and_latents_of_one_input_are_one_product(pair: tuple[Any, DecoderModel, Path]) -> None:
+    theirs, _, folder = pair
+    model = load_model(folder, torch.float32, "cpu")
+    model.pack(Merging(CPU))
+    count = 2 if theirs.config.q_lora_rank is None else 3
+    assert {len(layer.mixer.linears()) for layer in model.layers} == {count}
+    check_steps(theirs, Pooled(model, Merging(CPU)))
+
+
 def test_two_ranks_have_shares_of_the_heads(pair: tuple[Any, DecoderModel, Path]) -> None:
     _, whole, folder = pair
     ids = tokens(9)

@@ -102,7 +102,10 @@ static uint4 load_x(const u16* p) {
     return read16(p);
 }
 static uint4 load_shared(const u16* p) { return read16(p); }
-static float load_value(const u16* p) { return to_float(*p); }
+static float load_value(const u16* p) {
+    if (!may_read(true)) abort();
+    return to_float(*p);
+}
 static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
 static int held(int value) { return value; }
 static void launch_dependents();

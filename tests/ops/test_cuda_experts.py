@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from draftwing.ops.contracts import Routed
 from draftwing.ops.cuda import gemm_experts
 from draftwing.ops.cuda.gemm_experts import DENSE, MAX_PAIRS, Cut, Layout, Stream, cuts_for, layout_of, read_source
 from draftwing.ops.expert_rows import FP8, INT4, MX
@@ -54,6 +55,18 @@ def test_a_token_takes_the_cut_of_fewest_rounds(kind: str, tiles: int, width: in
     cuts = cuts_for(Layout(FP8, 1, chunks=32))
     tried = [cuts[kind + name, 1] for name in ("", *gemm_experts.OTHERS)]
     assert tried[gemm_experts.best_of(tried, kind, tiles, width, 132)].row_tiles == row_tiles
+
+
+def test_routes_of_heads_are_waited_for() -> None:
+    """Nothing behind the kernel that makes them has waited for it when attention lets the next kernel come."""
+
+    def routed(choices: int, count: int, partial: bool = False) -> Routed:
+        return Routed(torch.zeros(1, choices, dtype=torch.int64), torch.ones(1, choices), count, None, partial)
+
+    known = gemm_experts.routes_known
+    assert not known(routed(4, 4), 1)
+    assert known(routed(4, 8), 1) and known(routed(4, 4, partial=True), 1)
+    assert not known(routed(4, 8), 4) and not known(routed(1, 8), 1)
 
 
 def test_devices_without_bulk_copies() -> None:

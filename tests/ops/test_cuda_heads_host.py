@@ -87,3 +87,5 @@ def test_shapes_of_results() -> None:
     x, angles = products.weight.new_empty(5, HEADS, 128), products.weight.new_empty(5, 1, 16)
     assert products(x).shape == (5, HEADS, 32)
     assert products.queries(x, x[..., :16], angles, angles, 1.0).shape == (5, HEADS, 48)
+    plain, turned = products.weight.new_empty(5, HEADS, 132).split((128, 4), 2)
+    assert products.queries(plain, turned, turned, turned, 1.0).shape == (5, HEADS, 36), "of heads at odd places"

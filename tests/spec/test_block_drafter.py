@@ -120,7 +120,8 @@ class Rig:
         floats = torch.zeros(count + 1, 3)
         floats[NOISY, 0] = 4.0
         self.table: Any = SimpleNamespace(
-            rows=count, length=LENGTH, page_table=pages, tokens=tokens, kv_len=kv_len, floats=floats,
+            rows=count, length=LENGTH, page_table=pages.to(ops.table_dtype), tokens=tokens.to(ops.table_dtype),
+            kv_len=kv_len, floats=floats,
             last=tokens.gather(1, kv_len.unsqueeze(1)).squeeze(1), seed=torch.arange(count + 1) + 40,
             top_k=torch.zeros(count + 1, dtype=torch.int64), ban_until=torch.zeros(count + 1, dtype=torch.int64),
             ban_ids=torch.full((count + 1, 1), -1),
@@ -139,7 +140,7 @@ class Rig:
             at = torch.arange(start, end)
             step = torch.arange(end - start)
             batch = Batch(
-                rows, torch.tensor(text[start:end]), at, self.table.page_table[row, at], self.table.page_table,
+                rows, torch.tensor(text[start:end]), at, self.table.page_table[row, at].long(), self.table.page_table,
                 torch.tensor([start]), bound=LENGTH,
             )  # fmt: skip
             if (start, end) in parts:

@@ -230,8 +230,10 @@ class FewPairs:
 
 def routes_known(routed: Routed, choices: int) -> bool:
     """Returns whether a kernel may read the routes before it waits for the one before it. That one is of these routes,
-    too, where it gave x a row for each pair: such kernels wait before they let the next one come."""
-    return choices == 1 < routed.experts.shape[1]
+    too, where it gave x a row for each pair: such kernels wait before they let the next one come. Not where each row
+    goes to all experts, heads: attention gave x its rows then."""
+    of_heads = routed.experts.shape[1] == routed.count and not routed.partial
+    return choices == 1 < routed.experts.shape[1] and not of_heads
 
 
 def asked_ahead(routed: Routed, choices: int) -> int:

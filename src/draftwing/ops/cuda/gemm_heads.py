@@ -40,7 +40,9 @@ class HeadGemm:
     def _run(self, x: Tensor, out: Tensor, factor: float, turned: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, inputs = x.shape
         assert (heads, inputs) == (self.heads, self.inputs) and x.dtype == self.weight.dtype == cos.dtype
-        assert x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.storage_offset() % 8 == 0
+        if x.stride(0) % 8 or x.stride(1) % 8:  # 8 elements are loaded at a time
+            x = x.contiguous()
+        assert x.stride(2) == 1 and x.storage_offset() % 8 == 0
         if x.is_meta or not rows:
             return out
         beside = 0, 0, 0, 0  # width; strides of rows and heads, and of angles
