@@ -31,7 +31,7 @@ from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")
 
-COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, so that it takes at most a tenth of them
+COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, of which 4 bits take a twentieth
 
 
 def ngram(context: DraftContext) -> NGramDrafter:
