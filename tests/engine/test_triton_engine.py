@@ -89,8 +89,8 @@ def test_recurrent_layers(harness, interpreted, name):
     expected = harness.plain_answers(model, prompts, params)
     book = harness.make_book(prompts, expected)
     rig = harness.Rig(
-        model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(PLAIN, PLAIN, TREE, PLAIN, PART), rows=2, lag=1,
-        chunk=4, attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
+        model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(PLAIN, PLAIN, TREE, PLAIN, PART), rows=2,
+        lag=1, chunk=4, attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
         states=StateSizes(8, 16, 4, lazy=True) if name == "delta" else None,
     )  # fmt: skip
     assert rig.answer(prompts, params).tokens == expected.tokens
