@@ -3,14 +3,16 @@ write each."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
 import pytest
-from exactness import TREE, answer, case_of
+from engine_rig import InTurn
+from exactness import CHAIN, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 
-from draftwing.core import PLAIN
+from draftwing.core import PLAIN, TreeShape
 from draftwing.ops.cpu.delta_net import CpuStateOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.state_slots import StateSizes
@@ -52,3 +54,45 @@ def test_turns_go_on_from_what_was_written_last(harness: Any, case: Any, lag: in
     cached = [got.final[str(i)].meta["cached_tokens"] for i in range(len(prompts))]
     ends = [len(prompt) + len(expected.tokens[str(i)]) - 1 for i, prompt in enumerate(prompts)]
     assert all(end - 3 <= found < end + 1 for found, end in zip(cached, ends, strict=True)), (cached, ends)
+
+
+class AtRandom(InTurn):
+    """A shape of the menu, plain steps more often than not."""
+
+    adapts = True
+
+    def __init__(self, rng: random.Random, *menu: TreeShape) -> None:
+        super().__init__(*menu, PLAIN)
+        self._rng = rng
+
+    def choose(self, load: Any) -> TreeShape:
+        return self._rng.choice([*self.menu, *[PLAIN] * 4])
+
+
+@pytest.mark.further(seed=[0, 1, *range(3, 8)])
+@pytest.mark.parametrize("seed", range(8))
+def test_schedules_at_random(harness: Any, case: Any, seed: int) -> None:
+    """Prefixes in common, few slots, aborts, and turns that go on from the ends of others."""
+    model, rng, vocab = case[0], random.Random(seed), harness.VOCAB
+    common = [rng.randrange(vocab) for _ in range(30)]
+    prompts = [common[: rng.choice((0, 8, 30))] + rng.choices(range(vocab), k=rng.randint(2, 12)) for _ in range(6)]
+    params = [
+        harness.seeded(
+            rng.randint(1, 24), seed=i, temperature=rng.choice((0.0, 0.8)), stop_token_ids=(rng.randrange(vocab),)
+        )
+        for i in range(6)
+    ]
+    expected = harness.plain_answers(model, prompts, params).tokens
+    menu = rng.sample((TREE, CHAIN, TreeShape(4, 3, 11, 4)), 2)
+    rig = harness.Rig(
+        model, policy=AtRandom(rng, *menu), drafter="suffix", lag=rng.randint(0, 1), slots=rng.choice((140, 1000)),
+        rows=rng.choice((2, 6)), chunk=rng.choice((1, 8, 64)), graph_size=rng.choice((0, 4)),
+        states=StateSizes(rng.choice((5, 16, 40)), rng.choice((8, 64)), rng.choice((1, 64)), lazy=True),
+    )  # fmt: skip
+    gone = {rng.randrange(1, 25): str(rng.randrange(6)) for _ in range(4)}
+    got = rig.answer(prompts, params, between=lambda turn: rig.sched.abort(gone[turn]) if turn in gone else None)
+    assert all(tokens == expected[uid][: len(tokens)] for uid, tokens in got.tokens.items())
+    assert rig.answer(prompts, params).tokens == expected
+    more = [prompt + expected[str(i)][: rng.randint(1, 24)] for i, prompt in enumerate(prompts)]
+    assert rig.answer(more, params).tokens == harness.plain_answers(model, more, params).tokens
+    rig.sched.kv.check_idle()

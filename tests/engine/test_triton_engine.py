@@ -20,6 +20,7 @@ from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops.contracts import Routing
+from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -81,14 +82,16 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
 
 @pytest.mark.parametrize("name", ["delta", "recurrent"])
 def test_recurrent_layers(harness, interpreted, name):
-    """Gated delta nets and short convolutions; plain steps are trees of one node through the same kernels."""
+    """Gated delta nets, whose plain steps write every second state, and short convolutions; plain steps are trees of
+    one node through the same kernels."""
     model = harness.model_of(config_of((HYBRIDS | KINDS)[name], harness.CONTEXT))
     prompts, params = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], [harness.greedy(6), harness.seeded(4, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
     book = harness.make_book(prompts, expected)
     rig = harness.Rig(
-        model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(TREE, PLAIN, PART), rows=2, lag=1, chunk=4,
-        attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
+        model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(PLAIN, PLAIN, TREE, PLAIN, PART), rows=2,
+        lag=1, chunk=4, attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
+        states=StateSizes(8, 16, 4, lazy=True) if name == "delta" else None,
     )  # fmt: skip
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1

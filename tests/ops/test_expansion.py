@@ -307,3 +307,16 @@ def test_chain(ops: TorchOps, width: int) -> None:
     assert found.positions.tolist() == [kv_len[row] + i for row in rows for i in range(width)]
     assert found.path.tolist() == [[list(range(width))] * width] * 4
     assert found.path_len.tolist() == [list(range(1, width + 1))] * 4
+
+
+def test_block_inputs(ops: TorchOps) -> None:
+    """Ids and slots are int64, whatever tables have: others index with them."""
+    table, width, mask = make_table(ops, 5, 200, 1000, 1), 4, 999
+    rows = [3, 4, 0]
+    found = ops.block_inputs(table, torch.tensor(rows, device=ops.device), width, mask)
+    kv_len = table.kv_len.tolist()
+    assert found.ids.tolist() == [x for row in rows for x in (int(table.last[row]), *[mask] * (width - 1))]
+    slots = [table.page_table[row, kv_len[row] : kv_len[row] + width].tolist() for row in rows]
+    assert found.write_slots.tolist() == [x for own in slots for x in own]
+    assert found.positions.tolist() == [kv_len[row] + i for row in rows for i in range(width)]
+    assert all(part.dtype == torch.int64 for part in found)

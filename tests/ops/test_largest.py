@@ -26,3 +26,12 @@ def test_the_largest_of_groups(vocab: int, count: int, group: int, ops: TorchOps
         best = [start + int(x[row, start : start + group].argmax()) for start in range(0, vocab, group)]
         expected = sorted(best, key=lambda i: (-x[row, i], i))[:count]
         np.testing.assert_array_equal(found[row].numpy(), expected)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000])  # of both signs
+def test_ids_are_tokens_where_logits_are_not_finite(bits: int, ops: TorchOps) -> None:
+    device = getattr(ops, "device", torch.device("cpu"))
+    logits = torch.full((2, 272), bits, dtype=torch.int32, device=device).view(torch.float32)
+    logits[1, ::3] = 1
+    found = ops.largest(logits, 16)
+    assert int(found.min()) >= 0 and int(found.max()) < 272

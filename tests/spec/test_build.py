@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from group_ops import GroupTorchOps
+from thread_ranks import meet
 
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
-from draftwing.spec.build import ngram, suffix
+from draftwing.layers.linear import Linear, vocab_parallel
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.models.heads.base import linear_of
+from draftwing.parallel.ranks import Ranks
+from draftwing.spec.build import copy_for_drafts, ngram, suffix
 
 
 @pytest.mark.parametrize(("build", "name", "most"), [(ngram, "NGRAM", 2**22 - 2), (suffix, "SUFFIX", 2**22)])
@@ -18,3 +26,25 @@ def test_a_vocabulary_that_lookups_cannot_pack(build: Any, name: str, most: int)
     context = SimpleNamespace(options=Options(speculative_algorithm=name), target=target)
     with pytest.raises(ConfigError, match=f"{name}.*{most}.*{most + 1}"):
         build(context)
+
+
+@pytest.mark.parametrize(("free", "made"), [([1 << 30, 1 << 30], True), ([1 << 30, 1 << 10], False)])
+def test_all_ranks_have_a_copy_of_the_lm_head_or_none(
+    free: list[int], made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They draft together, and one with a copy waits for what the others add to its best logits."""
+    monkeypatch.setattr("draftwing.models.heads.quantized_lm_head._LARGE", 0)
+    ops = GroupTorchOps(torch.device("cpu"))
+
+    def copy(rank: int, ranks: Ranks) -> Linear | None:
+        lm_head = vocab_parallel(linear_of(torch.randn(16, 128).bfloat16(), None, DENSE), ranks, 32)
+        lm_head.pack(ops)
+        context: Any = SimpleNamespace(
+            options=Options(), target=SimpleNamespace(ranks=ranks), ops=ops, draft_lm_head="w4a16",
+            free_memory=lambda: free[rank],
+        )  # fmt: skip
+        return copy_for_drafts(context, lm_head)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(copy, range(2), meet(2)))
+    assert [one is not None for one in found] == [made] * 2

@@ -31,7 +31,7 @@ from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")
 
-COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, so that it takes at most a tenth of them
+COPY_ROOM = 5  # times an lm_head's bytes that must be free for a copy, of which 4 bits take a twentieth
 
 
 def ngram(context: DraftContext) -> NGramDrafter:
@@ -77,7 +77,7 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
 def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """Makes the drafter of a head: the one that is given, or the target's own prediction layers."""
     head = _packed_head(context, None)
-    head.quantized_lm_head = _quantized_lm_head(context, head.output_layer()[1])
+    head.quantized_lm_head = copy_for_drafts(context, head.output_layer()[1])
     drafter = _drafter(context, head)
     if isinstance(drafter, ModelDrafter):
         drafter.swap = HeadSwap(head, lambda folder: _like(head, _packed_head(context, folder), context))
@@ -94,16 +94,19 @@ def _like(first: FeatureHead, other: FeatureHead, context: DraftContext) -> Feat
     return other
 
 
-def _quantized_lm_head(context: DraftContext, lm_head: Linear) -> Linear | None:
+def copy_for_drafts(context: DraftContext, lm_head: Linear) -> Linear | None:
     """Returns a copy of a packed lm_head for drafts of few rows, where that is asked for, or by default it is large and
-    there is room. Says so."""
+    there is room; on all ranks or on none, for they draft together. Says so."""
     scheme, shape = context.draft_lm_head, (lm_head.out_features, lm_head.in_features)
     if scheme is None:
         return None
-    by_default = context.options.speculative_lm_head_quantization == "auto"
-    if by_default and (not is_large(*shape) or COPY_ROOM * 2 * math.prod(shape) > context.free_memory()):
+    ranks, by_default = context.target.ranks, context.options.speculative_lm_head_quantization == "auto"
+    has_room = is_large(*shape) and COPY_ROOM * 2 * math.prod(shape) <= context.free_memory()
+    if by_default and not ranks.least(int(has_room)):
         return None
     copy = _copied(context, lm_head, scheme)
+    if not ranks.least(int(copy is not None)):
+        copy = None
     if copy is not None:
         log.info(
             "drafts of up to %d rows multiply with a copy of the lm_head in %s, %.2f GB; "
@@ -152,7 +155,7 @@ def assistant(context: DraftContext) -> AssistantDrafter:
     )
     head.pack(context.ops)
     if head.clusters is None:
-        head.quantized_lm_head = _quantized_lm_head(context, head.lm_head)
+        head.quantized_lm_head = copy_for_drafts(context, head.lm_head)
     check_topk(context.shape.topk, head.vocab, str(context.draft_path))
     return AssistantDrafter(head, context.rows, context.shape.topk, context.dtype, context.ops)
 

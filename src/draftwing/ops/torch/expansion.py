@@ -87,7 +87,7 @@ class ExpansionOps(SamplingOps):
         return BlockInputs(
             ids=ids.flatten(),
             positions=at.flatten(),
-            write_slots=table.page_table[rows.unsqueeze(1), at].flatten().long(),
+            write_slots=table.slots_at(rows.unsqueeze(1), at).flatten(),
             prefix_len=prefix_len,
             path=step.expand(len(rows), width, width).contiguous(),
             path_len=torch.full_like(at, width),

@@ -42,7 +42,9 @@ def _largest_kernel(
     group = best_groups(peaks + row * GROUPS, GROUPS, BLOCK, FAN, COUNT)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-    tl.store(out + row * COUNT + tl.arange(0, COUNT), key_place(tl.max(sort_key(x, ids), 1)).to(tl.int64))
+    # A NaN may come after what is past VOCAB; whoever scatters by an id from there stops the device.
+    best = tl.minimum(key_place(tl.max(sort_key(x, ids), 1)), VOCAB - 1)
+    tl.store(out + row * COUNT + tl.arange(0, COUNT), best.to(tl.int64))
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
