@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -70,6 +72,40 @@ def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -
     assert fourth is not second and len(made) == 4
     Event.recorded[1].happened = True
     assert staging.take(10) is second and len(made) == 4
+
+
+class Unfit:
+    """A graph that the driver does not take, for this reason."""
+
+    why = ""
+
+    def capture_begin(self, **how: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise torch.AcceleratorError(self.why)
+
+
+@pytest.mark.parametrize(
+    ("why", "error"),
+    [
+        ("CUDA error: out of memory", torch.OutOfMemoryError),
+        ("CUDA error: an illegal memory access was encountered", torch.AcceleratorError),
+    ],
+)
+def test_a_graph_without_room_in_the_driver_is_one_without_memory(
+    why: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unfit, "why", why)
+    for name in ("Stream", "current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(cuda.torch.cuda, name, MagicMock())
+    monkeypatch.setattr(cuda.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(cuda.torch.cuda, "CUDAGraph", Unfit)
+    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    device.device, device._stream, device._pools = torch.device("cuda"), None, {}
+    with pytest.raises(error) as raised:
+        device.record(lambda: None)
+    assert raised.type is error
 
 
 # Of nvidia-smi.

@@ -160,6 +160,24 @@ def test_the_trial_has_all_layers_run_over_whole_prompts(on_cpu, monkeypatch):
     assert max(rows) == 20
 
 
+def test_graphs_of_a_draft_model_take_memory_for_each_level(monkeypatch):
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: 0)
+    executor = SimpleNamespace(
+        target=SimpleNamespace(keeps_kv_alone=False), table=SimpleNamespace(rows=6),
+        ops=SimpleNamespace(draws_by_row=True),
+        model=SimpleNamespace(needs_chunks=True, config=SimpleNamespace(num_layers=3)),
+        drafter=SimpleNamespace(from_tokens=True, kv_layers=[KVSpec(2, 16)] * 28),
+    )  # fmt: skip
+
+    def bytes_of(depth):
+        return sizing.graph_bytes(executor, options(), (TreeShape(depth, 1, depth + 1),), 4, 20, 20, 100)
+
+    # An H100 took 30 KB for a layer. For 1, 2 and 4 rows there are graphs.
+    assert bytes_of(5) - bytes_of(1) > 3 * 4 * 28 * 30_000
+    executor.drafter.from_tokens = False  # heads have a layer or two
+    assert bytes_of(5) == bytes_of(1)
+
+
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     ran = []
 

@@ -7,13 +7,16 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ import torch
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import compiler_process, precompile
-from draftwing.engine.startup.compiler_process import STAGES, Job, Precompilation
+from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Precompilation
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
@@ -385,9 +388,11 @@ def test_it_runs_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ahead.stop(30)
         return (tmp_path / "runs").read_text()
 
-    assert run(job) == run(job) == "\n"
+    job = job._replace(token_ids=torch.arange(3))
+    assert run(job) == run(job) == run(job._replace(token_ids=torch.arange(3))) == "\n"
     assert run(job._replace(options=dataclasses.replace(job.options, port=31234))) == "\n"  # no kernel depends on it
     assert run(job._replace(capability=(8, 0))) == "\n\n"
+    assert run(job._replace(token_ids=torch.arange(1, 4))) == "\n\n\n"
 
 
 def test_a_stage_does_not_wait_for_the_next(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,6 +448,38 @@ def test_what_fails_is_only_logged(
     assert why in caplog.text
     monkeypatch.setattr(compiler_process.sys, "executable", str(tmp_path / "missing"))
     assert compiler_process.precompile(job) is None
+
+
+def test_a_process_that_gets_no_job_ends(job: Job) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    compiler = Compiler(process.pid, Pipe()[0], process.wait)
+    unfit: Any = lambda: None  # noqa: E731 (pickle does not take it)
+    assert compiler_process.precompile(job._replace(draft_path=unfit), compiler) is None
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_an_engine_starts_where_there_is_no_room_for_a_fork(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no room")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert Compiler.ready_for(dataclasses.replace(job.options, device="cuda")) is None
+
+
+def test_whoever_stops_a_process_that_ends_meanwhile_kills_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all its own group, which is that of number 0."""
+    killed: list[int] = []
+    compiler = Compiler(1 << 30, Pipe()[0], lambda: None)
+
+    def kill(pid: int, number: int) -> None:
+        killed.append(pid)
+        compiler.reap()  # as another thread does
+
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(os, "kill", kill)
+    compiler.stop()
+    assert {*killed} == {1 << 30}
 
 
 FORKED = """

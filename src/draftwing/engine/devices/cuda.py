@@ -176,6 +176,10 @@ class CudaDevice(Device):
                 finally:
                     if collects:
                         gc.enable()
+        except torch.AcceleratorError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise torch.OutOfMemoryError(str(error)) from error  # the driver's, for the graph itself
         finally:  # where there is no room either: the first call may run on, in memory that steps use, too
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out

@@ -174,9 +174,11 @@ class PrefillGraphs:
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
         size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
+        if len(chunks) >= MAX_CHUNKS:
+            return None
         if (size, key) in self.later:
             self.later[size, key] += 1
-        if len(chunks) >= MAX_CHUNKS or (size, key) not in self._mixed:
+        if (size, key) not in self._mixed:
             return None
         self._fill(size, chunks)
         self._mixed[size, key]()

@@ -69,7 +69,7 @@ class Worker:
         from draftwing.engine.startup.laps import Laps
 
         lap = Laps()
-        engine = Engine(options, self.die, Compiler.fork() if Compiler.possible(options) else None)
+        engine = Engine(options, self.die, Compiler.ready_for(options))
         lap("the engine")
         engine.measure_read_rate()
         lap("how fast memory is read")

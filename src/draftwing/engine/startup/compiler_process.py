@@ -71,15 +71,20 @@ class Compiler:
             )  # fmt: skip
         return cls(process.pid, ours, process.wait)
 
-    @staticmethod
-    def possible(options: Options) -> bool:
-        """Returns whether an engine of these options may have something to compile, without a look at devices."""
-        return options.device != "cpu" and torch.version.cuda is not None
+    @classmethod
+    def ready_for(cls, options: Options) -> Compiler | None:
+        """Returns a `fork` where an engine of these options may have something to compile, as far as is known without
+        a look at devices; None, too, where there is no room for another process."""
+        if options.device == "cpu" or torch.version.cuda is None:
+            return None
+        with suppress(OSError):
+            return cls.fork()
+        return None
 
     @classmethod
     def fork(cls) -> Compiler:
         """Forks this process, to spare the other one seconds of imports. For one that has used no GPU yet and whose
-        other threads do nothing but wait for a connection."""
+        other threads do nothing but wait for a connection. Raises OSError."""
         ours, theirs = Pipe()
         pid = os.fork()
         if not pid:
@@ -95,10 +100,11 @@ class Compiler:
 
     def stop(self) -> None:
         """Ends it, with the processes that it started."""
-        if self._pid:
+        pid = self._pid  # which another thread's `reap` makes 0 meanwhile: that would be this process's own group
+        if pid:
             for kill in (os.killpg, os.kill):  # one that was just forked leads no group yet
                 with suppress(ProcessLookupError, PermissionError):
-                    kill(self._pid, signal.SIGKILL)
+                    kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Ends it, and waits until it has ended."""
@@ -131,7 +137,7 @@ class Precompilation:
 
         job = job._replace(options=_engine_options(job.options))
         packed = pickle.dumps(job)
-        self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(packed)}"
+        self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(job)}"
         self._ready = {stage: threading.Event() for stage in STAGES}
         self._talking: threading.Thread | None = None
         self._stopped = False
@@ -190,6 +196,8 @@ def precompile(job: Job, compiler: Compiler | None = None) -> Precompilation | N
         return Precompilation(job, compiler)
     except (OSError, ImportError, AttributeError, pickle.PicklingError) as error:
         log.warning("kernels are not compiled ahead, which makes the start slower: %s", error)
+        if compiler is not None:
+            compiler.end()
         return None
 
 
@@ -200,10 +208,13 @@ def _engine_options(options: Options) -> Options:
     return dataclasses.replace(options, **found)
 
 
-def _digest(job: bytes) -> str:
+def _digest(job: Job) -> str:
     import triton
 
-    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode() + job)
+    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode())
+    found.update(pickle.dumps(job._replace(token_ids=None)))
+    if job.token_ids is not None:  # of a tensor pickle notes an address
+        found.update(job.token_ids.numpy().tobytes())
     for package in ("draftwing.ops.triton", "draftwing.ops.cuda"):
         for file in sorted(resources.files(package).iterdir(), key=lambda file: file.name):
             if file.name.endswith((".py", ".cu")):

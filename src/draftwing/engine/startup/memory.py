@@ -313,6 +313,10 @@ def graph_bytes(
         found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
+    drafter = executor.drafter
+    if drafter is not None and drafter.from_tokens:  # a draft model, whose layers run for each level but the first
+        levels = sum(max(key.shape.depth - 1, 0) for key in graph_keys(menu, batch_sizes(graph_size)))
+        found += levels * len(drafter.kv_layers) * LAYER_BYTES
     forwards, others = graph_counts(executor, menu, graph_size, tokens, length, mixed)
     return found + forwards * executor.model.config.num_layers * LAYER_BYTES + others * STAGE_BYTES
 

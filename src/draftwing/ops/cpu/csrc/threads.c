@@ -151,20 +151,19 @@ static int64_t threads_now(Workers *w) {
 }
 
 /* Learns from a call. What n threads do more than one less pays for time in which all wait for one: 1 / n of the time
-   that they run. Once more is lost the next calls run without those that were away. What ends by itself, as most does that
-   takes a processor for a moment, is paid by what was gained before: a short pause is enough. Of a program that stays,
-   tries have nothing but one part in `PRICE` of the time. */
+   that they run. Once more is lost the next calls run without those that were away. What ends by itself, as most does
+   that takes a processor for a moment, is paid by what was gained before: a short pause is enough. Of a program that
+   stays, tries have nothing but one part in `PRICE` of the time. */
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
     const int64_t gain = (took - call->away) / threads, credit = w->credit + gain - call->away;
-    const int64_t saved = w->saved + gain / 2 - call->away; /* half: bound by memory, two threads are 1.3 times as fast */
     w->credit = credit < CREDIT ? credit : CREDIT;
-    w->saved = saved < SAVED ? saved : SAVED;
-    if (w->credit >= 0) return;
-    w->saved += (now - w->since) / PRICE;
+    w->saved += gain / 2 - call->away; /* half: bound by memory, two threads are 1.3 times as fast */
+    if (w->credit < 0) w->saved += (now - w->since) / PRICE;
     if (w->saved > SAVED) w->saved = SAVED;
-    if (w->saved < -LONGEST / PRICE) w->saved = -LONGEST / PRICE;
+    if (w->saved < -LONGEST / PRICE) w->saved = -LONGEST / PRICE; /* without a pause, too: it could sink for long */
+    if (w->credit >= 0) return;
     w->pause = -w->saved * PRICE > -w->credit * REST ? -w->saved * PRICE : -w->credit * REST;
     if (w->pause > LONGEST) w->pause = LONGEST;
     w->active = threads - call->missing > 1 ? threads - (call->missing ? call->missing : 1) : 1;
