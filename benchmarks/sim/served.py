@@ -27,7 +27,7 @@ from draftwing.core import (
     TreeShape,
 )
 from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.graphs.prefill import MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, SIZES, takes
+from draftwing.engine.graphs.prefill import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, SIZES, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.config import SchedulerConfig
@@ -119,7 +119,7 @@ class OnH200(Served):
         config = SchedulerConfig(
             200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE,
             mixes=mixed_nodes if mixed else None, prefill_sizes=SIZES,
-            mixed_sizes=tuple(size for size in SIZES if size >= MIXED_QUERIES),
+            mixed_sizes=tuple(size for size in SIZES if size >= MIXED_QUERIES), at_once=AT_ONCE,
         )  # fmt: skip
         self.sched = Scheduler(config, policy, spans)
 

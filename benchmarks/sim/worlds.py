@@ -163,10 +163,12 @@ class LongContexts(H200):
 
     HEAD = (0.0, 1.0)
     KEY, PROMPT_KEY = 36e-9, 1.6e-9  # seconds, of a row, and of a token of a prompt: 44,000 keys of 8 rows take 1.6 ms
+    FILLS = 512  # tokens of prompts that fill the device: fewer attend to their keys in the time of as many
 
     def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
         keys = sum(length * (start + length / 2) for _, start, length, *_ in chunks)
-        return self.KEY * kv_tokens + self.PROMPT_KEY * keys
+        tokens = sum(length for _, _, length, *_ in chunks)
+        return self.KEY * kv_tokens + self.PROMPT_KEY * keys * max(self.FILLS / max(tokens, 1), 1.0)
 
     def cost(self, sizes: Sequence[int] = (1, 8, 32, 128)) -> StepCost:
         """As a start measures it, with contexts, too."""

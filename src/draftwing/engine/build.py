@@ -18,6 +18,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.graphs.prefill import AT_ONCE
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
@@ -345,6 +346,7 @@ def _scheduler_config(
         mixes=mixes,
         prefill_sizes=() if prefills is None else tuple(prefills.sizes),
         mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),
+        at_once=1 if prefills is None else AT_ONCE,
     )
     if drafter is None:
         return config

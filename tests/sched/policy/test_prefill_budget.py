@@ -65,6 +65,24 @@ def test_tokens_that_attend_to_many_others_take_longer() -> None:
     assert budget.seconds([*part(20), *part(8, 4000)]) == pytest.approx(0.008 + 0.017 + 0.036, rel=0.2)
 
 
+@pytest.mark.parametrize("sizes", [(128, 256), (512, 1000), (128, 1000)])
+def test_keys_of_few_tokens_cost_what_those_of_many_do(sizes: tuple[int, ...]) -> None:
+    """As on a GPU, whose blocks for few tokens leave the rest of it idle: short parts behind long contexts do not make
+    others look dear, which would be cut shorter then."""
+    budget, rng = PrefillBudget(at_once=512), random.Random(0)
+
+    def took(tokens: int, start: int) -> float:
+        return 0.005 + 2e-5 * tokens + 1.5e-9 * max(tokens, 512) * (start + tokens / 2)
+
+    for _ in range(200):
+        tokens, start = rng.choice(sizes), rng.randrange(16000)
+        budget.record_step(0.005)
+        budget.record(part(tokens, start), took(tokens, start))
+    assert budget.token_seconds(12000) == pytest.approx(2e-5 + 12000 * 1.5e-9, rel=0.1)
+    assert budget.seconds(part(200, 9000)) == pytest.approx(took(200, 9000), rel=0.05)
+    assert budget.seconds(part(800, 9000)) == pytest.approx(took(800, 9000), rel=0.05)
+
+
 def test_what_contexts_cost_is_not_guessed_where_all_are_alike() -> None:
     budget, rng = PrefillBudget(), random.Random(0)
     for start in range(4000, 4800, 16):

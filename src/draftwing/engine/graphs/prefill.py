@@ -44,6 +44,10 @@ MIXED_NODES = 128  # most of their trees, which are verified: a node costs what 
 # took 50 ms, as long as two launches of 32 layers.
 MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
+# Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
+# with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
+# still. Swept in docs/dev/mixed_steps.md.
+AT_ONCE = 256
 
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]

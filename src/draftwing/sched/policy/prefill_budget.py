@@ -35,7 +35,9 @@ class PrefillBudget:
     """Seconds of a prefill: so many for each token and for each key that a token attends to, on top of those of the
     shortest, which reads all weights, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1) -> None:
+        """at_once: tokens that attend to their keys in the time that fewer take."""
+        self._at_once = at_once
         self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
         self._waited = 0  # steps in a row that were right behind a prefill, with more prompts waiting
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of steps that decoded
@@ -63,7 +65,7 @@ class PrefillBudget:
             return
         if self._token:
             seconds = min(seconds, DOUBT * (self.seconds(chunks) + nodes * self._token))
-        tokens, keys = _size(chunks)
+        tokens, keys = self._size(chunks)
         size = np.asarray((1.0, tokens + nodes, keys)) / seconds
         keep = 1 - 1 / RECENT
         self._products = keep * self._products + np.outer(size, size)
@@ -122,7 +124,7 @@ class PrefillBudget:
 
     def seconds(self, chunks: Sequence[Chunk]) -> float:
         """Returns what a prefill of these chunks will take; 0 for none, and as long as nothing is known."""
-        tokens, keys = _size(chunks)
+        tokens, keys = self._size(chunks)
         return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
 
     @property
@@ -164,11 +166,10 @@ class PrefillBudget:
         rest = sum(waiting) - longest  # what is not worth another prefill is done with this one
         return longest + rest if 0 < rest < self._start / CROWD else longest
 
-
-def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
-    """Returns tokens, and the keys that they attend to."""
-    tokens, keys = 0, 0.0
-    for _, start, length, *_ in chunks:
-        tokens += length
-        keys += length * (start + length / 2)
-    return tokens, keys
+    def _size(self, chunks: Sequence[Chunk]) -> tuple[int, float]:
+        """Returns tokens, and the keys that they attend to; of few tokens those of as many as take the same time."""
+        tokens, keys = 0, 0.0
+        for _, start, length, *_ in chunks:
+            tokens += length
+            keys += length * (start + length / 2)
+        return tokens, keys * max(self._at_once / tokens, 1.0) if tokens else 0.0
