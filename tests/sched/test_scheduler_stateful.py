@@ -531,8 +531,8 @@ def state_in_flight_kept(patch: pytest.MonkeyPatch) -> None:
 def snapshots_overwritten(patch: pytest.MonkeyPatch) -> None:
     """By the row that began with one: it is given no second slot."""
 
-    def around(method: Any, self: StateSlots, reqs: list[Req]) -> None:
-        method(self, reqs)
+    def around(method: Any, self: StateSlots, reqs: list[Req], nodes: int) -> None:
+        method(self, reqs, nodes)
         self._entries = {row: entry for row, entry in self._entries.items() if entry[0] >= 0}
 
     wrap(patch, StateSlots, "planned", around)

@@ -68,10 +68,12 @@ class FakeEngine:
     def __init__(
         self,
         options: Options | None = None,
+        rank_failed: object = None,
+        compiler: object = None,
+        *,
         burst: int = 3,
         pause: float = 0.0005,
         defaults: Mapping[str, Any] | None = None,
-        rank_failed: object = None,
     ) -> None:
         options = options or Options(random_seed=7)
         algorithm = options.speculative_algorithm or "none"  # whatever comes with the default model

@@ -124,7 +124,7 @@ class Rig:
             kv_len=kv_len, floats=floats,
             last=tokens.gather(1, kv_len.unsqueeze(1)).squeeze(1), seed=torch.arange(count + 1) + 40,
             top_k=torch.zeros(count + 1, dtype=torch.int64), ban_until=torch.zeros(count + 1, dtype=torch.int64),
-            ban_ids=torch.full((count + 1, 1), -1),
+            ban_ids=torch.full((count + 1, 1), -1), slots_at=lambda rows, at: self.table.page_table[rows, at].long(),
         )  # fmt: skip
         for row, text in enumerate(texts):
             self._show(row, text)
