@@ -16,6 +16,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.heads.base import linear_of
+from draftwing.models.heads.quantized_lm_head import quantized_copy
 from draftwing.parallel.ranks import Ranks
 from draftwing.spec.build import copy_for_drafts, ngram, suffix
 
@@ -28,17 +29,31 @@ def test_a_vocabulary_that_lookups_cannot_pack(build: Any, name: str, most: int)
         build(context)
 
 
-@pytest.mark.parametrize(("free", "made"), [([1 << 30, 1 << 30], True), ([1 << 30, 1 << 10], False)])
+@pytest.mark.parametrize(
+    ("free", "fails", "made"),
+    [([1 << 30, 1 << 30], (), True), ([1 << 30, 1 << 10], (), False), ([1 << 30, 1 << 30], (1,), False)],
+)
 def test_all_ranks_have_a_copy_of_the_lm_head_or_none(
-    free: list[int], made: bool, monkeypatch: pytest.MonkeyPatch
+    free: list[int], fails: tuple[int, ...], made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They draft together, and one with a copy waits for what the others add to its best logits."""
+    """They draft together, and one with a copy waits for what the others add to its best logits. fails: ranks on which
+    memory ends while it is made, which is no reason to end a start that did not ask for it."""
+
+    large: list[Linear] = []
+
+    def quantized(lm_head: Linear, scheme: str, ops: Any) -> Linear | None:
+        if lm_head in large:
+            raise torch.OutOfMemoryError("no room")
+        return quantized_copy(lm_head, scheme, ops)
+
+    monkeypatch.setattr("draftwing.spec.build.quantized_copy", quantized)
     monkeypatch.setattr("draftwing.models.heads.quantized_lm_head._LARGE", 0)
     ops = GroupTorchOps(torch.device("cpu"))
 
     def copy(rank: int, ranks: Ranks) -> Linear | None:
         lm_head = vocab_parallel(linear_of(torch.randn(16, 128).bfloat16(), None, DENSE), ranks, 32)
         lm_head.pack(ops)
+        large.extend([lm_head] * (rank in fails))
         context: Any = SimpleNamespace(
             options=Options(), target=SimpleNamespace(ranks=ranks), ops=ops, draft_lm_head="w4a16",
             free_memory=lambda: free[rank],

@@ -104,7 +104,13 @@ def copy_for_drafts(context: DraftContext, lm_head: Linear) -> Linear | None:
     has_room = is_large(*shape) and COPY_ROOM * 2 * math.prod(shape) <= context.free_memory()
     if by_default and not ranks.least(int(has_room)):
         return None
-    copy = _copied(context, lm_head, scheme)
+    try:
+        copy = _copied(context, lm_head, scheme)
+    except ConfigError as error:
+        if not by_default:
+            raise
+        log.info("drafts multiply with the lm_head as it is: %s", error.__cause__)  # other ranks wait for this one
+        copy = None
     if not ranks.least(int(copy is not None)):
         copy = None
     if copy is not None:
