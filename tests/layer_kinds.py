@@ -146,6 +146,8 @@ class DeltaConfig(MixerConfig):
 
 
 class DeltaNet(Mixer):
+    needs_chunks = False
+
     def __init__(self, config: DeltaConfig, place: Placement) -> None:
         super().__init__()
         self.before_attention = 3

@@ -7,15 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from layer_kinds import KINDS, config_of
+from layer_kinds import ATTENTION, HYBRIDS, KINDS, config_of
 
 from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.requests.request import LogprobParams
+from draftwing.sched.state_slots import StateSizes
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
+RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 
 
 def rig_of(harness, model, monkeypatch, sizes, exact=True, size=1, **kw):
@@ -66,6 +69,62 @@ def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, 
     rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24)
     counts = watch(rig.executor.prefills)
     assert rig.answer(prompts, params).tokens == expected.tokens and counts[0] > 1 and counts[1] == 0
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers(harness, monkeypatch, kind):
+    """Prompts in parts, of which snapshots are taken, and again from these."""
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 6)
+    prompts = harness.prompts_for(4)
+    params = [harness.greedy(4) if i % 2 else harness.seeded(4, seed=i) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    states = StateSizes(40, 8, 4) if kind in HYBRIDS else None
+    rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24, lag=1, states=states)
+    counts = watch(rig.executor.prefills)
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    again = rig.answer(prompts, params)
+    assert again.tokens == expected.tokens and any(out.meta["cached_tokens"] for out in again.final.values())
+    assert counts[0] > 3 and counts[1] == 0
+
+
+@torch.inference_mode()
+def test_states_of_rows_are_those_of_a_forward(harness, monkeypatch):
+    """And snapshots, of more chunks than one; a graph's padding leaves the dummy row's state as it was. Of more
+    snapshots than a graph has room for there is none."""
+    model = harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT))
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    rig = rig_of(harness, model, monkeypatch, (16, 32), states=StateSizes(16, 16, 4))
+    slots, executor, states = rig.slots, rig.executor, rig.pool.states
+    generator = torch.Generator().manual_seed(3)
+    slots.tokens[:-1] = torch.randint(0, harness.VOCAB, slots.tokens[:-1].shape, generator=generator)
+    slots.page_table[:3] = torch.arange(1, 3 * slots.length + 1).view(3, -1)
+    states.set(torch.tensor([[row, 0, 1 + row, 0] for row in range(3)], device=states.read.device))
+    plans = [
+        [Chunk(0, 0, 19, True, None, ((4, 10), (19, 11))), Chunk(2, 0, 13, True)],
+        [Chunk(1, 0, 9, True, None, ((8, 12),))],
+        [Chunk(2, 13, 7, False, None, ((1, 13), (2, 14), (7, 15))), Chunk(0, 19, 2, True), Chunk(1, 9, 1, True)],
+    ]
+    for turn, chunks in enumerate(plans):
+        batch = batch_of(slots, chunks)
+        own = [*states.write[batch.rows].tolist(), *(slot for chunk in chunks for _, slot in chunk.saves)]
+        expected = executor.target.run(batch)[0].clone()
+        before = [(layer.state.clone(), layer.conv.clone()) for layer in states.layers.values()]
+        for layer in states.layers.values():
+            layer.state[own], layer.conv[own] = torch.nan, torch.nan
+        found, _ = executor.prefills.run(chunks)
+        assert torch.equal(found, expected)
+        for layer, (state, conv) in zip(states.layers.values(), before, strict=True):
+            assert torch.equal(layer.state, state) and torch.equal(layer.conv, conv)
+        executor.ops.advance_states(
+            states, batch.rows, batch.positions[[s.offset + s.length - 1 for s in batch.chunks]]
+        )
+        if not turn:  # a row that began with the state of an empty text writes to another slot than that one
+            entries = [[row, -1, 4 + row, -1] for row in (0, 2)]
+            states.set(torch.tensor(entries, device=states.read.device))
+    many = tuple((i + 1, 10) for i in range(8))
+    assert executor.prefills.run([Chunk(0, 21, 9, True, None, many)]) is None
+    assert executor.prefills.run([Chunk(0, 21, 9, True, None, many[:7])]) is not None
 
 
 def test_layers_that_need_the_hosts_chunks_have_no_graphs_of_prompts(harness, monkeypatch):
