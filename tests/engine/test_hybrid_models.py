@@ -208,11 +208,10 @@ def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, mon
             assert drafter.head.vocab == rows, "with <eos> and <pad>"
 
 
-def test_steps_that_cannot_be_mixed_are_said_to_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = written(tmp_path, "lfm2")
-    with (
-        caplog.at_level("INFO", "draftwing"),
-        LLM(str(folder), **ENGINE, enable_mixed_chunk=True, speculative_algorithm="none"),
-    ):
-        pass
-    assert "take turns: layers of this model keep more than keys and values" in caplog.text
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
+def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str) -> None:
+    folder, drafters = written(tmp_path, kind)
+    plain = texts(folder, "none", "float32")
+    for algorithm in ("none", drafters[-1]):
+        assert texts(folder, algorithm, "float32", enable_mixed_chunk=True, max_running_requests=2) == plain, algorithm

@@ -305,7 +305,7 @@ class BoundAttend(Attend):
 
 class MixedAttend(Attend):
     """Attention of one forward over two batches, the queries of the first before those of the other, each as by itself.
-    Their rows differ. For layers that keep keys and values alone."""
+    Their rows differ, and so do the state slots that they write. Not for layers that ask for `state`."""
 
     def __init__(self, first: Attend, other: Attend, queries: int) -> None:
         """queries: of the first."""
@@ -322,6 +322,14 @@ class MixedAttend(Attend):
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        return torch.cat(
+            [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
+        )
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
