@@ -1,13 +1,14 @@
 """Decoding of models with recurrent layers on a GPU: the shapes of Qwen3.5 with random weights.
 
-    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--prompts 100,512] [--tree]
-        [--out result.json] [option=value ...]
+    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--prompts 100,512] [--mixed]
+        [--tree] [--out result.json] [option=value ...]
 
 Acceptance is simulated (`--accept-length`, of three drafts of the prediction layer), so texts are worthless. One engine
 per size: `none` is its plain steps, pinned. The floor of one request is the time to read the weights of a step, at the
 rate of a pure read in the same process. A tree of 16 nodes is a second engine's, whose steps are timed against its
 plain ones. `--prompts`: milliseconds of the target's forward over one prompt of so many tokens, from its graph and
-launched, by turns, the host's part in them, and what its graphs take. FP8 has blocks of 128 x 128, as published.
+launched, by turns, the host's part in them, and what its graphs take. `--mixed`: waves of requests without drafts, with
+prompts beside their steps and in turn, as mixed_steps.py does. FP8 has blocks of 128 x 128, as published.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from load_runs import drive, fixed_shapes, jobs_of, let_go, listed, machine, name_of, options_of, pinned, watched
+from mixed_steps import both_ways, shown
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tqdm import tqdm
@@ -143,6 +145,18 @@ def prompt_ms(engine: Engine, lengths: list[int], repeats: int = 15) -> dict[str
     return found
 
 
+def waves(engine: Engine, length: int, count: int, tokens: int) -> dict[str, Any]:
+    """Three waves of requests, so many at once, with answers of half to one and a half of `tokens`."""
+
+    def run(engine: Any, turn: int) -> Any:
+        rng = random.Random(turn)
+        prompts = [[rng.randrange(1000, VOCAB - 1000) for _ in range(length)] for _ in range(3 * count)]
+        return drive(engine, jobs_of(prompts, 0.0, tokens, 0.5, turn), count)
+
+    with pinned(engine, PLAIN):
+        return both_ways(engine, run, 2)
+
+
 def measure(args: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
     began = time.monotonic()
     engine = engine_of(folder, (3, 1, 4), args.accept_length, args.options)
@@ -152,6 +166,11 @@ def measure(args: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
     if args.prompts:
         found["prompts"] = prompt_ms(engine, args.prompts)
         print(size, found["start"], found["prompts"], flush=True)
+    for count, length in itertools.product(args.requests if args.mixed else (), (PROMPT, 1000)):
+        if count > 1:
+            name = f"{length} x {count}"
+            found[name] = waves(engine, length, count, args.tokens)
+            print(shown(name, "none", found[name]), flush=True)
     for count in args.requests:
         found[count] = {
             "none": timed(engine, PLAIN, count, args.tokens),
@@ -171,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=listed(str), default=["9B", "27B", "35B-A3B"])
     parser.add_argument("--requests", type=listed(int), default=[1, 16, 64])
+    parser.add_argument("--mixed", action="store_true", help="prompts beside steps, too")
     parser.add_argument("--prompts", type=listed(int), default=[])
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")

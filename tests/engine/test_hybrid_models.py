@@ -142,6 +142,42 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
         assert texts(folder, algorithm, "bfloat16", **exact) == plain, algorithm
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2"])
+def test_prompts_from_graphs_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """And beside rows that decode, launched until there are graphs of them, and twice, the second time from what is
+    cached: the text is that of steps and prompts that take turns and are launched."""
+    sizes = {"intermediate_size": 192}
+    if kind == "qwen3-next":
+        sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    folder, drafters = written(tmp_path, kind, **sizes | ({"block_multiple_of": 64} if kind == "lfm2" else {}))
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 256, (20 + 17 * i % 290,), generator=generator).tolist() for i in range(32)]
+    params = [
+        SamplingParams(
+            temperature=0.0 if i % 2 else 0.8, sampling_seed=i, max_new_tokens=10 + i % 5 * 9, ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    options = {**ENGINE, "dtype": "bfloat16", "device": "cuda", "enable_deterministic_inference": True}
+    options |= {"max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 512}
+
+    def answers(algorithm: str, mixes: bool, **more: Any) -> list[list[int]]:
+        with LLM(str(folder), **options, speculative_algorithm=algorithm, **more) as llm:
+            found = [done.token_ids for _ in range(2) for done in llm.generate(prompts, params)]
+            prefills = llm.engine.parts.executor.prefills
+            assert (prefills is None) == ("disable_cuda_graph" in more)
+            assert prefills is None or (prefills.replays > 0 and (prefills.mixed_replays > 0) == mixes)
+            return found
+
+    plain = answers("none", False, disable_cuda_graph=True, disable_mixed_chunk=True)
+    assert plain[: len(prompts)] == plain[len(prompts) :]
+    assert answers("none", False, disable_mixed_chunk=True) == plain
+    for algorithm in ("none", *drafters[:2]):
+        assert answers(algorithm, True) == plain, algorithm
+
+
 @pytest.mark.slow
 def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
