@@ -1,6 +1,6 @@
 """Decoding of models with recurrent layers on a GPU: the shapes of Qwen3.5 with random weights.
 
-    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--prompts 100,512] [--mixed]
+    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--prompts 100,512] [--mixed 100x16]
         [--tree] [--out result.json] [option=value ...]
 
 Acceptance is simulated (`--accept-length`, of three drafts of the prediction layer), so texts are worthless. One engine
@@ -131,18 +131,22 @@ def prompt_ms(engine: Engine, lengths: list[int], repeats: int = 15) -> dict[str
             name: [round(statistics.median(part), 2) for part in zip(*some[2:], strict=True)]
             for name, some in took.items()
         }
-    if prefills is not None:
-        prefills.clear()
-        executor.device.trim()
-        free, began = executor.device.free_memory(), time.perf_counter()
-        with torch.inference_mode(), tqdm(disable=True) as bar:
-            prefills.capture(bar)
-        executor.device.synchronize()
-        found["graphs"] = {
-            "count": len(prefills), "seconds": time.perf_counter() - began,
-            "MB": (free - executor.device.free_memory()) / 1e6,
-        }  # fmt: skip
     return found
+
+
+def captured_again(engine: Engine) -> dict[str, float]:
+    """Graphs of prompts alone, the seconds that they take, and MB."""
+    prefills, device = engine.parts.executor.prefills, engine.parts.executor.device
+    if prefills is None:
+        return {}
+    prefills.clear()
+    device.trim()
+    free, began = device.free_memory(), time.perf_counter()
+    with torch.inference_mode(), tqdm(disable=True) as bar:
+        prefills.capture(bar)
+    device.synchronize()
+    taken = (free - device.free_memory()) / 1e6
+    return {"count": len(prefills), "seconds": time.perf_counter() - began, "MB": taken}
 
 
 def waves(engine: Engine, length: int, count: int, tokens: int) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def waves(engine: Engine, length: int, count: int, tokens: int) -> dict[str, Any
         return drive(engine, jobs_of(prompts, 0.0, tokens, 0.5, turn), count)
 
     with pinned(engine, PLAIN):
-        return both_ways(engine, run, 2)
+        return both_ways(engine, run, 1)
 
 
 def measure(args: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
@@ -166,17 +170,20 @@ def measure(args: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
     if args.prompts:
         found["prompts"] = prompt_ms(engine, args.prompts)
         print(size, found["start"], found["prompts"], flush=True)
-    for count, length in itertools.product(args.requests if args.mixed else (), (PROMPT, 1000)):
-        if count > 1:
-            name = f"{length} x {count}"
-            found[name] = waves(engine, length, count, args.tokens)
-            print(shown(name, "none", found[name]), flush=True)
-    for count in args.requests:
+    for name in args.mixed:
+        length, count = map(int, name.split("x"))
+        found[name] = waves(engine, length, count, args.tokens)
+        print(shown(name, "none", found[name]), flush=True)
+    rows = engine.parts.options.max_running_requests or 1
+    for count in sorted({min(count, rows) for count in args.requests}):
         found[count] = {
             "none": timed(engine, PLAIN, count, args.tokens),
             "NEXTN": timed(engine, chain, count, args.tokens),
         }
         print(size, count, found[count], flush=True)
+    if args.prompts:
+        found["graphs of prompts"] = captured_again(engine)
+        print(size, found["graphs of prompts"], flush=True)
     let_go(engine)
     if args.tree:
         engine = engine_of(folder, (5, 4, 16), args.accept_length, args.options)
@@ -190,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=listed(str), default=["9B", "27B", "35B-A3B"])
     parser.add_argument("--requests", type=listed(int), default=[1, 16, 64])
-    parser.add_argument("--mixed", action="store_true", help="prompts beside steps, too")
+    parser.add_argument("--mixed", type=listed(str), default=[], metavar="CELLS", help="100x64: length, at once")
     parser.add_argument("--prompts", type=listed(int), default=[])
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")

@@ -243,7 +243,7 @@ def sweep(
         if bits < 16 or tile == 64:
             jobs.append(Job(bits, product, tile, to_try(bits, product, tile, most / (2 if bits == 16 else 1))))
     begin = time.monotonic()
-    base = workers.map(compile_all, *zip(*(one for one in whole(SHAPES) if one[0] in widths), strict=True))
+    base = workers.map(compile_all, *zip(*(one for one in whole(SHAPES) if one[0] in (*widths, 16)), strict=True))
     failed = list(filter(None, workers.map(compile_one, [part for job in jobs for part in parts_of(job)])))
     list(base)
     print(f"{sum(len(job.shapes) for job in jobs)} kernels, {time.monotonic() - begin:.0f} s to compile; failed: "

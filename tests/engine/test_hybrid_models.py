@@ -144,14 +144,12 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
 def test_prompts_from_graphs_on_a_gpu(tmp_path: Path, kind: str) -> None:
     """And beside rows that decode, launched until there are graphs of them, and twice, the second time from what is
     cached: the text is that of steps and prompts that take turns and are launched."""
-    sizes = {"intermediate_size": 192}
-    if kind == "qwen3-next":
-        sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-    folder, drafters = written(tmp_path, kind, **sizes | ({"block_multiple_of": 64} if kind == "lfm2" else {}))
+    own = {"block_multiple_of": 64} if kind == "lfm2" else {}
+    folder, drafters = written(tmp_path, kind, intermediate_size=192, **own)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 256, (20 + 17 * i % 290,), generator=generator).tolist() for i in range(32)]
     params = [
@@ -168,7 +166,9 @@ def test_prompts_from_graphs_on_a_gpu(tmp_path: Path, kind: str) -> None:
             found = [done.token_ids for _ in range(2) for done in llm.generate(prompts, params)]
             prefills = llm.engine.parts.executor.prefills
             assert (prefills is None) == ("disable_cuda_graph" in more)
-            assert prefills is None or (prefills.replays > 0 and (prefills.mixed_replays > 0) == mixes)
+            assert prefills is None or prefills.replays > 0
+            # A policy may have none of the steps that were captured.
+            assert prefills is None or algorithm != "none" or (prefills.mixed_replays > 0) == mixes
             return found
 
     plain = answers("none", False, disable_cuda_graph=True, disable_mixed_chunk=True)
