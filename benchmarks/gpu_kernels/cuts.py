@@ -1,9 +1,9 @@
 """Ways to cut the GEMMs of few rows: many shapes of each kernel, their bits and their times, the best of each.
 
-    python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b | 27b] [bits=8] [tiles=16,32]
+    python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b | 27b] [bits=8] [tiles=16,32] [only=gate_up,o]
 
 Tries this share of all, and no more after so many seconds. Shapes are those of quantised.py; with 27b, fp8 has scales
-of 128 x 128. bits, tiles: of weights and rows of x, in place of all. A shape whose bits differ from those of the
+of 128 x 128. bits, tiles, only: of weights, rows of x, products, in place of all. A shape whose bits differ from those of the
 kernels that are there is said to be WRONG and is not taken. Where all are tried the last tables are those of
 quantised.py with the best. With $OUT, all results are written to `cuts.json` there.
 """
@@ -235,11 +235,16 @@ def parts_of(job: Job) -> list[Job]:
 
 
 def sweep(
-    workers: ProcessPoolExecutor, most: float, until: float, tiles: Sequence[int], widths: Sequence[int]
+    workers: ProcessPoolExecutor,
+    most: float,
+    until: float,
+    tiles: Sequence[int],
+    widths: Sequence[int],
+    products: Sequence[Product],
 ) -> dict[int, Shapes]:
     """The best shapes by bits."""
     jobs = []
-    for tile, bits, product in itertools.product(tiles, widths, PRODUCTS):
+    for tile, bits, product in itertools.product(tiles, widths, products):
         if bits < 16 or tile == 64:
             jobs.append(Job(bits, product, tile, to_try(bits, product, tile, most / (2 if bits == 16 else 1))))
     begin = time.monotonic()
@@ -286,13 +291,14 @@ SHAPES = {
 if __name__ == "__main__":
     start = time.monotonic()
     words = [word for word in sys.argv[1:] if word not in MODELS]
-    some = {
-        name: [int(one) for one in found.split(",")] for name, _, found in (w.partition("=") for w in words) if found
-    }
+    some = {name: found.split(",") for name, _, found in (word.partition("=") for word in words) if found}
+    tiles, widths = (tuple(map(int, some.get(name, every))) for name, every in (("tiles", TILES), ("bits", BITS)))
+    named_so = {product.name: product for product in PRODUCTS}
     given = [float(word) for word in words if "=" not in word]
     share, seconds = [*given, *(1.0, 1e9)[len(given) :]]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
-        best = sweep(workers, share, start + seconds, some.get("tiles", TILES), some.get("bits", BITS))
+        products = [named_so[name] for name in some.get("only", named_so)]
+        best = sweep(workers, share, start + seconds, tiles, widths, products)
         merged = {bits: SHAPES[bits] | shapes for bits, shapes in best.items()}
         if not some:
             list(workers.map(compile_all, *zip(*whole(merged), strict=True)))
