@@ -3,8 +3,8 @@
     python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b | 27b] [bits=8] [tiles=16,32] [only=gate_up,o]
 
 Tries this share of all, and no more after so many seconds. Shapes are those of quantised.py; with 27b, fp8 has scales
-of 128 x 128. bits, tiles, only: of weights, rows of x, products, in place of all. A shape whose bits differ from those of the
-kernels that are there is said to be WRONG and is not taken. Where all are tried the last tables are those of
+of 128 x 128. bits, tiles, only: of weights, rows of x, products, in place of all. A shape whose bits differ from those
+of the kernels that are there is said to be WRONG and is not taken. Where all are tried the last tables are those of
 quantised.py with the best. With $OUT, all results are written to `cuts.json` there.
 """
 
