@@ -1,11 +1,14 @@
 """Decoding of models with recurrent layers on a GPU: the shapes of Qwen3.5 with random weights.
 
-    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--out result.json] [option=value ...]
+    python benchmarks/hybrid_gpu.py [--sizes 9B,27B,35B-A3B] [--requests 1,16,64] [--prompts 100,512] [--mixed 100x16]
+        [--tree] [--out result.json] [option=value ...]
 
 Acceptance is simulated (`--accept-length`, of three drafts of the prediction layer), so texts are worthless. One engine
 per size: `none` is its plain steps, pinned. The floor of one request is the time to read the weights of a step, at the
 rate of a pure read in the same process. A tree of 16 nodes is a second engine's, whose steps are timed against its
-plain ones. FP8 has blocks of 128 x 128, as published.
+plain ones. `--prompts`: milliseconds of the target's forward over one prompt of so many tokens, from its graph and
+launched, by turns, the host's part in them, and what its graphs take. `--mixed`: waves of requests without drafts, with
+prompts beside their steps and in turn, as mixed_steps.py does. FP8 has blocks of 128 x 128, as published.
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from load_runs import drive, fixed_shapes, jobs_of, let_go, listed, machine, name_of, options_of, pinned, watched
+from mixed_steps import both_ways, shown
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tqdm import tqdm
 
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
+from draftwing.engine.startup.memory import first_step
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu_kernels"))
 from step import weights_read
@@ -100,18 +107,83 @@ def timed(engine: Engine, shape: TreeShape, count: int, tokens: int) -> dict[str
     }
 
 
+def prompt_ms(engine: Engine, lengths: list[int], repeats: int = 15) -> dict[str, Any]:
+    """Medians in milliseconds, (host, whole), from graphs and launched; of rows that nobody reads."""
+    executor, found = engine.parts.executor, {}
+    prefills = executor.target.prefills
+    for length in lengths:
+        took: dict[str, list[tuple[float, float]]] = {"graph": [], "launched": []}
+        for _ in range(repeats):
+            for name, graphs in (("graph", prefills), ("launched", None)):
+                executor.target.prefills = graphs
+                assert executor.table.states is not None
+                with torch.inference_mode():
+                    executor.table.states.clear_dummy()
+                executor.device.synchronize()
+                began = time.perf_counter()
+                pending = executor.launch(first_step(length, length, executor.table.length))
+                host = time.perf_counter() - began
+                executor.device.synchronize()
+                took[name].append((host * 1e3, (time.perf_counter() - began) * 1e3))
+                executor.commit(pending).wait()
+        executor.target.prefills = prefills
+        found[str(length)] = {
+            name: [round(statistics.median(part), 2) for part in zip(*some[2:], strict=True)]
+            for name, some in took.items()
+        }
+    return found
+
+
+def captured_again(engine: Engine) -> dict[str, float]:
+    """Graphs of prompts alone, the seconds that they take, and MB."""
+    prefills, device = engine.parts.executor.prefills, engine.parts.executor.device
+    if prefills is None:
+        return {}
+    prefills.clear()
+    device.trim()
+    free, began = device.free_memory(), time.perf_counter()
+    with torch.inference_mode(), tqdm(disable=True) as bar:
+        prefills.capture(bar)
+    device.synchronize()
+    taken = (free - device.free_memory()) / 1e6
+    return {"count": len(prefills), "seconds": time.perf_counter() - began, "MB": taken}
+
+
+def waves(engine: Engine, length: int, count: int, tokens: int) -> dict[str, Any]:
+    """Three waves of requests, so many at once, with answers of half to one and a half of `tokens`."""
+
+    def run(engine: Any, turn: int) -> Any:
+        rng = random.Random(turn)
+        prompts = [[rng.randrange(1000, VOCAB - 1000) for _ in range(length)] for _ in range(3 * count)]
+        return drive(engine, jobs_of(prompts, 0.0, tokens, 0.5, turn), count)
+
+    with pinned(engine, PLAIN):
+        return both_ways(engine, run, 1)
+
+
 def measure(args: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
     began = time.monotonic()
     engine = engine_of(folder, (3, 1, 4), args.accept_length, args.options)
     found: dict[str, Any] = {"start": time.monotonic() - began}
     (chain,) = [shape for shape in fixed_shapes(engine) if shape.tree == (3, 1, 4)]
     found["floor_ms"] = weights_read(engine.parts, 1)[0] / read_rate() / 1e3
-    for count in args.requests:
+    if args.prompts:
+        found["prompts"] = prompt_ms(engine, args.prompts)
+        print(size, found["start"], found["prompts"], flush=True)
+    for name in args.mixed:
+        length, count = map(int, name.split("x"))
+        found[name] = waves(engine, length, count, args.tokens)
+        print(shown(name, "none", found[name]), flush=True)
+    rows = engine.parts.options.max_running_requests or 1
+    for count in sorted({min(count, rows) for count in args.requests}):
         found[count] = {
             "none": timed(engine, PLAIN, count, args.tokens),
             "NEXTN": timed(engine, chain, count, args.tokens),
         }
         print(size, count, found[count], flush=True)
+    if args.prompts:
+        found["graphs of prompts"] = captured_again(engine)
+        print(size, found["graphs of prompts"], flush=True)
     let_go(engine)
     if args.tree:
         engine = engine_of(folder, (5, 4, 16), args.accept_length, args.options)
@@ -125,6 +197,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=listed(str), default=["9B", "27B", "35B-A3B"])
     parser.add_argument("--requests", type=listed(int), default=[1, 16, 64])
+    parser.add_argument("--mixed", type=listed(str), default=[], metavar="CELLS", help="100x64: length, at once")
+    parser.add_argument("--prompts", type=listed(int), default=[])
     parser.add_argument("--accept-length", type=float, default=2.51)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--tree", action="store_true", help="the second engine, too")

@@ -17,6 +17,7 @@ from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.rope import RopeConfig, rope_table
+from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
@@ -146,6 +147,8 @@ class DeltaConfig(MixerConfig):
 
 
 class DeltaNet(Mixer):
+    needs_chunks = False
+
     def __init__(self, config: DeltaConfig, place: Placement) -> None:
         super().__init__()
         self.before_attention = 3
@@ -182,15 +185,17 @@ MIXED = (
 )
 READS_0, READS_1 = AttentionConfig(4, 2, 16, kv_from=0, qk_norm=True), AttentionConfig(4, 4, 32, rope=1, kv_from=1)
 SHARED = (ATTENTION, MIXED[1], READS_0, MIXED[3], READS_1)
-RECURRENT = (RecurrenceConfig(64), ATTENTION, ConvolutionConfig(96), RecurrenceConfig(32))
+BY_TOKEN = (RecurrenceConfig(64), ATTENTION, ConvolutionConfig(96), RecurrenceConfig(32))
 DELTA = (
     DeltaConfig(DeltaSpec(2, 4, 16, 16, 4)),
     DeltaConfig(DeltaSpec(2, 4, 16, 16, 4, tiled=True)),
     ATTENTION,
     DeltaConfig(DeltaSpec(2, 2, 16, 32, 4)),
 )
-KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": RECURRENT}
+KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": BY_TOKEN}
 HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA}
+# All that run beside others, and from graphs.
+RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 
 
 def config_of(mixers: Sequence[MixerConfig], positions: int = 128) -> ModelConfig:

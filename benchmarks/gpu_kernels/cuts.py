@@ -1,10 +1,11 @@
 """Ways to cut the GEMMs of few rows: many shapes of each kernel, their bits and their times, the best of each.
 
-    python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b]    # try this share of all, and no more from then on
+    python benchmarks/gpu_kernels/cuts.py [share] [seconds] [32b | 27b] [bits=8] [tiles=16,32] [only=gate_up,o]
 
-Shapes are those of quantised.py. A shape whose bits differ from those of the kernels that are there
-is said to be WRONG and is not taken. The last tables are those of quantised.py with the best. With $OUT, all results
-are written to `cuts.json` there.
+Tries this share of all, and no more after so many seconds. Shapes are those of quantised.py; with 27b, fp8 has scales
+of 128 x 128. bits, tiles, only: of weights, rows of x, products, in place of all. A shape whose bits differ from those
+of the kernels that are there is said to be WRONG and is not taken. Where all are tried the last tables are those of
+quantised.py with the best. With $OUT, all results are written to `cuts.json` there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,23 +28,37 @@ from timing import read_rate
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
-from draftwing.ops.cuda.gemm import PART, Shape, Shapes, SmallMGemm, ring, small_m_gemm, wide
+from draftwing.ops.cuda.gemm import (
+    PART,
+    SHARES,
+    Shape,
+    Shapes,
+    SmallMGemm,
+    TallShape,
+    few_rows,
+    ring,
+    shared,
+    small_m_gemm,
+    wide,
+)
 from draftwing.ops.cuda.gemm_groups import GroupGemm
 
 CAPABILITY = (9, 0)
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 TILES = (2, 64, 8, 32, 16, 128)  # in the order in which they are tried
-LABELS = {16: "bfloat16", 8: "fp8", 4: "int4"}
+LABELS = {16: "bfloat16", 8: "fp8 blocks" if "27b" in sys.argv else "fp8", 4: "int4"}
 BITS = (8, 4, 16)
+# Share of the room in a grid's turns that its blocks take at least.
+FILLED = 0.6
 GRAPH = 160  # microseconds that a measurement takes at least: less than what processes have in turn
-MOST = {2: 32, 8: 16, 16: 16, 32: 16, 64: 32, 128: 12}  # by tile
+MOST = {2: 32, 8: 16, 16: 16, 32: 16, 64: 32, 128: 12}  # of a kind, by tile
 
 
 class Job(NamedTuple):
     bits: int
     product: Product
     tile: int
-    shapes: list[Shape]
+    shapes: list[Shape | TallShape]
 
 
 def part_of(bits: int) -> int:
@@ -83,17 +98,54 @@ def wides(bits: int, product: Product, tile: int) -> Iterator[Shape]:
             yield wide(tile, warps, row_tiles, ahead, panel, blocks, cluster)
 
 
-def to_try(bits: int, product: Product, tile: int, most: float) -> list[Shape]:
+def has_registers(bits: int, tile: int, row_tiles: int, ahead: int, warps: int) -> bool:
+    """Of a thread: weights on their way, sums, and some 40. warps: of a multiprocessor."""
+    return row_tiles * (ahead * bits + tile // 2) + 40 <= min(255, 65536 // (32 * warps))
+
+
+def fews(bits: int, product: Product, tile: int) -> Iterator[Shape]:
+    tiles = (2, 4) if product.kind == "silu" else (1, 2)
+    for row_tiles, ahead, x_ahead, blocks in itertools.product(tiles, (1, 2, 4, 8), (1, 2), (1, 2, 3, 4)):
+        if x_ahead <= ahead and has_registers(bits, tile, row_tiles, ahead, SHARES * blocks):
+            yield few_rows(tile, row_tiles, ahead, x_ahead, blocks)
+
+
+def shareds(bits: int, product: Product, tile: int) -> Iterator[Shape]:
+    warps = ((4, 1), (8, 1), (2, 2), (2, 4), (1, 4), (1, 8), (4, 2))
+    for (by_features, by_k), row_tiles, ahead, stages, blocks in itertools.product(
+        warps, (1, 2, 4), (1, 2, 4, 8), (4, 8), (1, 2, 3, 4)
+    ):
+        fits = has_registers(bits, tile, row_tiles, ahead, by_features * by_k * blocks)
+        if fits and (product.kind != "silu" or by_features * row_tiles > 1):
+            yield shared(tile, (by_features, by_k), row_tiles, ahead, stages, blocks, SHARES // by_k)
+
+
+def talls(bits: int, product: Product, tile: int) -> Iterator[TallShape]:
+    for groups, row_tiles, stages, ahead, blocks in itertools.product(
+        (1, 2), (1, 2), (3, 4, 6), (2, 3, 4, 6), (1, 2, 3, 4)
+    ):
+        if bits < 16:
+            yield TallShape(tile, groups, row_tiles, stages, ahead, SHARES, blocks)
+
+
+def is_filled(shape: Shape | TallShape, blocks: int) -> bool:
+    room = 132 * shape.blocks
+    return getattr(shape, "stays", False) or blocks >= FILLED * room * -(-blocks // room)
+
+
+def to_try(bits: int, product: Product, tile: int, most: float) -> list[Shape | TallShape]:
     """Those with room and work enough, evenly spread."""
-    found: list[Shape] = []
-    for name, kind in (("ring", rings), ("wide", wides)):
-        if (name == "ring") != (tile <= 16):
+    found: list[Shape | TallShape] = []
+    for kind, takes in ((rings, tile <= 16), (fews, 8 <= tile <= 32), (shareds, 8 <= tile <= 32), (wides, tile > 16),
+                        (talls, tile > 16)):  # fmt: skip
+        if not takes:
             continue
         fit = []
         for shape in kind(bits, product, tile):
             width = product.features // (2 if product.kind == "silu" else 1)
-            blocks, each = shape.grid(product.kind, tile, width, 132)[0], shape.shared_bytes(part_of(bits))
-            if shape.blocks * (each + 1024) <= SHARED_BYTES and blocks * shape.warps >= 132 * 4:
+            (x, y), each = shape.grid(product.kind, tile, width, 132), shape.shared_bytes(part_of(bits))
+            enough = x * y * shape.warps >= 132 * 4 and is_filled(shape, x * y)
+            if shape.blocks * (each + 1024) <= SHARED_BYTES and enough:
                 fit.append(shape)
         count = min(len(fit), int(MOST[tile] * most))
         found += [fit[i * len(fit) // count] for i in range(count)]
@@ -182,14 +234,21 @@ def parts_of(job: Job) -> list[Job]:
     return [job._replace(shapes=job.shapes[at : at + 4]) for at in range(0, len(job.shapes), 4)]
 
 
-def sweep(workers: ProcessPoolExecutor, most: float, until: float) -> dict[int, Shapes]:
+def sweep(
+    workers: ProcessPoolExecutor,
+    most: float,
+    until: float,
+    tiles: Sequence[int],
+    widths: Sequence[int],
+    products: Sequence[Product],
+) -> dict[int, Shapes]:
     """The best shapes by bits."""
     jobs = []
-    for tile, bits, product in itertools.product(TILES, BITS, PRODUCTS):
+    for tile, bits, product in itertools.product(tiles, widths, products):
         if bits < 16 or tile == 64:
             jobs.append(Job(bits, product, tile, to_try(bits, product, tile, most / (2 if bits == 16 else 1))))
     begin = time.monotonic()
-    base = workers.map(compile_all, *zip(*whole(SHAPES), strict=True))
+    base = workers.map(compile_all, *zip(*(one for one in whole(SHAPES) if one[0] in (*widths, 16)), strict=True))
     failed = list(filter(None, workers.map(compile_one, [part for job in jobs for part in parts_of(job)])))
     list(base)
     print(f"{sum(len(job.shapes) for job in jobs)} kernels, {time.monotonic() - begin:.0f} s to compile; failed: "
@@ -231,11 +290,18 @@ SHAPES = {
 
 if __name__ == "__main__":
     start = time.monotonic()
-    given = [float(word) for word in sys.argv[1:] if word not in MODELS]
+    words = [word for word in sys.argv[1:] if word not in MODELS]
+    some = {name: found.split(",") for name, _, found in (word.partition("=") for word in words) if found}
+    tiles, widths = (tuple(map(int, some.get(name, every))) for name, every in (("tiles", TILES), ("bits", BITS)))
+    named_so = {product.name: product for product in PRODUCTS}
+    given = [float(word) for word in words if "=" not in word]
     share, seconds = [*given, *(1.0, 1e9)[len(given) :]]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
-        best = sweep(workers, share, start + seconds)
+        products = [named_so[name] for name in some.get("only", named_so)]
+        best = sweep(workers, share, start + seconds, tiles, widths, products)
         merged = {bits: SHAPES[bits] | shapes for bits, shapes in best.items()}
-        list(workers.map(compile_all, *zip(*whole(merged), strict=True)))
-    check(merged)
-    table(merged, (1, 8, 16, 32, 64, 128), ("bfloat16", "fp8", "int4"))
+        if not some:
+            list(workers.map(compile_all, *zip(*whole(merged), strict=True)))
+    if not some:
+        check(merged)
+        table(merged, (1, 8, 16, 32, 64, 128), ("bfloat16", LABELS[8], "int4"))

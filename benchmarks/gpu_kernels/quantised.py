@@ -4,9 +4,10 @@
     python benchmarks/gpu_kernels/quantised.py steps      # and whole steps of the engine, random weights
     python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
-Shapes are those of an 8B Llama model; with `32b`, here and in cuts.py and tall.py, of Qwen2.5-32B (whole steps are
-those of 8B). Weights are not in cache: each product runs over so many different ones. The floor of a product is the
-time to read its weight, scales included, at `timing.read_rate`. cuts.py tries other shapes.
+Shapes are those of an 8B Llama model; with `32b` or `27b`, here and in cuts.py and tall.py, of Qwen2.5-32B or of
+Qwen3.5-27B's delta nets (whole steps are those of 8B). Weights are not in cache: each product runs over so many
+different ones. The floor of a product is the time to read its weight, scales included, at `timing.read_rate`. cuts.py
+tries other shapes.
 """
 
 from __future__ import annotations
@@ -41,19 +42,25 @@ class Product(NamedTuple):
     kind: str  # of kernel
 
 
-def products(hidden: int, qkv: int, ffn: int) -> tuple[Product, ...]:
+def products(hidden: int, qkv: int, ffn: int, made: int = 0) -> tuple[Product, ...]:
+    """made: columns of the matrix behind the heads, where they are not `hidden`."""
     return (
         Product("qkv", qkv, hidden, "plain"),
-        Product("o", hidden, hidden, "add"),
+        Product("o", hidden, made or hidden, "add"),
         Product("gate_up", 2 * ffn, hidden, "silu"),
         Product("down", hidden, ffn, "add_long"),
     )
 
 
-MODELS = {"8b": products(4096, 6144, 14336), "32b": products(5120, 7168, 27648)}
+MODELS = {
+    "8b": products(4096, 6144, 14336),
+    "32b": products(5120, 7168, 27648),
+    "27b": products(5120, 16384, 17408, 6144),
+}
 PRODUCTS = MODELS[next((word for word in sys.argv[1:] if word in MODELS), "8b")]
 WIDTHS = {
     "fp8": Width(8, False, WHOLE, True),
+    "fp8 blocks": Width(8, False, 1, True),
     "int4": Width(4, False, 1),
     "int8": Width(8, False, WHOLE),
     "int4 with zeros": Width(4, True, 1),
@@ -69,7 +76,7 @@ def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 
 
 
 def packed(product: Product, width: Width) -> PackedGroups:
-    """A random weight: 8 bits with a scale for each row, 4 bits in groups of 128."""
+    """A random weight: 8 bits with a scale for each row or block of 128 x 128, 4 bits in groups of 128."""
     rows, columns = product.features, product.depth
     if width.bits == 8 and not width.fp8:
         codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device="cuda")
@@ -77,8 +84,9 @@ def packed(product: Product, width: Width) -> PackedGroups:
         return pack(QuantizedRows(codes, 8, scales, None, 1, columns, None), torch.bfloat16, "cuda")
     if width.fp8:
         codes = torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        scales = torch.full((rows, 1), columns**-0.5 / 128, device="cuda")
-        return pack(QuantizedRows(codes, 8, scales, None, 1, columns, None), torch.bfloat16, "cuda")
+        tall, wide = (1, columns) if width.shift == WHOLE else (128, 128)
+        scales = torch.full((-(-rows // tall), columns // wide), columns**-0.5 / 128, device="cuda")
+        return pack(QuantizedRows(codes, 8, scales, None, tall, wide, None), torch.bfloat16, "cuda")
     codes = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, device="cuda")
     scales = torch.full((rows, columns // 128), columns**-0.5 / 4, device="cuda")
     zeros = torch.zeros(scales.shape, dtype=torch.int16, device="cuda") if width.zeros else None

@@ -2,9 +2,10 @@
 
 import pytest
 from engine_rig import BLOCKS, CUDA, RANKS
-from layer_kinds import KINDS, config_of
+from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.core import PLAIN, DraftDeferral, TreeShape
+from draftwing.sched.state_slots import StateSizes
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24  # tokens of an answer
@@ -115,14 +116,37 @@ def test_prefix_hits(harness, case, lag):
     assert all(out.meta["cached_tokens"] > 8 for out in got.final.values())
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "shared"])
+@pytest.mark.parametrize("kind", ["recurrent", "shared", *RECURRENT])
 def test_other_layers(harness, case, kind):
-    """Those that read others' keys and values are mixed; models that keep more than these take turns."""
+    """Those that read others' keys and values are mixed, and recurrent ones; those that need the host's chunks are
+    not."""
     known, prompts, params, *_ = case
     if hasattr(known, "whole") or harness.device != "cpu":
         pytest.skip("one rank on a CPU shows it")
-    model = harness.model_of(config_of(KINDS[kind], harness.CONTEXT))
+    model = harness.model_of(config_of((KINDS | RECURRENT)[kind], harness.CONTEXT))
     expected = harness.plain_answers(model, prompts[:4], params[:4])
     rig = harness.Rig(model, lag=1, mixed=True)
     assert one_by_one(rig, prompts[:4], params[:4]).tokens == expected.tokens
-    assert (rig.stats.mixed > 0) == (kind == "shared")
+    assert (rig.stats.mixed > 0) == (kind != "recurrent")
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers(harness, case, kind):
+    """With drafts, in parts, from snapshots, and where requests are retracted."""
+    known, prompts, params, *_ = case
+    if hasattr(known, "whole"):
+        pytest.skip("these layers are of one rank")
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    expected = harness.plain_answers(model, prompts, params)
+    more = {"drafter": "oracle", "book": harness.make_book(prompts, expected), "miss": 2, "mixed": True}
+    states = StateSizes(30, 8, 4) if kind in HYBRIDS else None
+    rig = harness.Rig(model, policy=harness.Cycle(PLAIN, TREE, CHAIN, PLAIN), chunk=30, states=states, **more)
+    for _ in range(2):
+        got = one_by_one(rig, prompts, params)
+        assert got.tokens == expected.tokens
+    assert rig.stats.mixed > 5 and rig.accept_length > 1.3
+    assert sum(out.meta["cached_tokens"] > 8 for out in got.final.values()) > 4
+    states = StateSizes(16, 8, 4) if kind in HYBRIDS else None
+    rig = harness.Rig(model, shapes=(CHAIN,), lag=1, chunk=40, slots=140, states=states, **more)
+    assert one_by_one(rig, prompts, params, every=1).tokens == expected.tokens
+    assert rig.sched.retractions > 0 and rig.stats.mixed > 0

@@ -142,6 +142,42 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
         assert texts(folder, algorithm, "bfloat16", **exact) == plain, algorithm
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
+def test_prompts_from_graphs_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    """And beside rows that decode, launched until there are graphs of them, and twice, the second time from what is
+    cached: the text is that of steps and prompts that take turns and are launched."""
+    own = {"block_multiple_of": 64} if kind == "lfm2" else {}
+    folder, drafters = written(tmp_path, kind, intermediate_size=192, **own)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 256, (20 + 17 * i % 290,), generator=generator).tolist() for i in range(32)]
+    params = [
+        SamplingParams(
+            temperature=0.0 if i % 2 else 0.8, sampling_seed=i, max_new_tokens=10 + i % 5 * 9, ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    options = {**ENGINE, "dtype": "bfloat16", "device": "cuda", "enable_deterministic_inference": True}
+    options |= {"max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 512}
+
+    def answers(algorithm: str, mixes: bool, **more: Any) -> list[list[int]]:
+        with LLM(str(folder), **options, speculative_algorithm=algorithm, **more) as llm:
+            found = [done.token_ids for _ in range(2) for done in llm.generate(prompts, params)]
+            prefills = llm.engine.parts.executor.prefills
+            assert (prefills is None) == ("disable_cuda_graph" in more)
+            assert prefills is None or prefills.replays > 0
+            # A policy may have none of the steps that were captured.
+            assert prefills is None or algorithm != "none" or (prefills.mixed_replays > 0) == mixes
+            return found
+
+    plain = answers("none", False, disable_cuda_graph=True, disable_mixed_chunk=True)
+    assert plain[: len(prompts)] == plain[len(prompts) :]
+    assert answers("none", False, disable_mixed_chunk=True) == plain
+    for algorithm in ("none", *drafters[:2]):
+        assert answers(algorithm, True) == plain, algorithm
+
+
 @pytest.mark.slow
 def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
@@ -208,11 +244,10 @@ def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, mon
             assert drafter.head.vocab == rows, "with <eos> and <pad>"
 
 
-def test_steps_that_cannot_be_mixed_are_said_to_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = written(tmp_path, "lfm2")
-    with (
-        caplog.at_level("INFO", "draftwing"),
-        LLM(str(folder), **ENGINE, enable_mixed_chunk=True, speculative_algorithm="none"),
-    ):
-        pass
-    assert "take turns: layers of this model keep more than keys and values" in caplog.text
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
+def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str) -> None:
+    folder, drafters = written(tmp_path, kind)
+    plain = texts(folder, "none", "float32")
+    for algorithm in ("none", drafters[-1]):
+        assert texts(folder, algorithm, "float32", enable_mixed_chunk=True, max_running_requests=2) == plain, algorithm

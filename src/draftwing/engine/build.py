@@ -253,8 +253,8 @@ def mixes_of(options: Options, executor: Executor) -> Mixes | None:
     if mixes(PLAIN, 1):
         return mixes
     why = "--cuda-graph-max-bs or --chunked-prefill-size is too small for its CUDA graphs"
-    if not executor.target.keeps_kv_alone:
-        why = "layers of this model keep more than keys and values"
+    if executor.model.needs_chunks:
+        why = "layers of this model read what they keep by the host's chunks"
     log.info("parts of prompts and requests that decode take turns: %s", why)
     return None
 

@@ -13,7 +13,6 @@ from draftwing.engine.graphs.cuda import GraphCache, Key
 from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Pending, Verified
-from draftwing.kv.pool import KVSpec
 from draftwing.models.decoder import DecoderModel, Narrowed
 from draftwing.ops.attention import Attend, AttnBackend, Batch, MixedAttend, TiledAttention
 
@@ -32,19 +31,14 @@ class TargetForward:
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles and not model.needs_chunks:
             tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            rows = graph_size if mixed and self.keeps_kv_alone else 0
+            rows = graph_size if mixed else 0
             self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self.run, rows)
-
-    @property
-    def keeps_kv_alone(self) -> bool:
-        """Returns whether all layers of the target that keep anything keep keys and values."""
-        return all(isinstance(spec, KVSpec) for spec in self._model.kv_layers)
 
     def mixes(self, shape: TreeShape, rows: int) -> int:
         """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
         one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
         if self.prefills is None:
-            return rows * shape.queries if self.keeps_kv_alone else 0
+            return 0 if self._model.needs_chunks else rows * shape.queries
         key = self.prefills.mixed_key(shape, rows)
         return 0 if key is None else key.size * shape.queries
 

@@ -141,6 +141,8 @@ class DeltaNetConfig(MixerConfig):
 class GatedDeltaNet(Mixer):
     """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
 
+    needs_chunks = False
+
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         super().__init__()
         self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps

@@ -49,7 +49,8 @@ class StoredVector(NamedTuple):
 class Mixer(nn.Module):
     """The part of a layer in which a token reads of those before it, by the injected `Attend`."""
 
-    # Whether prompts must come as the host's `Batch.chunks`, which they do not in the graphs of `PrefillGraphs`.
+    # Whether prompts must come as the host's `Batch.chunks`, with no other batch in the forward, as for `Attend.state`.
+    # In the graphs of `PrefillGraphs`, and beside rows that decode, it is not so.
     needs_chunks = True
     before_attention = 1  # how many of `linears`
     ops: LayerOps = PLAIN  # of the device, once packed

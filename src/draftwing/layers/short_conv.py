@@ -60,6 +60,8 @@ class ShortConvConfig(MixerConfig):
 class ShortConv(Mixer):
     """out(c * conv(b * x)), where b, c and x are one GEMM and the convolution is of each channel by itself."""
 
+    needs_chunks = False
+
     def __init__(self, config: ShortConvConfig, place: Placement) -> None:
         super().__init__()
         self.pool_layer = place.pool_layer

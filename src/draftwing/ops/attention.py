@@ -221,8 +221,11 @@ class Batch(NamedTuple):
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
-    # Chunks that only the device knows: [T, 5] int32 for each shape of attention, by `TiledAttention.chunk_tiles`.
+    # Chunks that only the device knows: [T, 5] int32 for each shape of attention, by `TiledAttention.chunk_tiles`; the
+    # row of each query, [M] int64; and where there are states of rows, what `TiledAttention.chunk_walks` gives.
     tiles: Mapping[HeadShape, Tensor] | None = None
+    query_rows: Tensor | None = None
+    walks: tuple[Tensor, Tensor] | None = None
     ragged: Ragged | None = None
 
     def part(self, first: int, end: int) -> Batch:
@@ -302,7 +305,7 @@ class BoundAttend(Attend):
 
 class MixedAttend(Attend):
     """Attention of one forward over two batches, the queries of the first before those of the other, each as by itself.
-    Their rows differ. For layers that keep keys and values alone."""
+    Their rows differ, and so do the state slots that they write. Not for layers that ask for `state`."""
 
     def __init__(self, first: Attend, other: Attend, queries: int) -> None:
         """queries: of the first."""
@@ -319,6 +322,14 @@ class MixedAttend(Attend):
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+
+    def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
+        return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        return torch.cat(
+            [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
+        )
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
@@ -398,4 +409,11 @@ class TiledAttention(AttnBackend, Protocol):
 
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         """Tiles that so many queries in so many chunks have at most."""
+        ...
+
+    def chunk_walks(self, spans: Sequence[ChunkSpan], queries: int) -> tuple[Tensor, Tensor]:
+        """Returns what `Batch.walks` is of these chunks, int32 on the CPU: [C, 5] of each its batch row, first query,
+        length, first segment and their end; [S, 2] of each segment, a part of a chunk at whose end a state is written:
+        tokens from the chunk's first, and the state slot. That of a chunk's end is the device's to fill in.  queries:
+        of the batch; those that are no chunk's are a span more, which has no segments."""
         ...

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from layer_kinds import KINDS, config_of
+from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.requests.request import LogprobParams
+from draftwing.sched.state_slots import StateSizes
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
@@ -66,6 +67,62 @@ def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, 
     rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24)
     counts = watch(rig.executor.prefills)
     assert rig.answer(prompts, params).tokens == expected.tokens and counts[0] > 1 and counts[1] == 0
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers(harness, monkeypatch, kind):
+    """Prompts in parts, of which snapshots are taken, and again from these."""
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 6)
+    prompts = harness.prompts_for(4)
+    params = [harness.greedy(4) if i % 2 else harness.seeded(4, seed=i) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    states = StateSizes(40, 8, 4) if kind in HYBRIDS else None
+    rig = rig_of(harness, model, monkeypatch, (16, 24), chunk=24, lag=1, states=states)
+    counts = watch(rig.executor.prefills)
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    again = rig.answer(prompts, params)
+    assert again.tokens == expected.tokens and any(out.meta["cached_tokens"] for out in again.final.values())
+    assert counts[0] > 2 and counts[1] == 0
+
+
+@torch.inference_mode()
+def test_states_of_rows_are_those_of_a_forward(harness, monkeypatch):
+    """And snapshots, of more chunks than one; a graph's padding leaves the dummy row's state as it was. Of more
+    snapshots than a graph has room for there is none."""
+    model = harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT))
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    rig = rig_of(harness, model, monkeypatch, (16, 32), states=StateSizes(16, 16, 4))
+    slots, executor, states = rig.slots, rig.executor, rig.pool.states
+    generator = torch.Generator().manual_seed(3)
+    slots.tokens[:-1] = torch.randint(0, harness.VOCAB, slots.tokens[:-1].shape, generator=generator)
+    slots.page_table[:3] = torch.arange(1, 3 * slots.length + 1).view(3, -1)
+    states.set(torch.tensor([[row, 0, 1 + row, 0] for row in range(3)], device=states.read.device))
+    plans = [
+        [Chunk(0, 0, 19, True, None, ((4, 10), (19, 11))), Chunk(2, 0, 13, True)],
+        [Chunk(1, 0, 9, True, None, ((8, 12),))],
+        [Chunk(2, 13, 7, False, None, ((1, 13), (2, 14), (7, 15))), Chunk(0, 19, 2, True), Chunk(1, 9, 1, True)],
+    ]
+    for turn, chunks in enumerate(plans):
+        batch = batch_of(slots, chunks)
+        own = [*states.write[batch.rows].tolist(), *(slot for chunk in chunks for _, slot in chunk.saves)]
+        expected = executor.target.run(batch)[0].clone()
+        before = [(layer.state.clone(), layer.conv.clone()) for layer in states.layers.values()]
+        for layer in states.layers.values():
+            layer.state[own], layer.conv[own] = torch.nan, torch.nan
+        found, _ = executor.prefills.run(chunks)
+        assert torch.equal(found, expected)
+        for layer, (state, conv) in zip(states.layers.values(), before, strict=True):
+            assert torch.equal(layer.state, state) and torch.equal(layer.conv, conv)
+        executor.ops.advance_states(
+            states, batch.rows, batch.positions[[s.offset + s.length - 1 for s in batch.chunks]]
+        )
+        if not turn:  # a row that began with the state of an empty text writes to another slot than that one
+            entries = [[row, -1, 4 + row, -1] for row in (0, 2)]
+            states.set(torch.tensor(entries, device=states.read.device))
+    many = tuple((i + 1, 10) for i in range(8))
+    assert executor.prefills.run([Chunk(0, 21, 9, True, None, many)]) is None
+    assert executor.prefills.run([Chunk(0, 21, 9, True, None, many[:7])]) is not None
 
 
 def test_layers_that_need_the_hosts_chunks_have_no_graphs_of_prompts(harness, monkeypatch):
@@ -164,6 +221,31 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     assert rig.answer(prompts[:2], params[:2], between=between).tokens == expected.tokens
     assert min(counts) > 0 and rig.stats.mixed == sum(counts)
     assert shapes == ({TreeShape(2, 1, 3), PLAIN} if drafts else {PLAIN})
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_beside_rows_that_decode(harness, monkeypatch, kind):
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    monkeypatch.setattr(prefill_graphs, "MIXED_NODES", 6)
+    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    prompts = harness.prompts_for(4, longest=12)
+    params = [harness.greedy(5 + i % 3) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    rig = rig_of(
+        harness, model, monkeypatch, (16,), size=2, rows=2, chunk=16, lag=1, mixed=True, drafter="oracle", miss=1,
+        policy=harness.Cycle(TreeShape(2, 1, 3), PLAIN), book=harness.make_book(prompts, expected),
+        states=StateSizes(20, 4, 4) if kind in HYBRIDS else None,
+    )  # fmt: skip
+    rig.executor.device.seconds = lambda begin, end: 0.0 if begin is end else 2e-3
+
+    def between(turn):
+        if turn % 2 == 0 and turn // 2 < len(prompts) - 1:
+            rig.submit(str(turn // 2 + 1), prompts[turn // 2 + 1], params[turn // 2 + 1])
+
+    assert rig.answer(prompts[:1], params[:1], between=between).tokens == expected.tokens
+    assert rig.executor.prefills.mixed_replays > 1
 
 
 def test_rows_that_ask_for_more_run_without_graphs(harness, model, monkeypatch):

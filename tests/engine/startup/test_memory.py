@@ -131,11 +131,17 @@ def test_an_engine_has_states_and_its_start_leaves_none(hybrid):
         assert not layer.state[:-1].any() and layer.state[-1].any(), "all was the dummy's"
 
 
-def test_graphs_of_mixed_steps_are_counted_where_there_will_be_any(rig, hybrid, monkeypatch):
-    """Of a model whose layers keep more than keys and values there are none."""
+def test_graphs_of_mixed_steps_are_counted_where_there_will_be_any(rig, hybrid, on_cpu, monkeypatch):
+    """Of a model whose layers need the host's chunks there are none."""
+    other = sizing.Rig(
+        on_cpu.model_of(config_of(KINDS["recurrent"], on_cpu.CONTEXT)), None, (TREE, PLAIN), torch.float32, rig.device
+    )
     monkeypatch.setattr(sizing, "peak", lambda executor, plan: executor.commit(executor.launch(plan)).wait() and GB)
-    found = [[sizing.trial(options(enable_mixed_chunk=on), one, 8)[1] for on in (False, True)] for one in (rig, hybrid)]
-    assert found[0][1] > found[0][0] + GB and found[1][1] == found[1][0]
+    found = [
+        [sizing.trial(options(enable_mixed_chunk=on), one, 8)[1] for on in (False, True)]
+        for one in (rig, hybrid, other)
+    ]
+    assert found[0][1] > found[0][0] + GB and found[1][1] > found[1][0] + GB and found[2][1] == found[2][0]
 
 
 def test_a_draft_model_has_no_recurrent_layers(hybrid, harness):
@@ -163,8 +169,7 @@ def test_the_trial_has_all_layers_run_over_whole_prompts(on_cpu, monkeypatch):
 def test_graphs_of_a_draft_model_take_memory_for_each_level(monkeypatch):
     monkeypatch.setattr(sizing, "peak", lambda executor, plan: 0)
     executor = SimpleNamespace(
-        target=SimpleNamespace(keeps_kv_alone=False), table=SimpleNamespace(rows=6),
-        ops=SimpleNamespace(draws_by_row=True),
+        table=SimpleNamespace(rows=6), ops=SimpleNamespace(draws_by_row=True),
         model=SimpleNamespace(needs_chunks=True, config=SimpleNamespace(num_layers=3)),
         drafter=SimpleNamespace(from_tokens=True, kv_layers=[KVSpec(2, 16)] * 28),
     )  # fmt: skip

@@ -3,7 +3,7 @@ while the host launches, the result of the step before waits to be looked at, an
 
 A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
 into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
-table's dummy row, from its beginning: it reads and writes the pool's dummy slot.
+table's dummy row, from its beginning: it reads and writes the pool's dummy slot. Recurrent layers leave it out.
 
 Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries in all, and of a shape
 and a number of rows for which there are graphs of tree steps. Matrices are multiplied with tiles of rows, and one row
@@ -34,6 +34,7 @@ from draftwing.ops.even import evens
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
 # while requests decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
+_SAVES = 2  # states that are written of a chunk on average, the one at its end among them
 MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 # That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
@@ -60,6 +61,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # [M]
     rows: Tensor  # [C] row of each chunk
     tiles: dict[HeadShape, Tensor]  # [T, 5] int32, as `Batch.tiles`
+    walks: tuple[Tensor, Tensor] | None  # as `Batch.walks`, of `_SAVES` segments a chunk
 
 
 class Sizes(NamedTuple):
@@ -108,6 +110,7 @@ class PrefillGraphs:
         self._sizes = Sizes.of(max_queries, table.length, rows)
         self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
         self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
+        self._has_walks = table.states is not None
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
@@ -158,7 +161,7 @@ class PrefillGraphs:
         no graph of so many queries or chunks."""
         tokens = sum(chunk.length for chunk in chunks)
         at = bisect_left(self.sizes, tokens)
-        if at == len(self.sizes) or len(chunks) >= MAX_CHUNKS or self.sizes[at] not in self._graphs:
+        if at == len(self.sizes) or self.sizes[at] not in self._graphs or not self._takes(self.sizes[at], chunks):
             return None
         self._fill(self.sizes[at], chunks)
         replay, (hidden, aux_hidden) = self._graphs[self.sizes[at]]
@@ -178,7 +181,7 @@ class PrefillGraphs:
         gives; as `run` otherwise."""
         tokens = sum(chunk.length for chunk in chunks)
         size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        if len(chunks) >= MAX_CHUNKS:
+        if not self._takes(size, chunks):
             return None
         if (size, key) in self.later:
             self.later[size, key] += 1
@@ -192,6 +195,11 @@ class PrefillGraphs:
 
     # -- the buffer -------------------------------------------------------------------------------------------------
 
+    def _takes(self, size: int, chunks: Sequence[Chunk]) -> bool:
+        """Returns whether the buffer of a graph of so many queries has room for the chunks."""
+        ends = sum(len(chunk.saves) + 1 for chunk in chunks)
+        return len(chunks) < MAX_CHUNKS and ends <= self._chunks(size) * _SAVES
+
     def _chunks(self, size: int) -> int:
         return min(size, MAX_CHUNKS)
 
@@ -202,15 +210,22 @@ class PrefillGraphs:
     def _parts(self, size: int) -> list[int]:
         """Returns words of each part of the buffer."""
         tiles = [self._tiles(size, shape) * 5 // 2 for shape in self._shapes]
-        return [size, size, self._chunks(size), *tiles]
+        chunks = self._chunks(size)
+        walks = [(chunks * 5 + 1) // 2, chunks * _SAVES] if self._has_walks else []
+        return [size, size, chunks, *walks, *tiles]
 
     def _words(self, size: int) -> int:
         return sum(self._parts(size))
 
     def _inputs(self, size: int) -> Inputs:
         token_rows, positions, rows, *words = self._buffer[: self._words(size)].split(self._parts(size))
+        walks = None
+        if self._has_walks:
+            spans, segments, *words = words
+            chunks = self._chunks(size)
+            walks = spans.view(torch.int32)[: chunks * 5].view(-1, 5), segments.view(torch.int32).view(-1, 2)
         tiles = [part.view(torch.int32).view(-1, 5) for part in words]
-        return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)))
+        return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)), walks)
 
     def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
         left = size - sum(chunk.length for chunk in chunks)
@@ -222,11 +237,12 @@ class PrefillGraphs:
             np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in whole]),
             rows,
         ]
+        if self._has_walks:
+            walks = self._attn.chunk_walks(spans_of(chunks), size)
+            parts += [_words_of(part, words) for part, words in zip(walks, self._parts(size)[3:5], strict=True)]
         for shape in self._shapes:
-            tiles = np.zeros((self._tiles(size, shape), 5), np.int32)  # of no length where there are none
-            found = self._attn.chunk_tiles(spans_of(whole), shape).numpy()
-            tiles[: len(found)] = found
-            parts.append(tiles.reshape(-1).view(np.int64))
+            words = self._tiles(size, shape) * 5 // 2
+            parts.append(_words_of(self._attn.chunk_tiles(spans_of(whole), shape), words))
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
     def _run(self, inputs: Inputs) -> States:
@@ -243,7 +259,7 @@ class PrefillGraphs:
         put(cut(self._mixed_states, hidden.shape[0])[0], (hidden, aux_hidden))
 
     def _batch(self, inputs: Inputs) -> Batch:
-        table, (token_rows, positions, rows, tiles) = self._table, inputs
+        table, (token_rows, positions, rows, tiles, walks) = self._table, inputs
         return Batch(
             rows=rows,
             ids=table.tokens_at(token_rows, positions),
@@ -252,7 +268,16 @@ class PrefillGraphs:
             table=table.page_table,
             prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
             tiles=tiles,
+            query_rows=token_rows,
+            walks=walks,
         )
+
+
+def _words_of(found: Tensor, words: int) -> IntArray:
+    """found: int32 -> the same in so many words [words] int64, with zeros behind it, which are chunks of no length."""
+    part = np.zeros(words * 2, np.int32)
+    part[: found.numel()] = found.numpy().reshape(-1)
+    return part.view(np.int64)
 
 
 def put(into: States, states: States) -> None:

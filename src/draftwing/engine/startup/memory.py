@@ -303,11 +303,11 @@ def graph_bytes(
     """Returns bytes that the graphs of an engine will take: of the stages that need most, which share their memory, of
     what graphs of prompts leave, and of the driver. tokens, longest, length: of a prefill, of its prompts and of a row,
     as in `trial`."""
-    target, rows = executor.target, executor.table.rows
+    rows = executor.table.rows
     shape = max(menu, key=lambda s: s.nodes)
     widest = max(min(graph_size, MAX_NODES // s.nodes) * s.nodes for s in menu)
     found = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
-    mixed = options.enable_mixed_chunk and target.keeps_kv_alone
+    mixed = options.enable_mixed_chunk
     if not executor.model.needs_chunks:  # prompts have graphs, too
         prompts = peak(executor, first_step(min(prefill_sizes(tokens)[-1], longest * rows), longest, length))
         found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own

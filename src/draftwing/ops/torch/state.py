@@ -17,12 +17,13 @@ from draftwing.ops.attention import Batch
 
 def ancestor_slots(batch: Batch, count: int) -> Tensor:
     """Returns the slots of the `count` tokens before each query, the nearest first, [M, count] int64; slot 0, which no
-    text owns, where there are none. batch: with `chunks` or a `path`."""
+    text owns, where there are none. batch: with `chunks`, `query_rows` or a `path`."""
     back = torch.arange(1, count + 1, device=batch.rows.device)
     if batch.path is None or batch.path_len is None:
-        assert batch.chunks, "tiles alone do not say which row a query is of"
-        rows = torch.cat([batch.rows[span.row].expand(span.length) for span in batch.chunks]).unsqueeze(1)
-        place = batch.positions.unsqueeze(1) - back
+        rows = batch.query_rows
+        if rows is None:
+            rows = torch.cat([batch.rows[span.row].expand(span.length) for span in batch.chunks])
+        rows, place = rows.unsqueeze(1), batch.positions.unsqueeze(1) - back
     else:
         rows = batch.rows[:, None, None]
         at = batch.path_len.unsqueeze(2) - 1 - back  # [B, Q, count] on the path; below 0: before the tree

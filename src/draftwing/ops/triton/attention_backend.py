@@ -22,7 +22,7 @@ from draftwing.ops.attention import (
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.ops.triton.delta_net import delta_net
-from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
+from draftwing.ops.triton.delta_plan import Walks, chunk_walks, plan_chunks, plan_trees
 from draftwing.ops.triton.rope import rope_and_write, write_latents
 from draftwing.ops.triton.short_conv import short_conv, sources_of
 
@@ -55,6 +55,9 @@ class PagedAttention:
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
         group, rows = self._tile(shape)
         return queries * group // rows + chunks
+
+    def chunk_walks(self, spans: Sequence[ChunkSpan], queries: int) -> tuple[Tensor, Tensor]:
+        return chunk_walks(spans, queries)
 
     def _tile(self, shape: HeadShape) -> tuple[int, int]:
         """Heads per key head, and rows of a tile."""
@@ -103,7 +106,7 @@ class TritonAttend(KernelAttend):
         width = kept.spec.conv_width
         is_first = width not in self._walks
         if is_first:
-            plan = plan_chunks if self._batch.chunks else plan_trees
+            plan = plan_trees if self._batch.path is not None else plan_chunks
             self._walks[width] = plan(states, self._batch, width)
         return delta_net(kept, self._walks[width], inputs, weights, is_first)
 

@@ -322,17 +322,16 @@ def delta_net(
         HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
         BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
-    walks = plan.walks.shape[0]
-    is_chunk = walks < count  # trees have a walk for each query
+    walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
     elements = _STATE // 2 if spec.value_dim % 4 else _STATE
     columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
-    best = _CHUNK_STAGES if is_chunk else _TREE_STAGES
+    best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
         o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **(ordinary if is_chunk else options),
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **launched,
     )  # fmt: skip
     out = z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](

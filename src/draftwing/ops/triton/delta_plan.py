@@ -10,6 +10,8 @@ walk leaves its result. A walk has *segments*, and a state is written at the end
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -35,9 +37,11 @@ class Walks(NamedTuple):
     -1; and a record's number: of a query where it leaves one, or -1, else which one it is.
     walks [W, 4]: first of its `steps`, state slot, first segment, end of its segments.
     segments [S, 2]: steps at its end, counted from the walk's first, and the state slot that is written then, or -1.
+    of_chunks: whether a walk may be long.
     """
 
     queries: int
+    of_chunks: bool
     sources: Tensor
     tokens: Tensor
     steps: Tensor
@@ -173,7 +177,7 @@ def _plan_chunks_kernel(
     sources, tokens, steps, walks, segments, spans, rows, reads, writes,
     OF_SPAN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (spans, blocks of the longest). spans: as `_spans` has them."""
+    """Grid (spans, blocks of the longest). spans, segments: as `chunk_walks` gives them."""
     start(PDL)
     span = tl.program_id(0)
     spans += span * OF_SPAN
@@ -181,7 +185,7 @@ def _plan_chunks_kernel(
     first, end = tl.load(spans + 3), tl.load(spans + 4)
     read, write = tl.load(reads + row).to(tl.int32), tl.load(writes + row).to(tl.int32)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = at < length
+    here, is_chunk = at < length, first < end  # else nobody's
     for back in tl.static_range(WIDTH):
         window = (read * (WIDTH - 1) + WIDTH - 1 + at - back) * 4 + WINDOW
         source = tl.where(at < back, window, (offset + at - back) * 4 + QUERY)
@@ -190,48 +194,49 @@ def _plan_chunks_kernel(
     for segment in range(first, end - 1):
         save = tl.where(at + 1 == tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1), save)
     own = tokens + (offset + at) * 4
-    tl.store(own, at * 0 + 1, mask=here)
-    tl.store(own + 1, tl.where(at == length - 1, write, -1), mask=here)
+    tl.store(own, tl.where(is_chunk, at * 0 + 1, 0), mask=here)
+    tl.store(own + 1, tl.where(is_chunk & (at == length - 1), write, -1), mask=here)
     tl.store(own + 2, save, mask=here)
     tl.store(own + 3, at * 0 - 1, mask=here)
     tl.store(steps + offset + at, offset + at, mask=here)
     if tl.program_id(1) == 0:
-        tl.store(segments + end * 2 - 1, write)
+        tl.store(segments + end * 2 - 1, write, mask=is_chunk)
         tl.store(walks + span * 4, offset)
         tl.store(walks + span * 4 + 1, read)
         tl.store(walks + span * 4 + 2, first)
         tl.store(walks + span * 4 + 3, end)
 
 
-def _spans(chunks: tuple[ChunkSpan, ...]) -> tuple[list[int], list[int]]:
-    """Returns of each chunk its batch row, first query, length, first segment and their end; and the segments, of which
-    each chunk's last one gets its state slot on the device."""
-    spans: list[int] = []
-    segments: list[int] = []
-    for chunk in chunks:
-        first = len(segments) // 2
-        for save in (*chunk.saves, (chunk.length, -1)):
-            segments += save
-        spans += [chunk.row, chunk.offset, chunk.length, first, len(segments) // 2]
-    return spans, segments
+def chunk_walks(spans: Sequence[ChunkSpan], queries: int) -> tuple[Tensor, Tensor]:
+    """Computes what `TiledAttention.chunk_walks` returns."""
+    ends = [(*span.saves, (span.length, -1)) for span in spans]
+    found, count, end = [], 0, 0
+    for span, theirs in zip(spans, ends, strict=True):
+        end = span.offset + span.length
+        found.append((span.row, span.offset, span.length, count, count + len(theirs)))
+        count += len(theirs)
+    if end < queries:
+        found.append((0, end, queries - end, 0, 0))
+    made = (torch.tensor(part, dtype=torch.int32) for part in (found, [*chain(*ends)]))
+    return next(made), next(made).view(-1, 2)
 
 
 def plan_chunks(states: RowStates, batch: Batch, width: int) -> Walks:
     """width: of the convolution."""
-    device, count, chunks = batch.rows.device, batch.write_slots.shape[0], len(batch.chunks)
-    spans, segments = _spans(batch.chunks)
-    host = torch.tensor([*segments, *spans], dtype=torch.int32)
-    sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-    sizes = count * width, count * 4, count, chunks * 4
-    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    blocks = triton.cdiv(max(chunk.length for chunk in batch.chunks), _BLOCK)
-    _plan_chunks_kernel[(chunks, blocks)](
-        *parts, sent, sent[len(segments) :], batch.rows, states.read, states.write, OF_SPAN=_OF_SPAN, WIDTH=width,
-        BLOCK=_BLOCK, num_warps=4, **launch_options(device),
+    device, count = batch.rows.device, batch.write_slots.shape[0]
+    spans, segments = batch.walks or chunk_walks(batch.chunks, count)
+    if batch.walks is None:
+        host = torch.cat((segments.view(-1), spans.view(-1)))
+        sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+        segments, spans = sent[: segments.numel()].view(-1, 2), sent[segments.numel() :].view(-1, _OF_SPAN)
+    sizes = count * width, count * 4, count, len(spans) * 4
+    sources, tokens, steps, walks = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    blocks = triton.cdiv(max((chunk.length for chunk in batch.chunks), default=count), _BLOCK)
+    _plan_chunks_kernel[(len(spans), blocks)](
+        sources, tokens, steps, walks, segments, spans, batch.rows, states.read, states.write, OF_SPAN=_OF_SPAN,
+        WIDTH=width, BLOCK=_BLOCK, num_warps=4, **launch_options(device),
     )  # fmt: skip
-    sources, tokens, steps, walks = parts
-    shapes = sources.view(count, width), tokens.view(count, 4), steps, walks.view(chunks, 4)
-    return Walks(count, *shapes, sent[: len(segments)].view(-1, 2))
+    return Walks(count, True, sources.view(count, width), tokens.view(count, 4), steps, walks.view(-1, 4), segments)
 
 
 def plan_trees(states: RowStates, batch: Batch, width: int) -> Walks:
@@ -257,5 +262,5 @@ def plan_trees(states: RowStates, batch: Batch, width: int) -> Walks:
         WIDTH=width, WIDTH_PAD=lanes(width), num_warps=4, **launch_options(device),
     )  # fmt: skip
     return Walks(
-        count, sources.view(tokens, width), known, walk_steps, walks.view(count, 4), segments.view(2 * count, 2)
+        count, False, sources.view(tokens, width), known, walk_steps, walks.view(count, 4), segments.view(2 * count, 2)
     )
