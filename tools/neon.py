@@ -84,6 +84,16 @@ def fetch_wheels() -> None:
         zipfile.ZipFile(wheel).extractall(SITE)
 
 
+def emulated_python() -> Path:
+    """Writes a program that runs Python in the emulator, and which is this Python's `sys.executable`: processes that it
+    starts with that are emulated, too. Beside Python itself, from where Python finds its modules."""
+    script = ROOT / "usr/bin/emulated-python"
+    options = f"-cpu max -L '{ROOT}' -E LD_LIBRARY_PATH=/usr/lib/aarch64-linux-gnu"
+    script.write_text(f'#!/bin/sh\nexec qemu-aarch64 {options} -0 "$0" \'{python()[0]}\' "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
 def compile_sets() -> list[str]:
     """The package with its modules into SOURCE; the names of the sets."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -110,8 +120,7 @@ def cases(program: tuple[str, ...], isa: str, emulated: bool) -> dict[str, Any]:
 
     # Packages without code of a machine are those that are installed here.
     environ["PYTHONPATH"] = f"{SITE}:{SOURCE}:{Path(numpy.__file__).parent.parent}"
-    emulator = ["qemu-aarch64", "-cpu", "max", "-L", ROOT, "-E", "LD_LIBRARY_PATH=/usr/lib/aarch64-linux-gnu"]
-    return json.loads(run(*emulator, python()[0], *command, env=environ))
+    return json.loads(run(emulated_python(), *command, env=environ))
 
 
 def compare(program: tuple[str, ...]) -> list[str]:
