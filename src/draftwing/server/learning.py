@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.config.drafters import TRAINED, training
+from draftwing.config.drafters import TRAINED
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
@@ -198,8 +198,8 @@ def arguments(options: Options) -> list[str]:
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
-    if algorithm is None or training(algorithm).block:
-        able = " or ".join(spec.name for name, spec in TRAINED.items() if not training(name).block)
+    if algorithm is None:
+        able = " or ".join(spec.name for spec in TRAINED.values())
         raise ConfigError(f"--learn-while-idle: expected --speculative-algorithm {able}, found {options.drafter}")
     if options.speculative_draft_model_path is None:
         raise ConfigError("--learn-while-idle: expected a head in a folder, --speculative-draft-model-path; found the "

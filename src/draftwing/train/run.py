@@ -31,9 +31,10 @@ MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 # What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
 # good already, chains as long as those that are served, and short general answers: the amount of text is bounded.
 _OF_TRAFFIC: dict[str, Any] = {
-    "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20,
-    "eval_every": 100, "max_tokens": 160,
+    "batch_tokens": 2048, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20, "eval_every": 100,
+    "max_tokens": 160,
 }  # fmt: skip
+_OF_CHAINS: dict[str, Any] = {"ttt_steps": 4}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
         settings, asked = settings | kept, asked | chosen
     settings, asked = {**settings, **given}, {**asked, **options}
     if settings.get("traffic") is not None:
-        settings = _OF_TRAFFIC | settings
+        own = {} if Settings(**settings).training.block else _OF_CHAINS
+        settings = _OF_TRAFFIC | own | settings
         if not settings.get("init_head"):
             settings["init_head"] = (_served_head(Settings(**settings), asked),)
     run = Run(out, Settings(**settings), asked)
