@@ -250,7 +250,13 @@ def test_what_training_is_told_of_the_model() -> None:
     words = arguments(options)
     assert words[words.index("--algorithm") + 1] == "MTP" and words[words.index("--model") + 1] == "/m"
     assert "--dtype" not in words
-    refused = {"NGRAM": "found NGRAM", "NEXTN": "layers of the checkpoint", "DSPARK": "EAGLE or EAGLE3 or NEXTN, found"}
+    words = arguments(Options.from_kwargs(speculative_algorithm="DFLASH", speculative_draft_model_path="/h"))
+    assert words[words.index("--algorithm") + 1] == "DFLASH"
+    refused = {
+        "NGRAM": "found NGRAM",
+        "NEXTN": "layers of the checkpoint",
+        "STANDALONE": "DSPARK or NEXTN, found STANDALONE",
+    }
     for algorithm, found in refused.items():
         with pytest.raises(ConfigError, match=found):
             arguments(Options.from_kwargs(speculative_algorithm=algorithm))
