@@ -169,6 +169,12 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead
     return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
 
 
+def aux_layers_of(path: str | Path, config: ModelConfig, algorithm: str) -> tuple[int, ...]:
+    """Returns the residual streams that a published head reads of a target with this config. Raises CheckpointError."""
+    target = DecoderModel(config, TRAINED, "meta")
+    return load_draft_head(path, target, algorithm, TRAINED, "meta").aux_layers
+
+
 def renewable(head: FeatureHead) -> bool:
     """Returns whether which tokens the head drafts is a part of it: not where these are all of the target's, or those
     of a token map."""

@@ -188,7 +188,11 @@ class Stages:
 
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
-        return target_aux_layers(self.settings.algorithm, self.config.num_layers, self.settings.aux_layers)
+        """Returns those that are asked for, else those that --init-head reads."""
+        settings, asked = self.settings, self.settings.aux_layers
+        if not asked and settings.training.aux_hidden_states and self.init_heads:
+            asked = heads.aux_layers_of(self.init_heads[0], self.config, settings.algorithm)
+        return target_aux_layers(settings.algorithm, self.config.num_layers, asked)
 
     @property
     def features(self) -> Path:
@@ -197,7 +201,7 @@ class Stages:
 
     def _target(self) -> FeatureModel:
         options, settings = self.engine_options, self.settings
-        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, settings.aux_layers)
+        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, self.aux_layers)
 
     def capture(self) -> None:
         """Computes the features that the store does not have yet."""
