@@ -26,6 +26,7 @@ _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
     "held_out", "init_head", "traffic", "general_share",
 )  # fmt: skip
+TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 # What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
@@ -127,8 +128,9 @@ def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
 
 
 def _begun(out: Path) -> bool:
-    """Tells whether there is something in the folder that settings have shaped."""
-    return any(next(out.glob(name), None) for name in ("responses*", "features-*", "fit", "head"))
+    """Tells whether there is something in the folder that settings have shaped. Of a run from traffic, whose answers
+    lie elsewhere, that is which traffic it is."""
+    return any(next(out.glob(name), None) for name in (TRAFFIC_FILE, "responses*", "features-*", "fit", "head"))
 
 
 def _check_same(

@@ -33,7 +33,7 @@ from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
 from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
-from draftwing.train.run import Run
+from draftwing.train.run import TRAFFIC_FILE, Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
 from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
@@ -68,7 +68,7 @@ class TrafficStages(Stages):
     @cached_property
     def _begin(self) -> dict[str, Any]:
         """When the run began, `until`, and which head was to be `served` then."""
-        file = self.run.data / "traffic.json"
+        file = self.run.data / TRAFFIC_FILE
         if not file.exists():
             write_json(file, {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()})
         return {"served": self._parent, **json.loads(file.read_text(encoding="utf-8"))}
