@@ -179,8 +179,11 @@ class Learning(Watcher):
         return self._training is not None and self._training.active
 
     def numbers(self) -> dict[str, Any]:
-        """Returns what metrics show."""
-        return {"draft_head": {str(self.head or 0): 1}, "head_swaps": self.swaps, "training": int(self.training)}
+        """Returns what metrics show; names of clients only to whoever has a key."""
+        public = self._engine.info.options.public_endpoints in ("metrics", "all")
+        clients = {} if public else {"client_length": self.live.by_client()}
+        head = {str(self.head or 0): 1}
+        return {"draft_head": head, "head_swaps": self.swaps, "training": int(self.training), **clients}
 
     def facts(self) -> dict[str, Any]:
         """Returns what the page shows."""
@@ -189,6 +192,7 @@ class Learning(Watcher):
             "training": self.training,
             "curve": [[point.at, round(point.tokens / point.steps, 3)] for point in self.live.curve(CURVE)],
             "swaps": [[swap.at, swap.head] for swap in self.live.swaps],
+            "clients": {client: round(length, 3) for client, length in self.live.by_client().items()},
         }
 
 
