@@ -93,10 +93,10 @@ class Stages:
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
-        _ = self.aux_layers, checked_mask(self.settings, self.config.vocab_size)
+        checked_mask(self.settings, self.config.vocab_size)
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
-            _ = self.init_heads
+            _ = self.init_heads, self.aux_layers
         if self.settings.trains:
             _ = self.data
         elif (out / "fit").exists():
