@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from draftwing.config.drafters import TRAINED
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.engine.engine import Engine
@@ -114,7 +115,8 @@ def train(asked: argparse.Namespace, words: Sequence[str]) -> dict[str, Path]:
     def learn(kind: str) -> None:
         folder = asked.out / kind
         run = ["--from", str(folder / "traffic"), "--out", str(folder / "run"), "--model", asked.model]
-        command = [sys.executable, "-m", "draftwing", "train", *run, "--init-head", asked.head, *words]
+        run += ["--algorithm", asked.algorithm, "--init-head", asked.head]
+        command = [sys.executable, "-m", "draftwing", "train", *run, *words]
         start = time.perf_counter()
         with (folder / "train.log").open("w", encoding="utf-8") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--algorithm", default="EAGLE3", help="of draftwing train")
     parser.add_argument("--head", help="that all start from (default: the model's own)")
     parser.add_argument("--heads", nargs="+", type=Path, help="to be measured, one of each kind: nothing is learnt")
     parser.add_argument("--requests", type=int, default=600, help="of each kind")
@@ -209,7 +212,7 @@ def main() -> None:
     asked.head = asked.head or Options.from_kwargs(model=asked.model).resolve().speculative_draft_model_path
     if asked.head is None:
         parser.error(f"{asked.model} has no head of its own: name one as --head")
-    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": asked.head}
+    drafter = {"speculative_algorithm": TRAINED[asked.algorithm].name, "speculative_draft_model_path": asked.head}
     if asked.shape:
         tree = dict(zip(TREE, map(int, asked.shape.split(",")), strict=False))
         drafter |= {**tree, "speculative_fixed_shape": True}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from reference.checkpoints import Checkpoint, draft_vocabulary
-from reference.exact_heads import disturbed, exact_eagle3
+from reference.exact_heads import disturbed, exact_domino, exact_dspark, exact_eagle3
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.config.options import Options
@@ -124,6 +124,62 @@ def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm:
             found = accepted(engine, heads.prompts)
             if algorithm == "EAGLE3":
                 assert found == expected[head or heads.good]
+
+
+def of_fewer_tokens(head: Checkpoint, seed: int) -> Checkpoint:
+    """A DSpark head that can draft three quarters of its tokens."""
+    rows = 3 * head.config["vocab_size"] // 4
+    d2t, t2d = draft_vocabulary(head.config["vocab_size"], rows, seed)
+    kept = torch.arange(rows) + d2t
+    own = {name: head.tensors[name][kept].clone() for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    return Checkpoint(head.tensors | own | {"d2t": d2t, "t2d": t2d}, head.config | {"draft_vocab_size": rows})
+
+
+@pytest.mark.further(kind="domino")
+@pytest.mark.further(kind="dspark", dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dspark", "of fewer tokens", "domino"])
+def test_heads_that_draft_blocks_are_swapped(heads: Heads, kind: str, dtype: str, tmp_path: Path) -> None:
+    exact = exact_domino(vocab_size=258) if kind == "domino" else exact_dspark(vocab_size=258)
+    assert exact.head is not None
+    noise, folders = torch.Generator().manual_seed(5), []
+    for number, scale in enumerate((0.1, 0.6)):
+        tensors = {
+            name: value + scale * value.std(correction=0) * torch.randn(value.shape, generator=noise)
+            for name, value in exact.head.tensors.items()
+        }
+        if kind != "domino":  # which of a node's siblings are drafted follows from it
+            tensors["confidence_head.proj.bias"] = torch.tensor([3.0 - 6 * number])
+        head = Checkpoint(tensors, exact.head.config)
+        head = of_fewer_tokens(head, number) if kind == "of fewer tokens" else head
+        folders.append(head.write(tmp_path / str(number)))
+    good, bad = folders
+    target = disturbed(exact.target, 0.4).write(tmp_path / "target")
+    write_tokenizer(target)
+    tree = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
+    options: dict[str, Any] = {
+        "model": str(target), "dtype": dtype, "disable_radix_cache": True, "speculative_fixed_shape": True, **tree,
+        "speculative_algorithm": "DFLASH" if kind == "domino" else "DSPARK",
+    }  # fmt: skip
+
+    def found(engine: Engine) -> tuple[list[list[int]], float]:
+        rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
+        texts = answers(engine, heads.prompts)
+        return texts, (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
+
+    expected = {}
+    for folder in folders:
+        with closing(heads.engine(folder, **options)) as engine:
+            found(engine)
+            expected[folder] = found(engine)
+    assert expected[good][0] == expected[bad][0] and expected[good][1] > 1.05 * expected[bad][1]
+    with closing(heads.engine(good, **options)) as engine:
+        found(engine)
+        for other in (bad, good, bad, None):
+            engine.swap_draft(other)
+            assert found(engine) == expected[other or good]
+        swaps = {5: bad, 11: good, 17: bad}
+        assert answers(engine, heads.prompts, swaps) == expected[good][0]
 
 
 def test_heads_that_do_not_fit_are_refused_and_nothing_changes(heads: Heads, tmp_path: Path) -> None:

@@ -76,25 +76,44 @@ def history(tmp_path: Path) -> HeadHistory:
     return history
 
 
-def requests(learning: Learning, accepted: int) -> None:
+def requests(learning: Learning, accepted: int, client: str = "") -> None:
     for i in range(ENOUGH):
         meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
-        learning.finished(SimpleNamespace(meta=meta, request=SimpleNamespace(client="")))  # type: ignore[arg-type]
+        learning.finished(SimpleNamespace(meta=meta, request=SimpleNamespace(client=client)))  # type: ignore[arg-type]
 
 
 def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: HeadHistory) -> None:
     engine: Any = Engine(tmp_path)
     learning = Learning(engine, tmp_path)
     looked(learning, 2)
-    assert engine.swapped == [] and learning.numbers() == {"draft_head": {"0": 1}, "head_swaps": 0, "training": 0}
+    expected = {"draft_head": {"0": 1}, "head_swaps": 0, "training": 0, "client_length": {}}
+    assert engine.swapped == [] and learning.numbers() == expected
     history.use(2)
     looked(learning, 2)
-    assert engine.swapped == ["2"] and learning.numbers() == {"draft_head": {"2": 1}, "head_swaps": 1, "training": 0}
+    expected |= {"draft_head": {"2": 1}, "head_swaps": 1}
+    assert engine.swapped == ["2"] and learning.numbers() == expected
     assert learning.draft_model_path == str(tmp_path / "heads" / "2")
     history.use(None)
     looked(learning, 2)
     assert engine.swapped == ["2", "first"] and learning.draft_model_path == "first"
     assert [head for _, head in learning.facts()["swaps"]] == [2, None]
+
+
+def test_acceptance_of_each_key_is_shown_to_whoever_has_one(tmp_path: Path, history: HeadHistory) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    requests(learning, 5, "alice")
+    requests(learning, 5)
+    history.use(2)
+    looked(learning, 2)
+    assert learning.numbers()["client_length"] == {}, "those were of the head before"
+    for client, accepted in (("alice", 10), ("bob", 4), ("", 0)):
+        requests(learning, accepted, client)
+    expected = {"alice": 1 + 10.98 / 10, "bob": 1 + 4.98 / 10}  # of 50 requests, i % 3 accepted drafts more
+    assert learning.numbers()["client_length"] == pytest.approx(expected, abs=0.002)
+    assert learning.facts()["clients"] == pytest.approx(expected, abs=0.002)
+    for_all: Any = Engine(tmp_path, public_endpoints="metrics")
+    assert "client_length" not in Learning(for_all, tmp_path).numbers()
 
 
 def test_server_info_names_the_head_that_drafts(
@@ -250,7 +269,13 @@ def test_what_training_is_told_of_the_model() -> None:
     words = arguments(options)
     assert words[words.index("--algorithm") + 1] == "MTP" and words[words.index("--model") + 1] == "/m"
     assert "--dtype" not in words
-    refused = {"NGRAM": "found NGRAM", "NEXTN": "layers of the checkpoint", "DSPARK": "EAGLE or EAGLE3 or NEXTN, found"}
+    words = arguments(Options.from_kwargs(speculative_algorithm="DFLASH", speculative_draft_model_path="/h"))
+    assert words[words.index("--algorithm") + 1] == "DFLASH"
+    refused = {
+        "NGRAM": "found NGRAM",
+        "NEXTN": "layers of the checkpoint",
+        "STANDALONE": "DSPARK or NEXTN, found STANDALONE",
+    }
     for algorithm, found in refused.items():
         with pytest.raises(ConfigError, match=found):
             arguments(Options.from_kwargs(speculative_algorithm=algorithm))

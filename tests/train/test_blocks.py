@@ -19,13 +19,14 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.train import block_attention, block_loss, cross_entropy, fit
+from draftwing.train import block_attention, block_loss, blocks, cross_entropy, fit
+from draftwing.train.along import along
 from draftwing.train.batches import collate, to_device
 from draftwing.train.block_loss import BlockLoss
 from draftwing.train.blocks import STATS, BlockObjective, unused_token
 from draftwing.train.fit import make_objective
 from draftwing.train.heads import TargetHead, trainable
-from draftwing.train.store import Sample, Tokens
+from draftwing.train.store import Part, Sample, Tokens
 from draftwing.train.teacher import teach
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
@@ -133,12 +134,16 @@ class Reference:
                     total = total + self._block(sample, anchor)
         return total
 
+    def rows(self, sample: Sample, anchor: int) -> Tensor:
+        """States of the rows that predict."""
+        case = self.case
+        block = self.embed[torch.tensor([int(sample.ids[anchor])] + [5] * (case.rows - 1))]
+        y, _ = block_rows(self.checkpoint, self.w, block, sample.aux_hidden[:anchor], case.windows, case.causal)
+        return y[0 if case.from_anchor else 1 :]
+
     def _block(self, sample: Sample, anchor: int) -> Tensor:
-        case, ids, loss = self.case, sample.ids.tolist(), self.case.loss
-        block = self.embed[torch.tensor([ids[anchor]] + [5] * (case.rows - 1))]
-        aux_hidden = sample.aux_hidden[:anchor]
-        y, _ = block_rows(self.checkpoint, self.w, block, aux_hidden, case.windows, case.causal)
-        y = y[0 if case.from_anchor else 1 :]
+        ids, loss = sample.ids.tolist(), self.case.loss
+        y = self.rows(sample, anchor)
         texts: list[Tensor] = []
         sayable: list[bool] = []
         rest: list[Tensor] = []  # of each draft: what is weighted by its place alone
@@ -215,6 +220,43 @@ def test_all_blocks_at_once_are_each_block_as_served(name: str, tmp_path: Path, 
     share = reference.stats[:, 6] / reference.stats[:, 5]
     assert metrics["accept_length"] == pytest.approx(1 + share.sum().item())
     assert metrics["overlap"] == pytest.approx((reference.stats[:, 2].sum() / sum(rows)).item())
+
+
+class Given:
+    """Samples as a source has them."""
+
+    def __init__(self, found: list[Sample]) -> None:
+        self.read_many = lambda numbers: [found[i] for i in numbers]
+        self.lengths, self.meta = [len(one.ids) for one in found], None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_along_a_text_are_those_of_each_block(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(blocks, "_AT_ONCE", 3)  # several turns, the last one short
+    reference, head, found = Reference(CASES[name]), load(CASES[name], tmp_path), samples()
+    depth, ids_of = CASES[name].rows - 2, [one.ids.tolist() for one in found]
+    made, looked_up = {}, list[int]()
+    source: Any = Given(found)
+    for numbers, batch, drafts, uncalled in along(head, Part(source, range(len(found))), depth, 64):
+        length = batch.ids.shape[1]
+        for k, products in enumerate(drafts):
+            logits: Any = sum(x @ layer.dense_weight().t() for x, layer in products)
+            for place, row in zip(batch.position.tolist(), logits, strict=True):
+                made[numbers[place // length], place % length + 1, k] = row
+        looked_up += [token for x, _ in uncalled if x.dim() == 1 for token in x.tolist()]
+    above = []
+    for number, (sample, ids) in enumerate(zip(found, ids_of, strict=True)):
+        for anchor in (at for at in range(1, len(ids)) if sample.loss_mask[at]):
+            y = reference.rows(sample, anchor)
+            for k in range(depth):
+                above.append(ids[anchor + k] if anchor + k < len(ids) else 0)
+                if anchor + k < len(ids):
+                    tokens = ids[anchor : anchor + k + 1]
+                    expected = corrected(reference.w, reference.lm_head, y, tokens, reference.embed)
+                    torch.testing.assert_close(made[number, anchor, k], expected.detach(), rtol=1e-6, atol=1e-6)
+    if "markov_head.markov_w1.weight" in reference.w:
+        assert sorted(looked_up) == sorted(above)
 
 
 def test_kernels_do_what_torch_does(tmp_path: Path, monkeypatch: Any, mended_interpreter: None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference.exact_heads import exact_eagle3
+from reference.exact_heads import exact_eagle2, exact_eagle3
 
 from draftwing.engine.devices import pick_device
 from draftwing.models.loader import load_model
@@ -57,6 +57,22 @@ def test_steps_are_those_of_a_walk_along_each_text(depth: int, tmp_path: Path) -
         assert found[text.key].tokens == len(ids) - begin - 1
         for d in range(depth):
             assert found[text.key].steps[d] == steps_by_hand(ids, begin, d + 1, successor), (text.key, d)
+
+
+def test_a_head_in_float32_drafts_with_a_targets_lm_head_in_half_precision(tmp_path: Path) -> None:
+    exact = exact_eagle2()
+    assert exact.head is not None
+    folders = [one.write(tmp_path / name) for one, name in ((exact.target, "target"), (exact.head, "head"))]
+    target = load_model(folders[0], torch.bfloat16, "cpu")
+    head = load_head(folders[1], target, "EAGLE")
+    ids = [int(exact.starts[0])]
+    while len(ids) < 24:
+        ids.append(int(exact.successor[ids[-1]]) if len(ids) % 5 else int(exact.starts[len(ids)]))
+    features = FeatureModel(target, head.aux_layers, pick_device("cpu"))
+    text = Tokens(np.array(ids, np.int32), np.arange(24) >= 2, "0")
+    source = OnlineSource(features.meta("tiny", "EAGLE"), [text], features.batch)
+    found = draft_along(head, Part(source, [0]), 3, 64)["0"].steps.tolist()
+    assert found == [steps_by_hand(ids, 2, depth, exact.successor.tolist()) for depth in (1, 2, 3)]
 
 
 def test_along_a_text_that_was_drawn_drafts_have_its_noise(tmp_path: Path) -> None:

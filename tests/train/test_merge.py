@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference.exact_heads import exact_eagle3
+from reference.exact_heads import exact_dspark, exact_eagle3
 
 from draftwing.engine.devices import pick_device
+from draftwing.models.heads.block import BlockHead
 from draftwing.models.loader import load_model
 from draftwing.train import merge as merging
 from draftwing.train.capture import FeatureModel
@@ -85,6 +86,40 @@ def test_moments_that_rounding_has_made_indefinite_are_solved_all_the_same(load:
     found, before = head.get_parameter(name), parent.get_parameter(name)
     torch.testing.assert_close(found[:, 1:], (trained + before)[:, 1:] / 2, rtol=0, atol=1e-3)
     torch.testing.assert_close(found[:, :1], 2 * before[:, :1] - trained[:, :1], rtol=0, atol=1e-2)
+
+
+def test_a_row_of_a_table_goes_by_how_often_its_token_is_there(tmp_path: Path) -> None:
+    """Of a head that drafts blocks. How sure it is goes with all that is no matrix."""
+    exact = exact_dspark()
+    assert exact.head is not None
+    target = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
+    folder = exact.head.write(tmp_path / "head")
+    head, parent = (load_head(folder, target, "DSPARK") for _ in range(2))
+    assert isinstance(head, BlockHead)
+    draw = np.random.default_rng(1)
+    vocab, weight, steps = target.config.vocab_size, 4.0, 3
+    features = FeatureModel(target, head.aux_layers, pick_device("cpu"))
+    moments, shares = [], []
+    for seed in range(2):
+        ids = draw.integers(seed, vocab // 2, size=20 + seed).astype(np.int32)
+        text = Tokens(ids, np.arange(len(ids)) >= 8, "text")
+        source = OnlineSource(features.meta("tiny", "DSPARK"), [text], features.batch)
+        moments.append(input_moments(head, Part(source, [0]), steps, 64))
+        above = [[*ids.tolist(), 0, 0][at + k] for at in range(8, len(ids)) for k in range(steps)]
+        shares.append(np.bincount(above, minlength=vocab) / len(above))
+    name = "markov.above.table.weight"
+    assert moments_bytes(head) == sum(moment.nbytes for moment in moments[0].values())
+    np.testing.assert_allclose(moments[0][name], shares[0], atol=1e-6)
+    with torch.no_grad():
+        for param in head.parameters():
+            param += 1.0
+    merge(head, parent, *moments, weight)
+    ridge = RIDGE * (weight * shares[0].mean() + shares[1].mean())
+    expected = weight * shares[0] / (weight * shares[0] + shares[1] + ridge)
+    moved = head.get_parameter(name) - parent.get_parameter(name)
+    np.testing.assert_allclose(moved.detach(), np.broadcast_to(expected[:, None], moved.shape), atol=1e-5)
+    moved = head.get_parameter("confidence.proj.weight") - parent.get_parameter("confidence.proj.weight")
+    np.testing.assert_allclose(moved.detach(), weight / (1 + weight), atol=1e-5)
 
 
 def test_a_matrix_that_no_text_reaches_is_the_parents(load: Any) -> None:

@@ -70,3 +70,10 @@ def test_what_is_held_out_stays_so(tmp_path: Path, name: str, other: float) -> N
     with pytest.raises(ConfigError, match=f"{tmp_path} was made with --{flag} .*, not {other}: leave it out to go on"):
         open_run(tmp_path, {name: other}, {})
     assert open_run(tmp_path, {"held_out": 0.1, "eval_count": 5}, {}).settings.held_out == 0.1
+
+
+def test_a_run_from_traffic_that_was_stopped_before_its_first_answer_goes_on(tmp_path: Path) -> None:
+    asked = {"traffic": str(tmp_path / "traffic"), "algorithm": "DSPARK"}
+    open_run(tmp_path, {**asked, "init_head": ["h"]}, {}).save()
+    (tmp_path / "traffic.json").write_text("{}")
+    assert open_run(tmp_path, asked, {}).settings.init_head == ("h",)  # as a server asks that trains in idle time

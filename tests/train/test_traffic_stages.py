@@ -6,21 +6,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference import learnable
 from safetensors.torch import load_file
 
+from draftwing import LLM
 from draftwing.cli.main import main
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train import traffic_stages
 from draftwing.train.checkpoint import save_head
 from draftwing.train.general_prompts import general_prompts
-from draftwing.train.heads import load_head, new_eagle3_head, renew_vocabulary
+from draftwing.train.heads import load_head, new_block_head, new_eagle3_head, renew_vocabulary
 from draftwing.train.judge import Comparison, Judgement
 from draftwing.train.store import Tokens
 from draftwing.train.vocabulary import RENEWED, renewed
@@ -35,10 +38,22 @@ class Served:
         self.folder, self.target = folder, learnable.write_target(folder / "target", max_position_embeddings=512)
         model = load_model(self.target, torch.float32, "cpu")
         kept = torch.arange(0, 258, 2)  # half of the tokens
-        self.head = save_head(new_eagle3_head(model, kept), folder / "head", torch.float32)
-        config = json.loads((self.head / "config.json").read_text())
-        (self.head / "config.json").write_text(json.dumps({**config, "draftwing": {"shapes": {"cpu": [3, 1, 4]}}}))
+        self.head = self._kept(new_eagle3_head(model, kept), "head")
+        self.blocks = {}
+        for name, tied in (("own rows", False), ("the target's rows", True)):
+            block = BlockConfig(
+                (1, 3, 5), 4, 255, True, (), (), markov="vanilla", rank=64, confidence="markov", tied=tied
+            )
+            self.blocks[name] = self._kept(new_block_head(model, block, kept, 1), name)
+        block = BlockConfig((1, 3, 5), 4, 255, False, (), ())
+        self.blocks["all tokens"] = self._kept(new_block_head(model, block, None, 1), "all tokens")
         self.add("traffic", learnable.texts(self.target, 120, 1))
+
+    def _kept(self, head: Any, name: str) -> Path:
+        folder = save_head(head, self.folder / name, torch.float32)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "draftwing": {"shapes": {"cpu": [3, 1, 4]}}}))
+        return folder
 
     def add(self, name: str, texts: Sequence[Tokens], client: str = "team") -> None:
         store = TrafficStore(self.folder / name, clock=lambda: 0.0)
@@ -47,12 +62,12 @@ class Served:
             store.add(Exchange(float(at), client, None, ids[: learnable.PROMPT], ids[learnable.PROMPT :], 0.0))
         store.close()
 
-    def train(self, name: str, *more: str) -> HeadHistory:
+    def train(self, name: str, *more: str, head: Path | None = None) -> HeadHistory:
         arguments = [
             "train", "--model", str(self.target), "--from", str(self.folder / name), "--out",
-            str(self.folder / f"{name} run"), "--init-head", str(self.head), "--general-share", "0", "--max-length",
-            "128", "--batch-tokens", "512", "--optimizer", "adamw", "--lr", "0.01", "--ttt-steps", "3", "--device",
-            "cpu", "--dtype", "float32", "--num-threads", "1", *more,
+            str(self.folder / f"{name} run"), "--init-head", str(head or self.head), "--general-share", "0",
+            "--max-length", "128", "--batch-tokens", "512", "--optimizer", "adamw", "--lr", "0.01", "--device", "cpu",
+            "--dtype", "float32", "--num-threads", "1", *(() if head else ("--ttt-steps", "3")), *more,
         ]  # fmt: skip
         assert main(arguments) == 0
         return HeadHistory(self.folder / name / "heads")
@@ -86,6 +101,46 @@ def test_a_head_that_drafts_later_traffic_better_is_to_be_served(served: Served)
     begun.write_text(json.dumps(json.loads(begun.read_text()) | {"served": record.number}))
     served.train("traffic", "eval")
     assert history.list()[2].parent is None and history.current() == history.list()[2].number
+
+
+def texts_of(served: Served, head: Path, algorithm: str) -> list[list[int]]:
+    """Of an engine with this head, greedy and drawn."""
+    params = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 24, "sampling_seed": i} for i in range(8)]
+    with LLM(str(served.target), **learnable.ENGINE, **learnable.drafting(algorithm, head, 3)) as llm:
+        return [list(answer.token_ids) for answer in llm.generate(learnable.prompts(8, 5), params)]
+
+
+@pytest.mark.further(name="all tokens")
+@pytest.mark.further(name="the target's rows")
+@pytest.mark.parametrize("name", ["own rows", "the target's rows", "all tokens"])
+def test_a_head_that_drafts_blocks_learns_as_others(
+    served: Served, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithm, parent, folder = "DFLASH" if name == "all tokens" else "DSPARK", served.blocks[name], f"of {name}"
+    served.add(folder, learnable.texts(served.target, 120, 1))
+    words = ("--algorithm", algorithm, "--epochs", "20", "--lr", "0.02", "--anchors", "1")
+    (record,) = served.train(folder, *words, head=parent).list()
+    figures = record.figures
+    assert figures["taken"] and record.algorithm == algorithm and record.data["clients"] == {"team": 96}
+    before, after = (learnable.accept_length(served.target, path, algorithm, 3) for path in (parent, record.folder))
+    assert figures["traffic"]["length_before"] == pytest.approx(before, abs=0.25)
+    assert figures["traffic"]["length_after"] == pytest.approx(after, abs=0.4)
+    assert after > 1.15 * before and figures["traffic"]["gain"] > 1.15
+    assert texts_of(served, parent, algorithm) == texts_of(served, record.folder, algorithm)
+    if name == "all tokens":
+        assert "draft vocabulary: that of the target, which does not change" in capsys.readouterr().err
+    else:
+        old, new = (load_file(path / "model.safetensors")["t2d"] for path in (parent, record.folder))
+        assert 0 < (new & ~old).sum() <= RENEWED * old.sum() and old.sum() == new.sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_with_a_head_that_drafts_blocks(served: Served) -> None:
+    served.add("blocks on a gpu", learnable.texts(served.target, 120, 7))
+    words = ("--algorithm", "DSPARK", "--epochs", "20", "--lr", "0.02", "--anchors", "1", "--device", "cuda")
+    (record,) = served.train("blocks on a gpu", *words, head=served.blocks["own rows"]).list()
+    assert record.figures["taken"] and record.figures["traffic"]["gain"] > 1.15
 
 
 @pytest.mark.gpu

@@ -80,6 +80,14 @@ class LiveAcceptance:
             Point(group[0].at, sum(one.tokens for one in group), sum(one.steps for one in group)) for group in groups
         ]
 
+    def by_client(self) -> dict[str, float]:
+        """Returns the acceptance length of each client with a name, in the newest requests since the last swap."""
+        tokens, steps = Counter[str](), Counter[str]()
+        for request in self._since:
+            tokens[request.client] += request.tokens
+            steps[request.client] += request.steps
+        return {client: tokens[client] / steps[client] for client in sorted(steps) if client}
+
     @property
     def fell(self) -> bool:
         """Whether it is lower since the last swap than before, by more than requests differ anyway. Clients weigh as

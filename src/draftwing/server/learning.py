@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.config.drafters import TRAINED, training
+from draftwing.config.drafters import TRAINED
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
@@ -179,8 +179,11 @@ class Learning(Watcher):
         return self._training is not None and self._training.active
 
     def numbers(self) -> dict[str, Any]:
-        """Returns what metrics show."""
-        return {"draft_head": {str(self.head or 0): 1}, "head_swaps": self.swaps, "training": int(self.training)}
+        """Returns what metrics show; names of clients only to whoever has a key."""
+        public = self._engine.info.options.public_endpoints in ("metrics", "all")
+        clients = {} if public else {"client_length": self.live.by_client()}
+        head = {str(self.head or 0): 1}
+        return {"draft_head": head, "head_swaps": self.swaps, "training": int(self.training), **clients}
 
     def facts(self) -> dict[str, Any]:
         """Returns what the page shows."""
@@ -189,6 +192,7 @@ class Learning(Watcher):
             "training": self.training,
             "curve": [[point.at, round(point.tokens / point.steps, 3)] for point in self.live.curve(CURVE)],
             "swaps": [[swap.at, swap.head] for swap in self.live.swaps],
+            "clients": {client: round(length, 3) for client, length in self.live.by_client().items()},
         }
 
 
@@ -198,8 +202,8 @@ def arguments(options: Options) -> list[str]:
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
-    if algorithm is None or training(algorithm).block:
-        able = " or ".join(spec.name for name, spec in TRAINED.items() if not training(name).block)
+    if algorithm is None:
+        able = " or ".join(spec.name for spec in TRAINED.values())
         raise ConfigError(f"--learn-while-idle: expected --speculative-algorithm {able}, found {options.drafter}")
     if options.speculative_draft_model_path is None:
         raise ConfigError("--learn-while-idle: expected a head in a folder, --speculative-draft-model-path; found the "

@@ -17,17 +17,21 @@ from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockInputs, Continuations, Draft, First, LogitEditor, RowTensors
-from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
+from draftwing.spec.drafter import DraftStep, SeenTokens
+from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.model_drafter import without
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(HeadDrafter):
     """A `Drafter` around a `BlockHead`."""
+
+    head: BlockHead
 
     def __init__(self, head: BlockHead, rows: int, topk: int, ops: TorchOps) -> None:
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
+        super().__init__(head)
         device = ops.device
-        self.head, self.topk, self.ops = head, topk, ops
+        self.topk, self.ops = topk, ops
         self.aux_layers, self.kv_layers = head.aux_layers, head.kv_layers
         # The root's continuations and its state, row-indexed as `ops.expand` reads them; written by every `propose`.
         self._first = First(
@@ -41,7 +45,6 @@ class BlockDrafter(Drafter):
         self._numbers = torch.arange(rows, device=device)
         width = head.config_of_block.rows
         self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
-        self._draft_ids = head.draft_ids()
         # What `constrain` got, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
         self._attn: AttnBackend | None = None
@@ -93,7 +96,7 @@ class BlockDrafter(Drafter):
         sure = head.confidence
         if sure is None or sure.weight is None:
             return draft
-        return ops.confident(draft, hidden, sure.weight, sure.bias, sure.token_odds)
+        return ops.confident(draft, hidden, sure.weight, sure.token_odds)
 
     def _run(self, table: RowTensors, rows: Tensor, block: BlockInputs, max_kv_len: int) -> Tensor:
         """-> [B * Q, H]"""

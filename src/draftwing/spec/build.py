@@ -79,8 +79,7 @@ def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     head = _packed_head(context, None)
     head.quantized_lm_head = copy_for_drafts(context, head.output_layer()[1])
     drafter = _drafter(context, head)
-    if isinstance(drafter, ModelDrafter):
-        drafter.swap = HeadSwap(head, lambda folder: _like(head, _packed_head(context, folder), context))
+    drafter.swap = HeadSwap(head, lambda folder: _like(head, _packed_head(context, folder), context))
     return drafter
 
 

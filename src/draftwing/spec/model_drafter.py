@@ -9,34 +9,34 @@ devices read these when a tree is wanted (`ops.reads_root_late`), for a step wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.models.heads.base import DraftHead, FeatureHead
-from draftwing.models.heads.swap import HeadSwap
+from draftwing.models.heads.base import DraftHead
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, LogitEditor, RowTensors
 from draftwing.sched.policy.menus import chain_menu, tree_menu
-from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
+from draftwing.spec.drafter import DraftStep, SeenTokens
+from draftwing.spec.head_drafter import HeadDrafter
 
 BANNED = -1e30  # a logit that nothing legal has
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(HeadDrafter):
     """A `Drafter` around a `DraftHead`."""
 
     max_lookahead = 1  # of a head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
+        super().__init__(head)
         device = ops.device
         assert 0 <= head.lookahead <= self.max_lookahead
-        self.head, self.topk, self.ops = head, topk, ops
+        self.topk, self.ops = topk, ops
         self.aux_layers, self.lookahead = head.aux_layers, head.lookahead
         self.kv_layers = head.kv_layers
         self.from_tokens = not head.aux_layers and not head.lookahead
@@ -52,20 +52,8 @@ class ModelDrafter(Drafter):
         self._newest_hidden = self._first.feature
         # Rows with continuations that `constrain` chose, and these: for the next `propose`.
         self._constrained: tuple[Tensor, Continuations] | None = None
-        self._draft_ids = head.draft_ids()
         self._attn: AttnBackend | None = None
         self._first_layer = 0
-        self.swap: HeadSwap | None = None  # of heads that are read from a folder
-
-    def read_head(self, folder: Path | None) -> FeatureHead:
-        return super().read_head(folder) if self.swap is None else self.swap.read(folder)
-
-    def take_head(self, head: FeatureHead) -> None:
-        assert self.swap is not None
-        self.swap.take(head)
-        draft_ids = self.head.draft_ids()
-        if self._draft_ids is not None and draft_ids is not None:
-            self._draft_ids.copy_(draft_ids)  # recorded calls know where it is
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """Returns chains on a CPU, which are cheaper to draft."""

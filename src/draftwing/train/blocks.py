@@ -10,7 +10,7 @@ block counts up to the first position that is not to be learnt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
+from draftwing.layers.linear import Linear
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.block_config import BlockConfig, Markov
+from draftwing.models.heads.markov import MarkovHead
 from draftwing.train.block_attention import BlockAttention
 from draftwing.train.block_loss import BlockLoss, Rows, block_loss
 from draftwing.train.heads import TargetHead
@@ -30,6 +32,7 @@ from draftwing.train.teacher import Batch, Teacher, ratio, teach
 
 # Columns of what `BlockObjective` counts, per draft.
 STATS = ("rows", "loss", "accepted", "confidence_loss", "hits", "chains", "chain_hits")
+_AT_ONCE = 64  # blocks of a text that are drafted along it at once: their rows attend to each other under a mask
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie evenly
 
 
@@ -204,6 +207,39 @@ def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> T
     attends = [kinds[kind] for kind in zip(config.windows, config.causal, strict=True)]
     hidden = head.block(tokens.flatten(), positions.flatten(), *attends)
     return hidden.view(anchors.numel(), config.rows, -1)[:, config.rows - config.steps :]
+
+
+@torch.no_grad()
+def chains(
+    head: BlockHead, batch: Batch, depth: int
+) -> tuple[Iterator[Sequence[tuple[Tensor, Linear]]], Sequence[tuple[Tensor, Linear]]]:
+    """Returns `Along.drafts` and `Along.uncalled` of blocks that are opened by the tokens after the batch's loss
+    positions, of which each draft follows the text's own tokens."""
+    features, lm_head, markov = head.features(batch.aux_hidden.flatten(0, 1)), head.output_layer()[1], head.markov
+    texts, length = batch.ids.shape
+    counts = torch.bincount(batch.position // length, minlength=texts)  # [B]
+    first = (counts.cumsum(0) - counts).unsqueeze(1)
+    states = features.new_empty(len(batch.position), depth, head.config.hidden_size)
+    for start in range(0, batch.max_positions, _AT_ONCE):
+        turn = torch.arange(start, min(start + _AT_ONCE, batch.max_positions), device=batch.ids.device)
+        # Texts with fewer have their last one again.
+        number = (first + turn.minimum(counts.unsqueeze(1) - 1)).clamp(min=0)  # [B, A]
+        hidden = unroll(head, batch.ids, features, batch.depth[number] + 1)
+        states[number.flatten()] = hidden[:, :depth]
+    padded = F.pad(batch.ids, (0, depth))
+    at = batch.depth.unsqueeze(1) + torch.arange(1, depth + 1, device=batch.ids.device)
+    above = padded[(batch.position // length).unsqueeze(1), at]  # [n, depth]
+    mix = None if markov is None else mixed(head, states, above)
+    uncalled = [(features, layer.qkv) for layer in head.attentions()]
+    if isinstance(markov, MarkovHead):
+        uncalled.append((above.flatten(), markov.above.table))
+
+    def drafts() -> Iterator[Sequence[tuple[Tensor, Linear]]]:
+        for k in range(depth):
+            corrected = () if mix is None or markov is None else ((mix[:, k], markov.out),)
+            yield ((states[:, k], lm_head), *corrected)
+
+    return drafts(), uncalled
 
 
 def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:

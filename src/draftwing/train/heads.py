@@ -169,23 +169,40 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead
     return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
 
 
+def aux_layers_of(path: str | Path, config: ModelConfig, algorithm: str) -> tuple[int, ...]:
+    """Returns the residual streams that a published head reads of a target with this config. Raises CheckpointError."""
+    target = DecoderModel(config, TRAINED, "meta")
+    return load_draft_head(path, target, algorithm, TRAINED, "meta").aux_layers
+
+
+def renewable(head: FeatureHead) -> bool:
+    """Returns whether which tokens the head drafts is a part of it: not where these are all of the target's, or those
+    of a token map."""
+    return head.target_ids is not None and (head.lm_head is not None or isinstance(head, BlockHead))
+
+
 @torch.no_grad()
 def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
-    """Lets a head draft the target's tokens `ids`, as many as before, ascending.
+    """Lets a head that is `renewable` draft the target's tokens `ids`, as many as before, ascending.
 
-    Rows of its lm_head that are new begin as the linear map of the target's rows that gives the head's own best: the
-    target's rows themselves are of another scale, and their tokens would be drafted everywhere.
+    Rows that are new begin as the linear map of the target's rows that gives the head's own best: the target's rows
+    themselves are of another scale, and their tokens would be drafted everywhere. Rows of the target's own lm_head are
+    the target's.
     """
-    assert head.target_ids is not None and head.lm_head is not None and len(ids) == len(head.target_ids)
-    weight, new = head.lm_head.weight, torch.tensor(ids, device=head.target_ids.device)
+    assert head.target_ids is not None and len(ids) == len(head.target_ids)
+    new = torch.tensor(ids, device=head.target_ids.device)
+    tables = [] if head.lm_head is None else [head.lm_head]
+    if isinstance(head, BlockHead) and head.markov is not None:
+        tables.append(head.markov.out)
     places = torch.full((head.target.config.vocab_size,), -1, device=new.device)
     places[head.target_ids] = torch.arange(len(ids), device=new.device)
     rows = places[new]  # where each was, -1 of new ones
     theirs = F.pad(_head_weight(head.target).double(), (0, 1), value=1.0)  # [V, hidden + 1]
     known, gram = theirs[head.target_ids], torch.eye(theirs.shape[1], dtype=torch.float64, device=new.device)
     gram = known.t() @ known + RIDGE * known.square().sum() / theirs.shape[1] * gram
-    fresh = (theirs[new] @ torch.linalg.solve(gram, known.t() @ weight.double())).to(weight.dtype)
-    weight.copy_(torch.where((rows < 0).unsqueeze(1), fresh, weight[rows.clamp(min=0)]))
+    for weight in (table.weight for table in tables):
+        fresh = (theirs[new] @ torch.linalg.solve(gram, known.t() @ weight.double())).to(weight.dtype)
+        weight.copy_(torch.where((rows < 0).unsqueeze(1), fresh, weight[rows.clamp(min=0)]))
     head.draft_only(new)
 
 

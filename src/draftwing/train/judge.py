@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -18,12 +19,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwing.train.batches import in_order, load, to_device, usable
+from draftwing.layers.linear import Linear
+from draftwing.ops.torch.layer_ops import PLAIN
+from draftwing.train.along import along
 from draftwing.train.coupling import Temperatures
 from draftwing.train.cross_entropy import chunks
+from draftwing.train.heads import AnyHead
 from draftwing.train.store import Part
 from draftwing.train.teacher import Batch
-from draftwing.train.ttt import ChainHead, unroll
 
 ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
 LEAST_GAIN = 1.01  # less is not worth that draft KV is of another head for a while
@@ -36,7 +39,6 @@ FEW = 8  # exchanges of a client, below which nothing is said of it by itself
 # from all others. The largest client counts no more than all others together, so that a flood makes nobody small.
 SMALL = 0.1
 OTHERS = "small clients"  # stands for all of these together
-BATCH_TOKENS = 4096  # of a forward, padding included
 
 
 class Drafted(NamedTuple):
@@ -105,18 +107,17 @@ class Judgement:
 
 @torch.no_grad()
 def draft_along(
-    head: ChainHead, part: Part, depth: int, max_length: int, temperatures: Temperatures | None = None
+    head: AnyHead, part: Part, depth: int, max_length: int, temperatures: Temperatures | None = None
 ) -> dict[str, Drafted]:
     """Drafts chains of up to `depth` along each text of `part`, the head's own output fed back as in serving. Along a
     text that was drawn at a temperature drafts have its noise, as an engine's have. None: all are greedy."""
-    found, norm = dict[str, Drafted](), head.output_layer()[0]
-    for numbers, batch, states in states_along(head, part, depth, max_length):
+    found = dict[str, Drafted]()
+    for numbers, batch, drafts, _ in along(head, part, depth, max_length):
         rows, longest = batch.ids.shape
         answers = torch.zeros(rows * longest, dtype=torch.bool, device=batch.ids.device)
         answers[batch.position] = True  # before each token of an answer
         keys = [_key(part, number) for number in numbers]
-        normed = [hidden if norm is None else norm(hidden) for hidden in states]
-        hits = _hits(head, batch, normed, keys, temperatures)
+        hits = _hits(head, batch, list(drafts), keys, temperatures)
         # A chain at index t drafts the tokens at t + 2, .. : those before which the target stands at t + 1, ..
         right, learnt = hits.view(rows, longest, depth).cpu().numpy(), answers.view(rows, longest).cpu().numpy()
         for row, key in enumerate(keys):
@@ -125,15 +126,16 @@ def draft_along(
 
 
 def _hits(
-    head: ChainHead, batch: Batch, normed: Sequence[Tensor], keys: Sequence[str], temperatures: Temperatures | None
-) -> Tensor:
+    head: AnyHead, batch: Batch, drafts: Sequence[Sequence[tuple[Tensor, Linear]]], keys: Sequence[str],
+    temperatures: Temperatures | None,
+) -> Tensor:  # fmt: skip
     """Returns for each index of the batch, and each draft of a chain that begins there, whether it is the text's token:
-    [B * T, depth] bool. normed: of each draft the states [n, width] that go into the head's output layer."""
+    [B * T, depth] bool. drafts: as of `Along`."""
     places, longest = batch.position, batch.ids.shape[1]
     device, text = places.device, places // longest
-    hits = torch.zeros(batch.ids.numel(), len(normed), dtype=torch.bool, device=device)
+    hits = torch.zeros(batch.ids.numel(), len(drafts), dtype=torch.bool, device=device)
     said = torch.nn.functional.pad(batch.ids, (0, 1)).flatten()[places + text + 1]  # after each place
-    weight = head.output_layer()[1].dense_weight()
+    weights = {layer: layer.dense_weight() for _, layer in drafts[0]}
     for part in chunks(len(places), head.config.vocab_size, device):
         here = torch.arange(len(places), device=device)[part]
         warm, noise = None, None
@@ -145,9 +147,9 @@ def _hits(
                 noise = temperatures.noise(
                     batch.final[at], said[at], heats[warm], seeds[warm], batch.depth[at], head.target_ids
                 )
-        for k, state in enumerate(normed):
+        for k, products in enumerate(drafts):
             begin = (here - k - 1).clamp(min=0)  # the chains that have come here
-            logits = state[begin] @ weight.t()
+            logits = reduce(Tensor.add_, (PLAIN.wide_gemm(x[begin], weights[layer]) for x, layer in products))
             if noise is not None:
                 logits[warm] += noise.to(logits.dtype)
             best = logits.argmax(-1)
@@ -155,22 +157,6 @@ def _hits(
             theirs = places[begin] + k + 1 == places[here]  # else a text or an answer begins between
             hits[places[begin[theirs]], k] = (guess == said[here])[theirs]
     return hits
-
-
-@torch.no_grad()
-def states_along(
-    head: ChainHead, part: Part, depth: int, max_length: int
-) -> Iterator[tuple[list[int], Batch, Iterator[Tensor]]]:
-    """Gives batches of the texts: their numbers in `part`, the batch, and the states [n, width] of chains' drafts 1, 2,
-    .., `depth` at its n loss positions."""
-    lengths, param = usable(part, max_length), next(head.parameters())
-    head.set_max_positions(max_length + depth)
-    order = in_order(lengths, BATCH_TOKENS)
-    for numbers, loaded in zip(order, load(part, order, max_length), strict=True):
-        batch = to_device(loaded, param.device, param.dtype)
-        features, places = head.features(batch.aux_hidden.flatten(0, 1)), batch.position
-        states = unroll(head, batch.ids, features, depth, places)
-        yield numbers, batch, (hidden if k else hidden[places] for k, hidden in enumerate(states))
 
 
 def _key(part: Part, number: int) -> str:

@@ -26,14 +26,16 @@ _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
     "held_out", "init_head", "traffic", "general_share",
 )  # fmt: skip
+TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 # What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
 # good already, chains as long as those that are served, and short general answers: the amount of text is bounded.
 _OF_TRAFFIC: dict[str, Any] = {
-    "batch_tokens": 2048, "ttt_steps": 4, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20,
-    "eval_every": 100, "max_tokens": 160,
+    "batch_tokens": 2048, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20, "eval_every": 100,
+    "max_tokens": 160,
 }  # fmt: skip
+_OF_CHAINS: dict[str, Any] = {"ttt_steps": 4}
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
         settings, asked = settings | kept, asked | chosen
     settings, asked = {**settings, **given}, {**asked, **options}
     if settings.get("traffic") is not None:
-        settings = _OF_TRAFFIC | settings
+        own = {} if Settings(**settings).training.block else _OF_CHAINS
+        settings = _OF_TRAFFIC | own | settings
         if not settings.get("init_head"):
             settings["init_head"] = (_served_head(Settings(**settings), asked),)
     run = Run(out, Settings(**settings), asked)
@@ -125,8 +128,9 @@ def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
 
 
 def _begun(out: Path) -> bool:
-    """Tells whether there is something in the folder that settings have shaped."""
-    return any(next(out.glob(name), None) for name in ("responses*", "features-*", "fit", "head"))
+    """Tells whether there is something in the folder that settings have shaped. Of a run from traffic, whose answers
+    lie elsewhere, that is which traffic it is."""
+    return any(next(out.glob(name), None) for name in (TRAFFIC_FILE, "responses*", "features-*", "fit", "head"))
 
 
 def _check_same(

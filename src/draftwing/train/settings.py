@@ -182,11 +182,6 @@ class Settings:
             raise ConfigError("--clip: expected a norm above 0, found 0, with which nothing is learnt")
         if self.held_out == 1:
             raise ConfigError("--held-out: expected less than 1, found 1, which leaves nothing to train on")
-        if self.traffic is not None and self.training.block:
-            able = " and ".join(name for name in TRAINED if not training(name).block)
-            raise ConfigError(
-                f"--from: expected --algorithm {able}, found {self.algorithm}, whose drafts are not judged"
-            )
         if self.traffic is not None and (odd := self._given(("prompts", "conversations", "regenerate"))):
             raise ConfigError(f"{odd}: not with --from, whose general text the model writes itself")
         if self.regenerate and not self.conversations:

@@ -93,10 +93,10 @@ class Stages:
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
-        _ = self.aux_layers, checked_mask(self.settings, self.config.vocab_size)
+        checked_mask(self.settings, self.config.vocab_size)
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
-            _ = self.init_heads
+            _ = self.init_heads, self.aux_layers
         if self.settings.trains:
             _ = self.data
         elif (out / "fit").exists():
@@ -188,7 +188,11 @@ class Stages:
 
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
-        return target_aux_layers(self.settings.algorithm, self.config.num_layers, self.settings.aux_layers)
+        """Returns those that are asked for, else those that --init-head reads."""
+        settings, asked = self.settings, self.settings.aux_layers
+        if not asked and settings.training.aux_hidden_states and self.init_heads:
+            asked = heads.aux_layers_of(self.init_heads[0], self.config, settings.algorithm)
+        return target_aux_layers(settings.algorithm, self.config.num_layers, asked)
 
     @property
     def features(self) -> Path:
@@ -197,7 +201,7 @@ class Stages:
 
     def _target(self) -> FeatureModel:
         options, settings = self.engine_options, self.settings
-        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, settings.aux_layers)
+        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, self.aux_layers)
 
     def capture(self) -> None:
         """Computes the features that the store does not have yet."""

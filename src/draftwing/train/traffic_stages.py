@@ -24,6 +24,7 @@ from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
+from draftwing.train.along import most_drafts
 from draftwing.train.coupling import Temperatures
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
@@ -32,7 +33,7 @@ from draftwing.train.fit_config import FitConfig
 from draftwing.train.general_prompts import general_prompts
 from draftwing.train.judge import Comparison, Judgement, draft_along, judge
 from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
-from draftwing.train.run import Run
+from draftwing.train.run import TRAFFIC_FILE, Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
 from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
@@ -67,7 +68,7 @@ class TrafficStages(Stages):
     @cached_property
     def _begin(self) -> dict[str, Any]:
         """When the run began, `until`, and which head was to be `served` then."""
-        file = self.run.data / "traffic.json"
+        file = self.run.data / TRAFFIC_FILE
         if not file.exists():
             write_json(file, {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()})
         return {"served": self._parent, **json.loads(file.read_text(encoding="utf-8"))}
@@ -196,7 +197,8 @@ class TrafficStages(Stages):
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
-        if head.target_ids is not None and head.lm_head is not None:
+        if heads.renewable(head):
+            assert head.target_ids is not None
             judged = self._judged()
             learnt = [one for one in self.tokens if one.key not in judged]
             ids = renewed(head.target_ids.tolist(), learnt, self.config.vocab_size, self.tokenizer.stop_ids)
@@ -204,6 +206,11 @@ class TrafficStages(Stages):
             logger.info("draft vocabulary: %d new tokens", new)
             heads.renew_vocabulary(head, ids)
             self._note(covered(learnt, ids, self.config.vocab_size))
+        else:
+            logger.info(
+                "draft vocabulary: that of %s, which does not change",
+                "the target" if head.target_ids is None else "a token map",
+            )
         return head
 
     def _fit_config(self) -> FitConfig:
@@ -243,19 +250,21 @@ class TrafficStages(Stages):
         train, part = self._split(source, self.tokens, target_head)
         drawn = {one.key: one.temperature for one in self.responses()} | self.traffic.temperatures
         temperatures = Temperatures(drawn, target_head)
-        depth, max_length = len(self._seconds), self.settings.max_length
 
         def load(folder: Path) -> Any:
             return heads.load_head(folder, target, self.settings.algorithm)
 
         trained, parent = self.run.out / "head", self.init_heads[0]
-        before, found = draft_along(load(parent), part, depth, max_length, temperatures), None
-        moments = self._moments(load(trained), train)
+        head = load(parent)
+        seconds, max_length = self._seconds[: most_drafts(head)], self.settings.max_length
+        depth = len(seconds)
+        before, found = draft_along(head, part, depth, max_length, temperatures), None
+        moments = self._moments(load(trained), train, depth)
         for weight in WEIGHTS:
             head = load(trained)
             merge(head, load(parent), *moments, weight)
             after = draft_along(head, part, depth, max_length, temperatures)
-            merged = judge(before, after, self.traffic.clients, self._seconds)
+            merged = judge(before, after, self.traffic.clients, seconds)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
@@ -268,10 +277,10 @@ class TrafficStages(Stages):
         assert found is not None
         return found, folder
 
-    def _moments(self, head: Any, train: Part) -> tuple[Moments, Moments]:
+    def _moments(self, head: Any, train: Part, depth: int) -> tuple[Moments, Moments]:
         """Of traffic that was learnt and of general text; where there is none, of traffic in its place: then all that
         was trained goes the same share of the way."""
-        keys, depth = train.source.order, len(self._seconds)
+        keys = train.source.order
         groups: list[list[int]] = [[], []]
         for number in train.numbers:
             groups[keys[number] not in self.traffic.clients].append(number)

@@ -12,13 +12,14 @@ drawn. Where that token is to be learnt (`loss_mask[j + 1]`), j is one of the ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.layers.linear import Linear
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
@@ -154,6 +155,17 @@ def unroll(head: ChainHead, ids: Tensor, features: Tensor, steps: int, rows: Ten
             tokens = tokens[rows]
         features = head.run(tokens, positions + k, features, k, attention)
         yield features
+
+
+@torch.no_grad()
+def chains(head: ChainHead, batch: Batch, depth: int) -> Iterator[Sequence[tuple[Tensor, Linear]]]:
+    """Gives what the logits of drafts 1, 2, .., `depth` are made of, of chains that begin at the batch's loss
+    positions: `Along.drafts`."""
+    norm, lm_head = head.output_layer()
+    places, features = batch.position, head.features(batch.aux_hidden.flatten(0, 1))
+    for k, hidden in enumerate(unroll(head, batch.ids, features, depth, places)):
+        here = hidden if k else hidden[places]
+        yield ((here if norm is None else norm(here), lm_head),)
 
 
 def chain_rows(batch: Batch, steps: int) -> Tensor:

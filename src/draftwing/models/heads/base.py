@@ -152,6 +152,10 @@ class FeatureHead(DraftHead, nn.Module):
         numbers = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=ids.device)
         return numbers.index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
+    def packed_tensors(self) -> list[Tensor]:
+        """Returns what is made of a head besides parameters and packed layers: which tokens it drafts."""
+        return [] if self.target_ids is None else [self.target_ids]
+
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         """Returns what `logits` is made of: perhaps a norm, and its own head, the target's, or rows that were chosen of
         it."""

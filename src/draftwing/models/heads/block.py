@@ -77,7 +77,7 @@ class BlockHead(FeatureHead):
     def write_text(self, features: Tensor, positions: Tensor, attend: Attend) -> None:
         """Leaves keys and values of text in the pool: features [M, hidden] of the target's rows at positions [M]."""
         cos, sin = self._rotation(positions)
-        layers = self._attentions()
+        layers = self.attentions()
         if self.text_kv is None:
             weight, bias = self._kv_rows()
             made = F.linear(features, weight, bias)
@@ -87,16 +87,22 @@ class BlockHead(FeatureHead):
         for attention, part in zip(layers, parts.unbind(1), strict=True):
             attention.write_heads(part, cos, sin, attend)
 
-    def _attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention]:
+        """Returns those of its layers."""
         return [layer.mixer for layer in self.layers]  # type: ignore[misc]
 
     def _kv_rows(self) -> tuple[Tensor, Tensor | None]:
         """Returns the rows of all layers that make keys and values, which are the same GEMM's of one vector: weight
         [layers * 2 * kv_heads * head_dim, hidden], bias."""
-        layers = self._attentions()
+        layers = self.attentions()
         weight = torch.cat([one.qkv.dense_weight()[one.heads * one.head_dim :] for one in layers])
         biases = [one.qkv.bias[one.heads * one.head_dim :] for one in layers if one.qkv.bias is not None]
         return weight, torch.cat(biases) if biases else None
+
+    def packed_tensors(self) -> list[Tensor]:
+        sure = self.confidence
+        own = [] if sure is None or sure.weight is None else [sure.weight, sure.token_odds]
+        return super().packed_tensors() + own
 
     @torch.no_grad()
     def pack(self, ops: LayerOps) -> None:

@@ -148,10 +148,10 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.with_markov = block.confidence == "markov"
         self.proj = Linear(config.hidden_size + self.with_markov * block.rank, 1, True, dtype, device)
-        # Once settled: the part of a row's state, that of each token above [V], and the bias.
+        # Once settled: the part of a row's state, and that of each of the target's tokens above, the bias with it.
         self.weight: Tensor | None = None  # [H] float32
-        self.token_odds: Tensor | None = None  # [V] float32
-        self.bias = 0.0
+        self.token_odds = torch.empty(0)  # [V] float32
+        self._vocab = config.vocab_size
 
     def forward(self, hidden: Tensor, markov: MarkovHead | DominoHead | None, above: Tensor) -> Tensor:
         """hidden [M, H] of the rows that predict M nodes, above [M] int64 as for `MarkovHead` -> log odds [M]"""
@@ -168,13 +168,12 @@ class ConfidenceHead(nn.Module):
         """Prepares what `ops.confident` gets; weights no longer change. Before they are packed."""
         weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
         assert bias is not None
-        size = len(weight)
+        size, odds = len(weight), weight.new_zeros(self._vocab)
         if self.with_markov:
             assert isinstance(markov, MarkovHead)
             size -= markov.rank
-            self.token_odds = markov.above.table.dense_weight().float() @ weight[size:]
-        self.weight = weight[:size].contiguous()
-        self.bias = 0.0 if bias.is_meta else float(bias)
+            odds = markov.above.table.dense_weight().float() @ weight[size:]
+        self.weight, self.token_odds = weight[:size].contiguous(), odds + bias.float()
 
     def names(self) -> dict[str, ParamSlice]:
         """Name in a checkpoint -> slice of the head's parameter."""

@@ -40,7 +40,7 @@ def check_alike(first: FeatureHead, other: FeatureHead) -> None:
     attention and an MLP, whose memory is all known here."""
     fixed = {type(part.op).__name__ for part in first.modules() if isinstance(part, Linear) and not part.op.can_copy}
     strange = [layer for layer in first.config.layers if layer.experts or not isinstance(layer.mixer, AttentionConfig)]
-    if fixed or strange or isinstance(first, BlockHead):
+    if fixed or strange:
         what = f"weights of {', '.join(sorted(fixed))}" if fixed else type(first).__name__
         raise ConfigError(f"a head with layers or weights of this kind ({what}) cannot be replaced: restart with it")
     found = differences(first, other)
@@ -51,16 +51,15 @@ def check_alike(first: FeatureHead, other: FeatureHead) -> None:
 
 @torch.no_grad()
 def copy_head(source: FeatureHead, into: FeatureHead) -> None:
-    """Copies parameters, packed weights and the draft vocabulary. Both are packed, and alike (`check_alike`)."""
+    """Copies parameters, packed weights and what else is made of a head. Both are packed, and alike (`check_alike`)."""
     for param, own in zip(source.parameters(), into.parameters(), strict=True):
         own.copy_(param)
     for part, mine in zip(source.modules(), into.modules(), strict=True):
         if isinstance(mine, Linear):
             assert isinstance(part, Linear)
             mine.op.copy_from(part.op)
-    if into.target_ids is not None:
-        assert source.target_ids is not None
-        into.target_ids.copy_(source.target_ids)
+    for made, kept in zip(source.packed_tensors(), into.packed_tensors(), strict=True):
+        kept.copy_(made)
 
 
 def differences(first: FeatureHead, other: FeatureHead) -> list[str]:

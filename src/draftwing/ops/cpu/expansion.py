@@ -119,16 +119,16 @@ class CpuExpansionOps(ExpansionOps):
     def repeat_rows(self, x: Tensor, times: int) -> Tensor:
         return x if times == 1 else self.take_rows(x, _repeated(len(x), times))
 
-    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
+    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, token_odds: Tensor) -> Draft:
         if hidden.dtype not in DTYPES:
-            return super().confident(draft, hidden, weight, bias, token_odds)
+            return super().confident(draft, hidden, weight, token_odds)
         (batch, nodes), (rows, size) = draft.parent.shape, hidden.shape
         assert draft.grade is not None and draft.grade.is_contiguous() and draft.parent.is_contiguous()
         assert draft.tokens.is_contiguous() and hidden.is_contiguous() and weight.shape == (size,)
         grade, scratch = ints(batch, nodes), torch.empty(rows + 2 * nodes, dtype=torch.float32)
         self.raw.confident(
             grade, draft.grade, draft.parent, draft.tokens, batch, nodes, hidden, rows // batch, size,
-            hidden.dtype == torch.bfloat16, weight, token_odds, scratch, bias,
+            hidden.dtype == torch.bfloat16, weight, token_odds, scratch,
         )  # fmt: skip
         return draft._replace(grade=grade)
 

@@ -113,20 +113,18 @@ class ExpansionOps(SamplingOps):
         """x [B, ...] -> [B * times, ...]: each row so often."""
         return x.repeat_interleave(times, 0)
 
-    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
+    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, token_odds: Tensor) -> Draft:
         """Returns the draft with grades that a confidence head has moved: those of siblings by a third of how far it
         differs from the grade of the best of them, in levels, rounded. Log odds that a node is accepted are hidden [D *
-        B, H] of its level, times weight [H] float32, plus bias and what the token above it adds, token_odds [V]
-        float32."""
+        B, H] of its level, times weight [H] float32, plus what the token above it adds, token_odds [V] float32."""
         assert draft.grade is not None
         grade, depth = draft.grade, torch.zeros_like(draft.parent)
         child = torch.arange(grade.shape[1], device=grade.device) > 0
         batch = len(grade)
         for _ in range(len(hidden) // batch):
             depth = torch.where(child, depth.gather(1, draft.parent) + 1, 0)
-        odds = (hidden.float() @ weight + bias).view(-1, batch).t().gather(1, (depth - 1).clamp(min=0))  # [B, N]
-        if token_odds is not None:
-            odds = odds + token_odds[draft.tokens.gather(1, draft.parent)]
+        odds = (hidden.float() @ weight).view(-1, batch).t().gather(1, (depth - 1).clamp(min=0))  # [B, N]
+        odds = odds + token_odds[draft.tokens.gather(1, draft.parent)]
         own = grade % LEVELS
         best = torch.zeros_like(own).scatter_reduce(1, draft.parent, torch.where(child, own, 0), "amax")
         moved = own + (2 * (level_of_odds(odds) - best.gather(1, draft.parent)) + 3) // 6

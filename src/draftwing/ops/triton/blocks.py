@@ -46,7 +46,7 @@ def _inputs_kernel(
 
 @triton.jit
 def _confident_kernel(
-    out, grade, parent, tokens, hidden, hidden_stride, weight, token_odds, bias,
+    out, grade, parent, tokens, hidden, hidden_stride, weight, token_odds,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, DEPTHS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +71,8 @@ def _confident_kernel(
     depth = node * 0
     for _ in range(DEPTH):
         depth = tl.where(child, tl.gather(depth, above, 0) + 1, 0)
-    sure = tl.gather(odds, tl.maximum(depth - 1, 0), 0) + bias
-    if token_odds is not None:
-        sure += tl.load(token_odds + tl.load(tokens + nodes + above, mask=inside, other=0), mask=inside, other=0.0)
+    sure = tl.gather(odds, tl.maximum(depth - 1, 0), 0)
+    sure += tl.load(token_odds + tl.load(tokens + nodes + above, mask=inside, other=0), mask=inside, other=0.0)
     own = known % _LEVELS
     best = node * 0
     for first in range(0, NODES, TILE):
@@ -104,14 +103,14 @@ class TritonBlockOps(ExpansionOps):
             )  # fmt: skip
         return BlockInputs(ids.flatten(), positions.flatten(), slots.flatten(), prefix_len, path, path_len)
 
-    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
+    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, token_odds: Tensor) -> Draft:
         assert draft.grade is not None and hidden.stride(1) == 1 and weight.is_contiguous()
         assert all(x.is_contiguous() for x in (draft.grade, draft.parent, draft.tokens))
         (batch, nodes), (rows, size) = draft.grade.shape, hidden.shape
         depth = rows // batch
         out = torch.empty(draft.grade.shape, dtype=torch.int64, device=hidden.device)
         _confident_kernel[(batch,)](
-            out, draft.grade, draft.parent, draft.tokens, hidden, hidden.stride(0), weight, token_odds, bias,
+            out, draft.grade, draft.parent, draft.tokens, hidden, hidden.stride(0), weight, token_odds,
             NODES=nodes, LANES=lanes(nodes), DEPTH=depth, DEPTHS=lanes(depth), SIZE=size,
             BLOCK=min(triton.next_power_of_2(size), max(16, _ELEMENTS // lanes(depth))), TILE=_TILE, num_warps=8,
             **launch_options(hidden.device),

@@ -475,12 +475,10 @@ static void fuse_float(void *out, int64_t at, const void *x, int64_t from, const
 }
 
 /* grade's result; grade, parent, tokens [batch, nodes], batch, nodes; hidden [levels, batch, size], levels, size, half;
-   weight [size], what tokens add [vocab] or 0, both float32; scratch [levels * batch + 2 * nodes] float32; bias */
+   weight [size], what tokens add [vocab], both float32; scratch [levels * batch + 2 * nodes] float32 */
 static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[13];
-    if (!numbers(args, given - 1, 13, n)) return NULL;
-    const float bias = (float)PyFloat_AsDouble(args[13]);
-    if (PyErr_Occurred()) return NULL;
+    if (!numbers(args, given, 13, n)) return NULL;
     const int64_t batch = n[4], nodes = n[5], size = n[8], half = n[9];
     const float *weight = POINTER(n[10]), *added = POINTER(n[11]);
     float *odds = POINTER(n[12]), *depth = odds + n[7] * batch, *best = depth + nodes;
@@ -488,7 +486,7 @@ static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t 
         vf sum = {0};
         for (int64_t c = 0; c < size; c += LANES)
             sum += load(POINTER(n[6]), i * size + c, size - c, (int)half) * load(weight, c, size - c, 0);
-        odds[i] = sum_lanes(sum) + bias;
+        odds[i] = sum_lanes(sum);
     }
     for (int64_t b = 0; b < batch; b++) {
         const int64_t first = b * nodes, *parent = (int64_t *)POINTER(n[2]) + first;
@@ -501,7 +499,7 @@ static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t 
             if (best[parent[i]] < (float)(grade[i] % LEVELS)) best[parent[i]] = (float)(grade[i] % LEVELS);
         for (int64_t i = 1; i < nodes; i++) {
             depth[i] = depth[parent[i]] + 1;
-            float here = odds[((int64_t)depth[i] - 1) * batch + b] + (added ? added[tokens[parent[i]]] : 0);
+            float here = odds[((int64_t)depth[i] - 1) * batch + b] + added[tokens[parent[i]]];
             here = here < -40 ? -40 : here > 40 ? 40 : here; /* far past the ends, whatever it is */
             const int64_t level = (int64_t)floorf(SLOPE * here + MIDDLE + 0.5f), own = grade[i] % LEVELS;
             const int64_t inside = level < 0 ? 0 : level < LEVELS ? level : LEVELS - 1;
