@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests")]
 
+from hybrid_gpu import config_of  # noqa: E402
 from load_runs import listed  # noqa: E402
 from reference import hf_configs as real  # noqa: E402
 from tiny_checkpoint import write_tokenizer  # noqa: E402
@@ -37,6 +38,8 @@ EXPERTS = {"n_routed_experts": 32, "moe_intermediate_size": 256, "num_experts_pe
 LATENT = {"num_attention_heads": 16, "num_key_value_heads": 16} | EXPERTS
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
 GEMMA = {"num_hidden_layers": 8, "layer_types": KINDS, "vocab_size_per_layer_input": VOCAB, "sliding_window": 64}
+HYBRID = {"num_attention_heads": 8, "num_key_value_heads": 2, "quantization_config": None, "layer_types": None}
+FEW = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
     "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
@@ -49,6 +52,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 256, "attn_type_list": [1] * 4, "num_nextn_predict_layers": 0,
     },
     "deepseek-v2": real.DEEPSEEK_V2_LITE | SMALL | LATENT | {"num_nextn_predict_layers": 0},
+    "qwen3.5-9b": config_of("9B") | SMALL | HYBRID,
+    "qwen3.5-35b-a3b": config_of("35B-A3B") | SMALL | HYBRID | FEW,
+    "qwen3-next": config_of("35B-A3B") | SMALL | HYBRID | FEW | {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    },
+    "lfm2": SMALL | {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_attention_heads": 16, "num_key_value_heads": 4,
+        "conv_L_cache": 3, "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_embedding": False,
+        "layer_types": ["conv", "conv", "full_attention", "conv"], "num_nextn_predict_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}

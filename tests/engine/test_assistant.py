@@ -18,13 +18,15 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
-from draftwing.core import TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.models.config import from_hf
 from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.types import Draft
+from draftwing.sched.policy.shape_policy import StepContext
+from draftwing.sched.policy.tree_policy import TreePolicy
 from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.drafter import DraftStep
 
@@ -58,6 +60,23 @@ def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
     for algorithm in ("FROZEN_KV_MTP", "FROZEN_KV_MTP+SUFFIX"):
         for shape in ({}, FEW):
             assert texts(tmp_path / "target", algorithm, dtype, **own, **shape) == plain, (algorithm, shape)
+
+
+@pytest.mark.parametrize("algorithm", ["FROZEN_KV_MTP", "FROZEN_KV_MTP+SUFFIX"])
+def test_shapes_that_take_turns(tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a policy may choose: trees of both, of the lookup alone, and no drafts. An assistant has no backlog."""
+    written(tmp_path, "dense")
+    plain, chosen = texts(tmp_path / "target", "none", "float32"), []
+
+    def choose(self: TreePolicy, context: StepContext) -> TreeShape:
+        chosen.append(self.menu[len(chosen) % len(self.menu)])
+        return chosen[-1]
+
+    monkeypatch.setattr(TreePolicy, "choose", choose)
+    own = {"speculative_draft_model_path": str(tmp_path / "assistant")}
+    assert texts(tmp_path / "target", algorithm, "float32", **own, **FEW) == plain
+    alone = {shape for shape in chosen if shape.proposer == LOOKUP_ALONE}
+    assert bool(alone) == ("SUFFIX" in algorithm) and PLAIN in chosen and len(set(chosen)) > 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])

@@ -123,6 +123,9 @@ def test_only_the_model_lags(pair: PairDrafter) -> None:
     assert [pair.skips_extend(shape) for shape in longest] == [True, False], (
         "as many tokens as it sees in one pass are too many"
     )
+    pair.kv_layers = ()
+    assert not any(pair.skips_extend(shape) for shape in shapes), "who reads the target's keys and values sees all"
+    pair.kv_layers = pair.model.kv_layers
     pair.watch(SEEN._replace(aux_hidden=None))
     pair.catch_up(SEEN, True)
     assert pair.lookup.asked == [SEEN._replace(aux_hidden=None)]  # type: ignore[attr-defined]

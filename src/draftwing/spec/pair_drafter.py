@@ -59,7 +59,8 @@ class PairDrafter(Drafter):
 
     def skips_extend(self, shape: TreeShape) -> bool:
         # A pass over a row sees a position that the host knows, besides what a step in flight commits.
-        return super().skips_extend(shape) or (shape.proposer == LOOKUP_ALONE and shape.max_commit < MAX_BACKLOG)
+        alone = shape.proposer == LOOKUP_ALONE and shape.max_commit < MAX_BACKLOG
+        return bool(self.kv_layers) and (shape == PLAIN or alone)
 
     def propose(self, step: DraftStep) -> Draft:
         """Returns a draft of both, where the lookup may propose deeper trees than the model grows."""

@@ -91,3 +91,9 @@ def test_the_layers_of_a_gguf_file_or_of_the_one_next_to_it(tmp_path: Path, capl
     write(tmp_path / "mtp-Qwen-4B-Chat-Q8_0.gguf", theirs.config, both, only_mtp=True)
     assert chosen(bare) == ("NEXTN", "mtp-Qwen-4B-Chat-Q8_0.gguf")
     assert chosen(bare, speculative_algorithm="none") == ("none", None)
+    for algorithm in ("NEXTN", "NEXTN+SUFFIX", "EAGLE"):  # whoever drafts with such layers finds the file
+        assert chosen(bare, speculative_algorithm=algorithm) == (algorithm, "mtp-Qwen-4B-Chat-Q8_0.gguf")
+        assert chosen(whole, speculative_algorithm=algorithm) == (algorithm, None)
+    given = str(tmp_path / "mtp-Qwen-4B-Q8_0.gguf")
+    assert chosen(bare, speculative_algorithm="NEXTN", speculative_draft_model_path=given)[1] == Path(given).name
+    assert chosen(bare, speculative_algorithm="SUFFIX") == ("SUFFIX", None)

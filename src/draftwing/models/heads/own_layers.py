@@ -21,21 +21,38 @@ from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical, nex
 
 logger = logging.getLogger(__name__)
 
+KIND = "mtp"  # of head, as `DrafterSpec.heads` has it
 KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of a config.json
 SIDE_FILE = "mtp-"  # what the name of a GGUF file with nothing but such layers begins with
 
 
 def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Options:
     """Returns resolved options whose drafter is known: where `Options.resolve` leaves it to the files of the model,
-    NEXTN if they hold prediction layers that are served, else nobody. path: of the model. Raises ConfigError, and
-    CheckpointError for files that cannot be read."""
-    if options.speculative_algorithm is not None:
+    NEXTN if they hold prediction layers that are served, else nobody. Where such layers are asked for and lie in a file
+    next to the model's, that is the draft model. path: of the model. Raises ConfigError, and CheckpointError for files
+    that cannot be read."""
+    asked = options.speculative_algorithm is not None
+    left = KIND in options.drafter_spec.heads and options.speculative_draft_model_path is None
+    if asked and not (left and path.suffix == ".gguf"):
         return options
-    own = _in_file(path, config) if path.suffix == ".gguf" else _in_folder(path, config)
-    side = _side_file(path, config) if path.suffix == ".gguf" and not own else None
-    drafter = head_drafter("mtp") if own or side else NO_DRAFTER
-    draft = None if side is None else str(side)
-    return replace(options, speculative_algorithm=drafter.name, speculative_draft_model_path=draft).resolve()
+    own, side = _in_files(path, config)
+    if not asked:
+        drafter = head_drafter(KIND) if own or side else NO_DRAFTER
+        options = replace(options, speculative_algorithm=drafter.name)
+    return replace(options, speculative_draft_model_path=None if side is None else str(side)).resolve()
+
+
+def _in_files(path: Path, config: ModelConfig) -> tuple[bool, Path | None]:
+    """Returns whether a model's files hold prediction layers, and else the file next to them that does, if any."""
+    if path.suffix != ".gguf":
+        return _in_folder(path, config), None
+    if _in_file(path, config):
+        return True, None
+    side = _side_file(path, config)
+    named = _fields(open_gguf(path))
+    if side is None and (predicting := named.get("nextn_predict_layers")):
+        _warn(path, f"{named.prefix}nextn_predict_layers", predicting)
+    return False, side
 
 
 def predicts(name: str, config: ModelConfig) -> bool:
@@ -61,12 +78,7 @@ def _in_folder(path: Path, config: ModelConfig) -> bool:
 
 
 def _in_file(path: Path, config: ModelConfig) -> bool:
-    file = open_gguf(path)
-    fields, found = _fields(file), config.architecture in QWENS and _holds_layer(file)
-    predicting = fields.get("nextn_predict_layers")
-    if predicting and not found:
-        _warn(path, f"{fields.prefix}nextn_predict_layers", predicting)
-    return found
+    return config.architecture in QWENS and _holds_layer(open_gguf(path))
 
 
 def _warn(file: Path, key: str, count: object) -> None:
