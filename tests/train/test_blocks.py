@@ -235,6 +235,8 @@ class Given:
 def test_drafts_along_a_text_are_those_of_each_block(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(blocks, "_AT_ONCE", 3)  # several turns, the last one short
     reference, head, found = Reference(CASES[name]), load(CASES[name], tmp_path), samples()
+    none = torch.zeros(LENGTHS[0], dtype=torch.bool)
+    found.insert(1, found[0]._replace(loss_mask=none, aux_hidden=found[0].aux_hidden.flip(0)))  # without an answer
     depth, ids_of = CASES[name].rows - 2, [one.ids.tolist() for one in found]
     made, looked_up = {}, list[int]()
     source: Any = Given(found)

@@ -217,15 +217,16 @@ def chains(
     positions, of which each draft follows the text's own tokens."""
     features, lm_head, markov = head.features(batch.aux_hidden.flatten(0, 1)), head.output_layer()[1], head.markov
     texts, length = batch.ids.shape
-    counts = torch.bincount(batch.position // length, minlength=texts)  # [B]
-    first = (counts.cumsum(0) - counts).unsqueeze(1)
+    counts = torch.bincount(batch.position // length, minlength=texts).unsqueeze(1)  # [B, 1]
+    first = counts.cumsum(0) - counts
     states = features.new_empty(len(batch.position), depth, head.config.hidden_size)
     for start in range(0, batch.max_positions, _AT_ONCE):
         turn = torch.arange(start, min(start + _AT_ONCE, batch.max_positions), device=batch.ids.device)
-        # Texts with fewer have their last one again.
-        number = (first + turn.minimum(counts.unsqueeze(1) - 1)).clamp(min=0)  # [B, A]
-        hidden = unroll(head, batch.ids, features, batch.depth[number] + 1)
-        states[number.flatten()] = hidden[:, :depth]
+        there = turn < counts  # [B, A]: texts with fewer have their end in its place
+        number = (first + turn).clamp(max=len(states) - 1)
+        anchors = torch.where(there, batch.depth[number] + 1, length - 1)
+        hidden = unroll(head, batch.ids, features, anchors)
+        states[number[there]] = hidden[there.flatten(), :depth]
     padded = F.pad(batch.ids, (0, depth))
     at = batch.depth.unsqueeze(1) + torch.arange(1, depth + 1, device=batch.ids.device)
     above = padded[(batch.position // length).unsqueeze(1), at]  # [n, depth]
