@@ -39,7 +39,8 @@ LATENT = {"num_attention_heads": 16, "num_key_value_heads": 16} | EXPERTS
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
 GEMMA = {"num_hidden_layers": 8, "layer_types": KINDS, "vocab_size_per_layer_input": VOCAB, "sliding_window": 64}
 HYBRID = {"num_attention_heads": 8, "num_key_value_heads": 2, "quantization_config": None, "layer_types": None}
-FEW = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+FEW = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+FEW |= {"shared_expert_intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
     "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
