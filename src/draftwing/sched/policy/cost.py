@@ -35,6 +35,29 @@ class _Factors:
     steps: dict[int, int] = field(default_factory=dict)  # corrections of about so many rows
     speed: dict[int, float] = field(default_factory=dict)  # logarithms
     own: dict[tuple[TreeShape, int], tuple[float, int]] = field(default_factory=dict)  # and when the shape last ran
+    # Steps of a shape in a row that took longer, or less, by more than what agrees: how many, and the least error.
+    apart: dict[tuple[TreeShape, int], tuple[int, float]] = field(default_factory=dict)
+    moved: dict[tuple[TreeShape, int], float] = field(default_factory=dict)  # own factors, by what may be the machine
+
+    def disproved(self, step: tuple[TreeShape, int], error: float) -> float | None:
+        """Returns the least error of `DOUBT` steps in a row that do not agree: stalls add, but seldom to each of so
+        many. None as long as there are fewer."""
+        count, least = self.apart.pop(step, (0, error))
+        if abs(error) <= math.log(AGREE):
+            return None
+        count, least = (count + 1, min(least, error, key=abs)) if least * error > 0 else (1, error)
+        if count == DOUBT:
+            return least
+        self.apart[step] = count, least
+        return None
+
+    def settle(self, bucket: int, machine: bool) -> None:
+        """Decides, by plain steps, what it was that drafts differed by. machine: it, so their own factors are as they
+        were."""
+        for step in [step for step in self.moved if step[1] == bucket]:
+            amount, (own, ran) = self.moved.pop(step), self.own[step]
+            if machine:
+                self.own[step] = own - amount, ran
 
 
 class StepCost:
@@ -123,7 +146,7 @@ class StepCost:
             if expected is not None:
                 self._correct(shape, batch.bit_length(), math.log(seconds / expected))
             return
-        if expected is not None and DOUBT * seconds < expected and self._believed(shape, batch):
+        if expected is not None and self._too_fast(shape, batch, seconds, expected):
             self._doubts += 1
             self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
             if max(self._doubts, self._doubts_of[shape]) < DOUBT:
@@ -142,9 +165,11 @@ class StepCost:
                 bucket = batch.bit_length()
                 known[bucket] = min((1 + 1 / OUTDATED) * known.get(bucket, math.inf), seconds / count)
 
-    def _believed(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether a step that takes far less than expected says that measurements are wrong. A machine may
-        become slower, but not much faster; and of plain steps even a guess is rather low."""
+    def _too_fast(self, shape: TreeShape, batch: int, seconds: float, expected: float) -> bool:
+        """Returns whether a step took so little that measurements have to be wrong, not how fast the machine was of
+        late. It may become slower, but not much faster; and of plain steps even a guess is rather low."""
+        if DOUBT * seconds * max(self.factor(shape, batch), 1.0) >= expected:
+            return False
         if self._samples.get((shape, batch), DOUBT) < DOUBT:
             return False
         return not shape.depth or self.known(shape, batch)
@@ -201,11 +226,21 @@ class StepCost:
         speed, own = self._speed(bucket), self._own(shape, bucket)
         now = factors.steps[bucket] = factors.steps.get(bucket, 0) + 1
         _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
-        error = min(max(error, -math.log(DOUBT)), math.log(AGREE))
         share = (now - ran) / (now - ran + RECENT)
-        limit = math.log(DOUBT)  # what is further off was measured wrong
-        factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         rate = (1 - share) * max(RATE, 1 / now)
+        least = factors.disproved((shape, bucket), error)
+        if shape.depth:
+            if least is not None:
+                share, rate = 1.0, 0.0
+                factors.moved[shape, bucket] = factors.moved.get((shape, bucket), 0.0) + least
+        elif least is not None:
+            share, rate = 0.0, 1.0
+            factors.settle(bucket, machine=True)
+        elif abs(error) <= math.log(AGREE):
+            factors.settle(bucket, machine=False)
+        error = min(max(error, -math.log(DOUBT)), math.log(AGREE)) if least is None else least
+        limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
+        factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         factors.speed[bucket] = speed + rate * error
 
     # -- keeping it for the next start --------------------------------------------------------------------------------
