@@ -35,29 +35,28 @@ class _Factors:
     steps: dict[int, int] = field(default_factory=dict)  # corrections of about so many rows
     speed: dict[int, float] = field(default_factory=dict)  # logarithms
     own: dict[tuple[TreeShape, int], tuple[float, int]] = field(default_factory=dict)  # and when the shape last ran
-    # Steps of a shape in a row that took longer, or less, by more than what agrees: how many, and the least error.
-    apart: dict[tuple[TreeShape, int], tuple[int, float]] = field(default_factory=dict)
-    moved: dict[tuple[TreeShape, int], float] = field(default_factory=dict)  # own factors, by what may be the machine
+    # Of a shape's first steps, as long as none has agreed with what was measured: how many took longer, and the least
+    # error. None: one has.
+    first: dict[tuple[TreeShape, int], tuple[int, float] | None] = field(default_factory=dict)
 
     def disproved(self, step: tuple[TreeShape, int], error: float) -> float | None:
-        """Returns the least error of `DOUBT` steps in a row that do not agree: stalls add, but seldom to each of so
-        many. None as long as there are fewer."""
-        count, least = self.apart.pop(step, (0, error))
-        if abs(error) <= math.log(AGREE):
+        """Returns the least error of a shape's first `DOUBT` steps, if all of them took longer than agrees: stalls add,
+        but seldom to each of so many. None for all other steps."""
+        found = self.first.get(step, (0, math.inf))
+        if found is None or error <= math.log(AGREE):
+            self.first[step] = None
             return None
-        count, least = (count + 1, min(least, error, key=abs)) if least * error > 0 else (1, error)
-        if count == DOUBT:
-            return least
-        self.apart[step] = count, least
-        return None
+        count, least = found[0] + 1, min(found[1], error)
+        if count < DOUBT:
+            self.first[step] = count, least
+            return None
+        del self.first[step]
+        return least
 
-    def settle(self, bucket: int, machine: bool) -> None:
-        """Decides, by plain steps, what it was that drafts differed by. machine: it, so their own factors are as they
-        were."""
-        for step in [step for step in self.moved if step[1] == bucket]:
-            amount, (own, ran) = self.moved.pop(step), self.own[step]
-            if machine:
-                self.own[step] = own - amount, ran
+    def forget(self, shape: TreeShape) -> None:
+        """Forgets what is a shape's own."""
+        self.own = {step: factor for step, factor in self.own.items() if step[0] != shape}
+        self.first = {step: found for step, found in self.first.items() if step[0] != shape}
 
 
 class StepCost:
@@ -186,7 +185,7 @@ class StepCost:
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
         self._longer = {step: known for step, known in self._longer.items() if step[0] != shape}
         for factors in self._factors.values():
-            factors.own = {step: factor for step, factor in factors.own.items() if step[0] != shape}
+            factors.forget(shape)
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
@@ -228,17 +227,10 @@ class StepCost:
         _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
         share = (now - ran) / (now - ran + RECENT)
         rate = (1 - share) * max(RATE, 1 / now)
-        least = factors.disproved((shape, bucket), error)
-        if shape.depth:
-            if least is not None:
-                share, rate = 1.0, 0.0
-                factors.moved[shape, bucket] = factors.moved.get((shape, bucket), 0.0) + least
-        elif least is not None:
-            share, rate = 0.0, 1.0
-            factors.settle(bucket, machine=True)
-        elif abs(error) <= math.log(AGREE):
-            factors.settle(bucket, machine=False)
-        error = min(max(error, -math.log(DOUBT)), math.log(AGREE)) if least is None else least
+        longer = factors.disproved((shape, bucket), error)
+        if longer is not None:  # of plain steps it is the machine: drafts are compared with them
+            share, rate = (1.0, 0.0) if shape.depth else (0.0, 1.0)
+        error = longer or min(max(error, -math.log(DOUBT)), math.log(AGREE))
         limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
         factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         factors.speed[bucket] = speed + rate * error
