@@ -217,7 +217,7 @@ def test_what_a_step_has_confirmed_is_not_disproved_by_stalls() -> None:
 
 
 def test_a_machine_that_was_faster_when_it_was_measured() -> None:
-    """First steps say so of drafts, and then of plain ones; drafts that run again are not believed to be dear for it."""
+    """First steps say so of drafts, then of plain ones; drafts that run again are not believed to be dear for it."""
     cost = measured(False)
     for shape in (TREE, PLAIN):
         for _ in range(DOUBT):
