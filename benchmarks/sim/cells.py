@@ -175,6 +175,32 @@ def speed(by: float, trees: float, hit: float) -> Figures:
     return {"none": got / rate(PLAIN), "best": got / max(map(rate, menu))}
 
 
+def too_cheap(by: float) -> Figures:
+    """All trees look cheap when sixteen rows come first, as a start on a busy machine may have measured them; how many
+    of the first 100 steps draft, which brings nothing."""
+    world, hits = MACHINES["small machine"](tree_menu(TREE)), [0.05] * 16
+    cost = world.cost()
+    for shape in world.menu[:-1]:
+        cost.measured(shape, 16, 0, world.seconds(shape, 16) / by)
+    _, chosen = world.run(TreePolicy(world.menu, cost), hits, 100, 1)
+    return {"steps": sum(shape != PLAIN for shape in chosen)}
+
+
+def unsteady(by: float, hit: float, trees: float = 1.0) -> Figures:
+    """For 5 to 20 steps at a time everything takes `by` times as long, and as many steps it does not; trees cost the
+    `trees` part of what was measured. Each step counts as on a steady machine."""
+    menu, rng = tree_menu(TREE), random.Random(5)
+    world, hits = Slower(menu, 4.0, 0.25, 0.25), [hit] * 4
+    policy, tokens, seconds = TreePolicy(menu, world.cost()), 0.0, 0.0
+    world.trees = trees
+    for turn in range(120):
+        world.by, steps = by if turn % 2 else 1.0, rng.randint(5, 20)
+        _, chosen = world.run(policy, hits, steps, 1)
+        tokens += sum(world.tokens(shape, hits) for shape in chosen)
+        seconds += sum(world.seconds(shape, len(hits)) * (trees if shape.depth else 1.0) for shape in chosen)
+    return {"none": tokens / seconds / world.rate(PLAIN, hits)}
+
+
 CELLS["busy when measured / none is best"] = partial(busy, "small machine", 0.05, 1.8)
 CELLS["busy when measured / a tree is best"] = partial(busy, "gpu", 0.8, 1.4)
 for by in (2.5, 5.0):
@@ -184,6 +210,10 @@ for context in (200, 600):
     for tokens in (2000, 8000):
         name = f"key's price / {context} tokens 1.9 x too slow / {tokens}"
         CELLS[name] = partial(wrong_keys, context, 1.9, tokens)
+for by in (2.0, 4.0):
+    CELLS[f"measured {by} x too fast / 16 rows come first"] = partial(too_cheap, by)
+for hit, trees in ((0.1, 1.0), (0.8, 1.0), (0.8, 0.5)):
+    CELLS[f"stretches of 3 x slower / {hit}, trees {trees}"] = partial(unsteady, 3.0, hit, trees)
 CELLS["not measured"] = unmeasured
 CELLS["machine becomes 2 x slower"] = partial(speed, 2.0, 1.0, 0.8)
 CELLS["machine becomes 2 x faster"] = partial(speed, 0.5, 1.0, 0.8)

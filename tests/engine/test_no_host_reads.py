@@ -67,6 +67,9 @@ class FakeDevice:
     def seconds(self, begin, end):
         return end - begin
 
+    def torch_in_active_threads(self):
+        return nullcontext()
+
 
 def plans(shape, params, catch_up=False):
     """Two requests prefill (one of them in two chunks), then both take tree steps."""

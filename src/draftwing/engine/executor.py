@@ -136,9 +136,11 @@ class Executor:
     def _commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
-            packed, logprobs = self.commit_stage.prefill(pending)
+            with self.device.torch_in_active_threads():
+                packed, logprobs = self.commit_stage.prefill(pending)
         elif step.special is not None:
-            packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
+            with self.device.torch_in_active_threads():
+                packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)

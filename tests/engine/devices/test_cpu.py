@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.sampling.logprobs import path_logprobs
 
 
 def test_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +28,25 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < cpu.free_memory() < cpu.total_memory()
     monkeypatch.setattr(CpuDevice, "free_memory", lambda device: 64 << 20)
     assert cpu.total_memory() > 64 << 20, "what is installed does not depend on what is free"
+
+
+@pytest.mark.parametrize(("active", "within"), [(4, 4), (3, 3), (1, 1)])
+def test_torch_runs_in_as_many_threads_as_kernels(active: int, within: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computes does not depend on them, and afterwards it has all again, whatever happened."""
+    cpu, before = CpuDevice(), torch.get_num_threads()
+    logits = torch.randn(1, 2, 200_000, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([[3, 199_999]])
+    monkeypatch.setattr(CpuDevice, "active_threads", active / 4)
+    try:
+        torch.set_num_threads(4)
+        expected = path_logprobs(logits, tokens, 5)
+        with pytest.raises(ZeroDivisionError), cpu.torch_in_active_threads():
+            assert torch.get_num_threads() == within
+            assert torch.equal(path_logprobs(logits, tokens, 5), expected)
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nothing_is_copied_up_and_what_goes_down_is_a_copy() -> None:

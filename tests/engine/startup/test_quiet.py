@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,24 +52,37 @@ def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert expected.keys() <= quiet.delays().keys()
 
 
+@linux_only
+def test_other_threads_waits_are_none_of_the_callers() -> None:
+    """A thread that waits for long is told of when it gets a processor: then it was kept waiting in many steps."""
+    assert quiet.own_delay() == pytest.approx(quiet.delays()[str(threading.get_native_id())], abs=0.05)
+    found: list[float] = []
+    fresh = threading.Thread(target=lambda: found.append(quiet.own_delay()))
+    fresh.start()
+    fresh.join()
+    assert 0 <= found[0] < 0.05
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "left"),
+    ("waited", "threads", "left"),
     [
-        ({}, {}, 0.8),  # nothing is reported
-        ({"1": 5.0}, {"1": 5.0}, 0.8),
-        ({"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.5}, 0.3),  # who works together waits for the slowest
-        ({"1": 5.0}, {"1": 5.1, "3": 0.2}, 0.6),  # a thread that is new
-        ({"1": 5.0}, {"1": 9.0}, 0.1),  # of other steps, too: some of the time was the step's own
+        (0.0, (1.0, 1.0), 0.8),  # nothing is reported
+        (0.2, (1.0, 1.0), 0.6),
+        (4.0, (1.0, 1.0), 0.1),  # some of the time was the step's own
+        (0.0, (0.5, 0.5), 0.4),
+        (0.0, (1.0, 0.5), 0.8),  # they were fewer for a part of it
+        (0.0, (0.5, 1.0), 0.8),
     ],
 )
 def test_what_others_took_is_no_price(
-    monkeypatch: pytest.MonkeyPatch, before: dict[str, float], after: dict[str, float], left: float
+    monkeypatch: pytest.MonkeyPatch, waited: float, threads: tuple[float, float], left: float
 ) -> None:
-    linux_only = iter([before, after])
-    monkeypatch.setattr(measure_costs, "delays", lambda: next(linux_only))
-    monkeypatch.setattr(quiet, "delays", lambda: next(linux_only))
-    result = SimpleNamespace(seconds=0.8, threads=1.0)
+    told = iter([5.0, 5.0 + waited])
+    monkeypatch.setattr(measure_costs, "own_delay", lambda: next(told))
+    monkeypatch.setattr(quiet, "own_delay", lambda: next(told))
+    result = SimpleNamespace(seconds=0.8, threads=threads[1])
     executor: Any = SimpleNamespace(
+        device=SimpleNamespace(active_threads=threads[0]),
         table=SimpleNamespace(rows=2),
         launch=lambda plan: plan,
         commit=lambda plan: SimpleNamespace(wait=lambda: result),

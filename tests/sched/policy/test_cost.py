@@ -189,6 +189,55 @@ def test_one_shape_is_told_from_the_machine(slower: float) -> None:
     assert cost.seconds(TREE, 4, 0) == pytest.approx(true_seconds(TREE, 4, 0), rel=0.1)
 
 
+@pytest.mark.parametrize("threads", [1.0, 0.5])
+@pytest.mark.parametrize("by", [0.5, 1.5, 4.0, 6.0])
+def test_a_shape_that_was_measured_wrong_shows_it_in_a_few_steps(by: float, threads: float) -> None:
+    """Others took what they should, and still do."""
+    cost, true = measured(False), {shape: true_seconds(shape, 16, 0) / threads for shape in (TREE, PLAIN)}
+    cost.threads = threads
+    for _ in range(10):
+        cost.record(PLAIN, 16, 0, true[PLAIN])
+    for _ in range(DOUBT):
+        cost.record(TREE, 16, 0, by * true[TREE])
+    cost.record(PLAIN, 16, 0, true[PLAIN])
+    assert cost.seconds(TREE, 16, 0) == pytest.approx(by * true[TREE], rel=0.3)
+    assert cost.seconds(PLAIN, 16, 0) == pytest.approx(true[PLAIN], rel=0.1)
+
+
+def test_what_a_step_has_confirmed_is_not_disproved_by_stalls() -> None:
+    """As many as come while another program runs; of plain steps, too."""
+    cost = measured(False)
+    for shape in (TREE, PLAIN):
+        true = true_seconds(shape, 4, 0)
+        for _ in range(50):
+            cost.record(shape, 4, 0, true)
+        for _ in range(2 * DOUBT):
+            cost.record(shape, 4, 0, 4 * true)
+        assert cost.seconds(shape, 4, 0) < 1.2 * true
+
+
+def test_a_machine_that_was_faster_when_it_was_measured() -> None:
+    """First steps say so of drafts, then of plain ones; drafts that run again are not believed to be dear for it."""
+    cost = measured(False)
+    for shape in (TREE, PLAIN):
+        for _ in range(DOUBT):
+            cost.record(shape, 4, 0, 3 * true_seconds(shape, 4, 0))
+    for _ in range(10):
+        for _ in range(10):
+            cost.record(PLAIN, 4, 0, 3 * true_seconds(PLAIN, 4, 0))
+        cost.record(TREE, 4, 0, 3 * true_seconds(TREE, 4, 0))
+    for shape in (TREE, PLAIN):
+        assert cost.seconds(shape, 4, 0) == pytest.approx(3 * true_seconds(shape, 4, 0), rel=0.15)
+
+
+def test_stalls_with_a_step_between_them_say_little() -> None:
+    cost, true = measured(False), true_seconds(TREE, 4, 0)
+    for _ in range(20):
+        for by in (4.0, 3.0, 1.0):
+            cost.record(TREE, 4, 0, by * true)
+    assert cost.seconds(TREE, 4, 0) < 1.5 * true
+
+
 def test_a_backlog_costs_launches_or_positions() -> None:
     """A large draft model computes for longer than it is launched: what a short pass took is not what a long one will,
     nor what a position took in a short one. Many rows take longer than few."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -180,6 +181,10 @@ class Device(ABC):
     def active_threads(self) -> float:
         """Returns the share of the threads that compute now, above 0; see `StepResult`."""
         return 1.0
+
+    def torch_in_active_threads(self) -> AbstractContextManager[None]:
+        """Has torch's own operations run in as many threads as kernels do now, where the host computes."""
+        return nullcontext()
 
     def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:
         """Sets how many threads compute, where the host does. None: as many as are best here, or as there are

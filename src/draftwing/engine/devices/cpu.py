@@ -6,7 +6,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -84,6 +85,20 @@ class CpuDevice(Device):
     @property
     def active_threads(self) -> float:
         return self.ops.active_threads
+
+    @contextmanager
+    def torch_in_active_threads(self) -> Iterator[None]:
+        """Has torch's own operations run in as many threads as kernels do now. Each of them, too, waits for all of its
+        threads, and a step that makes log probabilities has dozens of them."""
+        most = torch.get_num_threads()
+        active = round(self.active_threads * most)
+        if active < most:
+            torch.set_num_threads(active)
+        try:
+            yield
+        finally:
+            if active < most:
+                torch.set_num_threads(most)
 
     def set_threads(self, count: int | None, pinned: Sequence[int] = ()) -> None:
         """Sets how many threads compute. count None, none pinned: as many as can compute at the same time, or as torch

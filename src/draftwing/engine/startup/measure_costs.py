@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from draftwing.core import NOBODY, PLAIN, Plan, TreeShape
+from draftwing.core import NOBODY, PLAIN, Plan, StepResult, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.quiet import delays, own
+from draftwing.engine.startup.quiet import own, own_delay
 from draftwing.kv.pool import KVPool
 from draftwing.sched.policy.cost import StepCost
 
@@ -143,12 +143,18 @@ def _measure_context(
 
 
 def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:
-    """-> seconds of our own, else counted as those of any step. Without context the rows are the row table's dummy."""
+    """-> seconds as of `timed_step`. Without context the rows are the row table's dummy."""
     rows = np.arange(size) if context else np.full(size, executor.table.rows)
-    plan = Plan(0, "tree", rows, rows, shape, context or 1)
-    before = delays()
+    return timed_step(executor, Plan(0, "tree", rows, rows, shape, context or 1))[1]
+
+
+def timed_step(executor: Executor, plan: Plan) -> tuple[StepResult, float]:
+    """Returns the result of a step, and about what it would take all threads of a machine that has nothing else to do.
+    Where their number changes meanwhile, it counts as if the most had run throughout: rather too long than too short.
+    """
+    threads, before = executor.device.active_threads, own_delay()
     result = executor.commit(executor.launch(plan)).wait()
-    return own(result.seconds, before) * result.threads  # of all threads, about
+    return result, own(result.seconds, before) * max(threads, result.threads)
 
 
 # ---- rows with a context ---------------------------------------------------------------------------------------------

@@ -30,7 +30,20 @@ def since(before: Mapping[str, float]) -> list[float]:
     return [seconds - before.get(thread, 0.0) for thread, seconds in delays().items()]
 
 
-def own(seconds: float, before: Mapping[str, float]) -> float:
-    """Returns what of so many seconds, which began when `delays` gave this, other programs did not take: of threads
-    that work together the one that waited longest counts."""
-    return max(seconds - max(since(before), default=0.0), seconds / MAX_DELAY_RATIO)
+def own_delay() -> float:
+    """Returns the seconds in which the calling thread could have run and others did, 0 where the system does not tell.
+
+    What it waited between two calls it waited between them. Another thread's wait is told when it ends, and most of it
+    may lie before: what is kept waiting for something else would make a step look as if it took nothing.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as numbers:
+            return int(numbers.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # another system
+        return 0.0
+
+
+def own(seconds: float, before: float) -> float:
+    """Returns what of so many seconds, which began when `own_delay` gave this, other programs did not take from the
+    calling thread."""
+    return max(seconds - (own_delay() - before), seconds / MAX_DELAY_RATIO)

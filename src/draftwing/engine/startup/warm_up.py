@@ -13,8 +13,7 @@ import torch
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps
-from draftwing.engine.startup.quiet import delays, own
+from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps, timed_step
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
 from draftwing.ops.even import even, evens
@@ -64,12 +63,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
 
 
 def _run(executor: Executor, plan: Plan) -> float:
-    """-> seconds of our own, else counted as those of any step"""
-    before = delays()
-    result = executor.commit(executor.launch(plan)).wait()
+    """-> seconds as of `timed_step`"""
+    result, seconds = timed_step(executor, plan)
     if (result.tokens >= NOT_FINITE).any():
         raise CheckpointError(f"found in the first steps: {NOT_FINITE_MESSAGE}")
-    return own(result.seconds, before) * result.threads
+    return seconds
 
 
 def try_prompt(executor: Executor) -> None:

@@ -35,6 +35,28 @@ class _Factors:
     steps: dict[int, int] = field(default_factory=dict)  # corrections of about so many rows
     speed: dict[int, float] = field(default_factory=dict)  # logarithms
     own: dict[tuple[TreeShape, int], tuple[float, int]] = field(default_factory=dict)  # and when the shape last ran
+    # Of a shape's first steps, as long as none has agreed with what was measured: how many took longer, and the least
+    # error. None: one has.
+    first: dict[tuple[TreeShape, int], tuple[int, float] | None] = field(default_factory=dict)
+
+    def disproved(self, step: tuple[TreeShape, int], error: float) -> float | None:
+        """Returns the least error of a shape's first `DOUBT` steps, if all of them took longer than agrees: stalls add,
+        but seldom to each of so many. None for all other steps."""
+        found = self.first.get(step, (0, math.inf))
+        if found is None or error <= math.log(AGREE):
+            self.first[step] = None
+            return None
+        count, least = found[0] + 1, min(found[1], error)
+        if count < DOUBT:
+            self.first[step] = count, least
+            return None
+        del self.first[step]
+        return least
+
+    def forget(self, shape: TreeShape) -> None:
+        """Forgets what is a shape's own."""
+        self.own = {step: factor for step, factor in self.own.items() if step[0] != shape}
+        self.first = {step: found for step, found in self.first.items() if step[0] != shape}
 
 
 class StepCost:
@@ -123,7 +145,7 @@ class StepCost:
             if expected is not None:
                 self._correct(shape, batch.bit_length(), math.log(seconds / expected))
             return
-        if expected is not None and DOUBT * seconds < expected and self._believed(shape, batch):
+        if expected is not None and self._too_fast(shape, batch, seconds, expected):
             self._doubts += 1
             self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
             if max(self._doubts, self._doubts_of[shape]) < DOUBT:
@@ -142,9 +164,11 @@ class StepCost:
                 bucket = batch.bit_length()
                 known[bucket] = min((1 + 1 / OUTDATED) * known.get(bucket, math.inf), seconds / count)
 
-    def _believed(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether a step that takes far less than expected says that measurements are wrong. A machine may
-        become slower, but not much faster; and of plain steps even a guess is rather low."""
+    def _too_fast(self, shape: TreeShape, batch: int, seconds: float, expected: float) -> bool:
+        """Returns whether a step took so little that measurements have to be wrong, not how fast the machine was of
+        late. It may become slower, but not much faster; and of plain steps even a guess is rather low."""
+        if DOUBT * seconds * max(self.factor(shape, batch), 1.0) >= expected:
+            return False
         if self._samples.get((shape, batch), DOUBT) < DOUBT:
             return False
         return not shape.depth or self.known(shape, batch)
@@ -161,7 +185,7 @@ class StepCost:
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
         self._longer = {step: known for step, known in self._longer.items() if step[0] != shape}
         for factors in self._factors.values():
-            factors.own = {step: factor for step, factor in factors.own.items() if step[0] != shape}
+            factors.forget(shape)
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
@@ -201,11 +225,14 @@ class StepCost:
         speed, own = self._speed(bucket), self._own(shape, bucket)
         now = factors.steps[bucket] = factors.steps.get(bucket, 0) + 1
         _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
-        error = min(max(error, -math.log(DOUBT)), math.log(AGREE))
         share = (now - ran) / (now - ran + RECENT)
-        limit = math.log(DOUBT)  # what is further off was measured wrong
-        factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         rate = (1 - share) * max(RATE, 1 / now)
+        longer = factors.disproved((shape, bucket), error)
+        if longer is not None:  # of plain steps it is the machine: drafts are compared with them
+            share, rate = (1.0, 0.0) if shape.depth else (0.0, 1.0)
+        error = longer or min(max(error, -math.log(DOUBT)), math.log(AGREE))
+        limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
+        factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         factors.speed[bucket] = speed + rate * error
 
     # -- keeping it for the next start --------------------------------------------------------------------------------
