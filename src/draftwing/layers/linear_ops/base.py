@@ -152,6 +152,11 @@ class LinearOp:
         """Takes the rows of another weight behind its own; before either is packed."""
         raise NotImplementedError
 
+    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+        """Returns the operation of a layer with these rows of the weight, one beneath the other, and these columns, or
+        None where it is not cut so; before it is packed."""
+        return None
+
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """Returns the operation for inference on this device, which may drop the layer's parameters; raises ConfigError
         for a mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of

@@ -89,8 +89,8 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED, GATED: as `Routing.shared`.
-    tiles: to be filled, where there is but one row."""
+    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.more`. GATED: as
+    `Routing.shared`. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -135,13 +135,14 @@ def _route_kernel(
     here = there & (chosen >= first) & (chosen < end)
     own = tl.where(here, chosen - first, -1)
     PAIRS: tl.constexpr = TOP + SHARED
-    if SHARED:
+    if SHARED > 0:
         last = 1.0
         if GATED:
             last = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + COUNT).to(tl.float32)))
-        own = tl.where(place == TOP, COUNT, own)
-        weight = tl.where(place == TOP, last, weight)
-        there, here = place < PAIRS, here | (place == TOP)
+        ends = (place >= TOP) & (place < PAIRS)
+        own = tl.where(ends, COUNT + place - TOP, own)
+        weight = tl.where(ends, last, weight)
+        there, here = place < PAIRS, here | ends
     tl.store(experts + row * PAIRS + place, own.to(tl.int64), mask=there)
     tl.store(weights + row * PAIRS + place, tl.where(here, weight, 0.0), mask=there)
     if tiles is not None:  # those that are not there come last
@@ -303,7 +304,7 @@ def route(
     own: range | None = None,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
-    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared != "none"
+    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.more
     count = logits.shape[1] - (routing.shared == "gated")
     here = range(count) if own is None else own
     assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
