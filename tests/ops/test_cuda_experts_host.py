@@ -96,8 +96,8 @@ class Host:
         places = map(pointer, (tiles.order, tiles.tiles))
         known = int(gemm_experts.routes_known(routed, choices))
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
-        early, lines, whole, behind, its_lines = gemm_experts.asked_ahead(routed, choices, codes, codes)
-        self._library.asked(pointer(early), lines, whole, pointer(behind), its_lines)
+        asked = gemm_experts.asked_ahead(routed, choices, codes, codes)
+        self._library.asked(*(pointer(part) if isinstance(part, Tensor) else part for part in asked))
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
         launch(
             self._library,

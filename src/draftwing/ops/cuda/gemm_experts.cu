@@ -28,10 +28,6 @@ __device__ __forceinline__ uint2 load_half_weight(const u32* p) {
 // Asks for 128 bytes into the L2 cache.
 __device__ __forceinline__ void prefetch_line(const u32* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-__device__ __forceinline__ void prefetch_lines(const u32* from, int lines, int first, int step) {
-    for (int i = first; i < lines; i += step) prefetch_line(from + (size_t)i * 32);
-}
-
 // How many lanes of the warp say so.
 __device__ __forceinline__ int count_in_warp(bool so) { return __popc(__ballot_sync(0xffffffff, so)); }
 
@@ -256,6 +252,10 @@ struct Asked {
     const u32* behind;
     int behind_lines;
 };
+
+__device__ __forceinline__ void prefetch_lines(const u32* from, int lines, int first, int step) {
+    for (int i = first; i < lines; i += step) prefetch_line(from + (size_t)i * 32);
+}
 
 // The warp's share of a tile, of which TILES times 8 pairs are live at most. a, b: the first chunks of weights and x,
 // loaded; token: where this lane's rows of x begin.

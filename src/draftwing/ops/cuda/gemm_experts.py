@@ -225,7 +225,7 @@ class FewPairs:
         kernel(
             (grid(cut, kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
             tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)),
-            *asked_ahead(routed, choices, codes, behind if behind is None or isinstance(behind, Tensor) else behind.words),
+            *asked_ahead(routed, choices, codes, behind.words if isinstance(behind, ExpertRows) else behind),
             width, depth, limit,
         )  # fmt: skip
         return out
