@@ -145,7 +145,7 @@ class ExpertMLP(nn.Module):
 
 
 def shared_parts(shared: GatedMLP, ffn: int) -> list[tuple[Linear, Linear]]:
-    """Returns the gates and ups, and the down projection, of experts of width `ffn` that make the MLP's result together;
+    """Returns gates and ups, and the down projection, of experts of width `ffn` that make the MLP's result together;
     none where its weights are not cut so."""
     gate_up, down = shared.gate_up, shared.down
     wide, found = down.in_features, list[tuple[Linear, Linear]]()
