@@ -133,7 +133,7 @@ def test_a_shared_expert_becomes_one_of_the_others(
     ops, generator = triton_ops(device), torch.Generator().manual_seed(0)
     experts = ExpertConfig(COUNT, Routing(TOP), 64, shared=64 * many, shared_gate=gated)
     layer = LayerConfig(128, AttentionConfig(4, 2, 16), 48, experts=experts)
-    plain, merged = (ExpertMLP(layer, torch.float32, CPU) for _ in range(2))
+    plain, merged = ExpertMLP(layer, torch.float32, CPU), ExpertMLP(layer, torch.float32, device)
     for one, other in zip(plain.parameters(), merged.parameters(), strict=True):
         one.data.normal_(0, 0.2, generator=generator)
         other.data.copy_(one)

@@ -96,8 +96,6 @@ class Host:
         places = map(pointer, (tiles.order, tiles.tiles))
         known = int(gemm_experts.routes_known(routed, choices))
         self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
-        asked = gemm_experts.asked_ahead(routed, choices, codes, codes)
-        self._library.asked(*(pointer(part) if isinstance(part, Tensor) else part for part in asked))
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
         launch(
             self._library,
@@ -130,7 +128,7 @@ def routed_of(rows: int) -> Routed:
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
         made = ExpertTiles(None, each, gemm_experts.MAX_PAIRS)
-        return Routed(routed.experts, routed.weights, COUNT, made, shared=2)  # asks ahead for the last two
+        return Routed(routed.experts, routed.weights, COUNT, made)
     return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MAX_PAIRS))
 
 

@@ -48,7 +48,7 @@ def test_a_part_is_what_it_was_in_the_whole(bits: int, zeros: bool, wide: int) -
         for across in (range(COLUMNS), range(128), range(128, COLUMNS), range(192, 256)):
             part = cut(whole, down, across)
             group = 128 if wide == 128 else 64 if wide in (64, 192) else 32
-            if wide < COLUMNS and (across.start % group or across.stop % group and across.stop < COLUMNS):
+            if wide < COLUMNS and (across.start % group or (across.stop % group and across.stop < COLUMNS)):
                 assert part is None
                 continue
             assert part is not None and (part.rows, part.columns) == (len(down), len(across))

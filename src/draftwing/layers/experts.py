@@ -139,7 +139,7 @@ class ExpertMLP(nn.Module):
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if self._gelu:
             return self._ops.gelu_mul(self.gate_up(x, routed)), routed
-        return self.gate_up.gated(x, routed, experts.limit, self.down.device_weight), routed
+        return self.gate_up.gated(x, routed, experts.limit), routed
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -298,12 +298,10 @@ class ExpertLinear(Linear):
 
     __call__ = forward  # type: ignore[assignment]
 
-    def gated(  # type: ignore[override]
-        self, x: Tensor, routed: Routed, limit: float = 0.0, behind: Tensor | ExpertRows | None = None
-    ) -> Tensor:
+    def gated(self, x: Tensor, routed: Routed, limit: float = 0.0) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features / 2] of the product, whose first half are gates:
-        silu(gate) times up, or, with a limit, `ExpertOps.clamped_swiglu`. behind: as `ExpertGemm.gated` has it."""
-        out = None if self._gemm is None else self._gemm.gated(x, self.bias, routed, limit, behind)
+        silu(gate) times up, or, with a limit, `ExpertOps.clamped_swiglu`."""
+        out = None if self._gemm is None else self._gemm.gated(x, self.bias, routed, limit)
         if out is not None:
             return out
         gate_up = self(x, routed)
@@ -380,7 +378,5 @@ class EachExpert(LinearOp):
             return made.index_select(0, places)
         return made.new_zeros(routed.pairs, made.shape[1]).index_copy_(0, order, made)
 
-    def gated(  # type: ignore[override]
-        self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float, behind: Tensor | ExpertRows | None = None
-    ) -> Tensor | None:
+    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:  # type: ignore[override]
         return None

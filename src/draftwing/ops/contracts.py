@@ -247,7 +247,6 @@ class Routed:
     count: int  # experts that there are here
     tiles: ExpertTiles | None = None  # for kernels that want them
     partial: bool = False  # whether there may be pairs that are left out
-    shared: int = 0  # experts, the last ones, that every row goes to
 
     @property
     def pairs(self) -> int:
@@ -290,11 +289,9 @@ class ExpertGemm(Protocol):
         by pair are what the last GEMM of these experts gave."""
         ...
 
-    def gated(
-        self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float, behind: Tensor | ExpertRows | None = None
-    ) -> Tensor | None:
+    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:
         """silu(gate) * up of the same, [pairs, out / 2], or with a limit other than 0 `ExpertOps.clamped_swiglu`. None:
-        the caller does it. behind: the weight of the same experts that the result is multiplied with next."""
+        the caller does it."""
         ...
 
 

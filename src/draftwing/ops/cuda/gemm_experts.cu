@@ -25,9 +25,6 @@ __device__ __forceinline__ uint2 load_half_weight(const u32* p) {
     return v;
 }
 
-// Asks for 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const u32* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // How many lanes of the warp say so.
 __device__ __forceinline__ int count_in_warp(bool so) { return __popc(__ballot_sync(0xffffffff, so)); }
 
@@ -242,21 +239,6 @@ struct Work {
     }
 };
 
-// What blocks ask for into the L2 cache, in lines of 128 bytes, when memory has little else to do: `early` before they
-// wait, the weight of experts that all rows go to; `whole`: as soon as it is known, all that they will multiply with, of
-// which registers hold a part; `behind`, when they have multiplied, that of the same experts in the next GEMM, which has
-// as many lines of each.
-struct Asked {
-    const u32* early;
-    int early_lines, whole;
-    const u32* behind;
-    int behind_lines;
-};
-
-__device__ __forceinline__ void prefetch_lines(const u32* from, int lines, int first, int step) {
-    for (int i = first; i < lines; i += step) prefetch_line(from + (size_t)i * 32);
-}
-
 // The warp's share of a tile, of which TILES times 8 pairs are live at most. a, b: the first chunks of weights and x,
 // loaded; token: where this lane's rows of x begin.
 template <class WEIGHTS, int TILES, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, class OF_ROWS>
@@ -305,8 +287,8 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
                                             const int* __restrict__ order, const int* __restrict__ tiles,
-                                            u16* __restrict__ y, int tile_count, int choices, int known,
-                                            const Asked asked, int N, int K, float limit) {
+                                            u16* __restrict__ y, int tile_count, int choices, int known, int N,
+                                            int K, float limit) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr bool GATED = KIND != PLAIN;
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
@@ -316,8 +298,6 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
     const int parts = (N + OUT - 1) / OUT;                                       // of a tile
-
-    prefetch_lines(asked.early, asked.early_lines, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
 
     // Which weights are read depends on what was chosen. The next kernel comes no sooner, so that it may find that known.
     if (!known) wait_for_earlier_kernels();
@@ -343,13 +323,6 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     Work work = next_work();
     if (work.expert < 0) return;
     begin_weights(work);
-    if (asked.whole) {
-        const int of_row = chunks * WEIGHTS::OF_CHUNK, lines = min(OUT, N - work.row0) * of_row / 32;
-        const size_t first = (size_t)work.expert * (GATED ? 2 * N : N) + work.row0;
-#pragma unroll
-        for (int half = 0; half < (GATED ? 2 : 1); ++half)
-            prefetch_lines(all.codes() + (first + half * N) * of_row, lines, threadIdx.x, THREADS);
-    }
     if (known) wait_for_earlier_kernels();
 
     const u16* token[TOKEN_TILES];
@@ -402,11 +375,6 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
         else multiply<WEIGHTS, TOKEN_TILES>(d, a, b, rows, token, count, live);
 
         if (next.expert >= 0) begin_x(next.live), begin_weights(next);
-        if (asked.behind_lines) {
-            const int each = (asked.behind_lines + parts - 1) / parts, from = work.row0 / OUT * each;
-            prefetch_lines(asked.behind + ((size_t)work.expert * asked.behind_lines + from) * 32,
-                           min(each, asked.behind_lines - from), threadIdx.x, THREADS);
-        }
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
         __syncthreads();
         const int at_row = GATED ? row / 8 * 16 + row % 8 : row;
@@ -432,9 +400,8 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
 #define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
     extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
         NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, const u32* early,    \
-             int early_lines, int whole, const u32* behind, int behind_lines, int N, int K, float limit) {            \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
         expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
-                                          choices, known, {early, early_lines, whole, behind, behind_lines}, N, K,    \
-                                          limit);                                                                     \
+                                          choices, known, N, K, limit);                                               \
     }

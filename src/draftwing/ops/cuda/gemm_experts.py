@@ -26,8 +26,6 @@ _TILES = (8, MAX_PAIRS)  # that there are kernels for; and for a single token, w
 OTHERS = ("_second", "_third")  # end the kinds of other cuts for the same
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
 _CHUNK = 64  # columns
-_LINE = 128  # bytes
-ASK = 7
 # Of gemm_stream.cu:
 _LONGEST = 64  # chunks, of which x is in registers
 _MUCH_X = 64  # of these
@@ -210,7 +208,7 @@ class FewPairs:
 
     def __call__(
         self, kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int,
-        limit: float = 0.0, behind: Tensor | ExpertRows | None = None,
+        limit: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """See `multiply`."""
         tiles, x = routed.tiles, x.contiguous()
@@ -224,9 +222,7 @@ class FewPairs:
         out = x.new_empty(routed.pairs, width)
         kernel(
             (grid(cut, kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
-            tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)),
-            *asked_ahead(routed, choices, codes, behind.words if isinstance(behind, ExpertRows) else behind),
-            width, depth, limit,
+            tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)), width, depth, limit,
         )  # fmt: skip
         return out
 
@@ -237,29 +233,6 @@ def routes_known(routed: Routed, choices: int) -> bool:
     goes to all experts, heads: attention gave x its rows then."""
     of_heads = routed.experts.shape[1] == routed.count and not routed.partial
     return choices == 1 < routed.experts.shape[1] and not of_heads
-
-
-class Asked(NamedTuple):
-    """As gemm_experts.cu has it."""
-
-    early: Tensor | None
-    early_lines: int
-    whole: int
-    behind: Tensor | None
-    behind_lines: int
-
-
-def asked_ahead(routed: Routed, choices: int, codes: Tensor, behind: Tensor | None) -> Asked:
-    """Returns what a kernel asks for ahead: of a single row, for with more of them memory always has something to read.
-    codes, behind: of the weight of all experts, and of the one that their next GEMM multiplies with."""
-    if len(routed.experts) > 1 or ASK == 0:
-        return Asked(None, 0, 0, None, 0)
-    rows, early = len(codes) // routed.count, None
-    if routed.shared and choices > 1 and ASK & 1:
-        early = codes[-routed.shared * rows :]
-    behind = behind if ASK & 4 else None
-    of_one = 0 if behind is None else behind.nbytes // routed.count
-    return Asked(early, 0 if early is None else early.nbytes // _LINE, ASK >> 1 & 1, behind, of_one // _LINE)
 
 
 def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:
@@ -291,16 +264,14 @@ def takes(weight: Tensor | ExpertRows, dtype: torch.dtype) -> bool:
 
 
 def multiply(
-    kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int, limit: float,
-    behind: Tensor | ExpertRows | None = None,
-) -> Tensor:  # fmt: skip
+    kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int, limit: float
+) -> Tensor:
     """x [M or pairs, K], weight [count * N, K], bias [count * N] -> [pairs, width], where width is N or, of gates and
-    ups, N / 2. kind: one of `KINDS`; limit: of `clamped`; behind: the weight that the result is multiplied with next,
-    where that is known. On the meta device nothing runs."""
+    ups, N / 2. kind: one of `KINDS`; limit: of `clamped`. On the meta device nothing runs."""
     if x.is_meta or not routed.pairs:
         return x.new_empty(routed.pairs, width)
     kernels = few_pairs(x.device, x.dtype, layout_of(weight, width))
-    return kernels(kind, x, weight, bias, routed, width, limit, behind)
+    return kernels(kind, x, weight, bias, routed, width, limit)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.ops.contracts import Routed
 from draftwing.ops.cuda import gemm_experts
-from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, ExpertRows, expert_rows, fits
+from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
@@ -255,23 +255,17 @@ class ExpertGemm:
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         return self._run(x, bias, routed, self.rows // self._count, _PLAIN.value, 0.0)
 
-    def gated(
-        self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float, behind: Tensor | ExpertRows | None = None
-    ) -> Tensor:
-        act = (_CLAMPED if limit else _SILU).value
-        return self._run(x, bias, routed, self.rows // self._count // 2, act, limit, behind)
+    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor:
+        return self._run(x, bias, routed, self.rows // self._count // 2, (_CLAMPED if limit else _SILU).value, limit)
 
-    def _run(
-        self, x: Tensor, bias: Tensor | None, routed: Routed, width: int, act: int, limit: float,
-        behind: Tensor | ExpertRows | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _run(self, x: Tensor, bias: Tensor | None, routed: Routed, width: int, act: int, limit: float) -> Tensor:
         weight, arguments, wide = self.weight, dict[str, Any](), x.dtype == torch.float32
         tiles = routed.tiles
         assert tiles is not None
         if not isinstance(weight, Tensor) and weight.order is not None:
             x = x.index_select(1, weight.order)
         if tiles.rows <= gemm_experts.MAX_PAIRS and gemm_experts.takes(weight, x.dtype):
-            return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit, behind)
+            return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         if isinstance(weight, Tensor):

@@ -21,6 +21,9 @@ FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are
 FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
+# Of a thread of `_mix_norm_kernel`: as many as 16 warps can have. With fewer, which it takes where nothing is said, the
+# compiler puts loads to where they are needed, and some wait for others.
+_MIX_REGISTERS = 128
 SMALL = tl.constexpr(TINY)
 # Pairs that a program places, those that they are compared with at a time, and that are counted at a time.
 _BLOCK, _CHUNK, _COUNTED = 64, 128, 1024
@@ -321,7 +324,7 @@ def route(
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
     made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, held, made, own is not None, shared)
+    return Routed(experts, weights, held, made, own is not None)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
@@ -403,7 +406,7 @@ def mix_norm(y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: f
         block = triton.next_power_of_2(size)
         _mix_norm_kernel[(rows,)](
             out, normed, y, routed.weights, residual, residual.stride(0), weight, SIZE=size, TOP=top_k, EPS=eps,
-            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(y.device),
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), maxnreg=_MIX_REGISTERS, **launch_options(y.device),
         )  # fmt: skip
     return out, normed
 
