@@ -122,15 +122,18 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
 
 @pytest.mark.further(form="fp8", gated=False)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", ["dense", "fp8"])
+@pytest.mark.parametrize("form", ["dense", "fp8", "fp8 twice as wide", "dense twice as wide"])
 def test_a_shared_expert_becomes_one_of_the_others(
     mended_interpreter: None, device: torch.device, form: str, gated: bool
 ) -> None:
-    """Where the device routes to it: the text is that of the layer that is not packed, which has it apart."""
+    """Or two, where it is as wide. The device routes to them: the text is that of the layer that is not packed, which
+    has it apart."""
+    form, _, wider = form.partition(" ")
+    many = 2 if wider else 1
     ops, generator = triton_ops(device), torch.Generator().manual_seed(0)
-    experts = ExpertConfig(COUNT, Routing(TOP), 64, shared=64, shared_gate=gated)
+    experts = ExpertConfig(COUNT, Routing(TOP), 64, shared=64 * many, shared_gate=gated)
     layer = LayerConfig(128, AttentionConfig(4, 2, 16), 48, experts=experts)
-    plain, merged = (ExpertMLP(layer, torch.float32, CPU) for _ in range(2))
+    plain, merged = ExpertMLP(layer, torch.float32, CPU), ExpertMLP(layer, torch.float32, device)
     for one, other in zip(plain.parameters(), merged.parameters(), strict=True):
         one.data.normal_(0, 0.2, generator=generator)
         other.data.copy_(one)
@@ -151,14 +154,17 @@ def test_a_shared_expert_becomes_one_of_the_others(
     held: list[list[bool]] = []
     ops.give_back_memory = lambda: held.append([ref() is not None for ref in kept])  # type: ignore[method-assign]
     pack_layers(merged, ops, PackMode())
-    assert held == ([[False, True], [False, False]] if kept else [[], []]), "a matrix goes before there is another one"
-    assert merged.shared is None and merged.gate_up.count == COUNT + 1
-    for mine, parts in (
-        (merged.gate_up, (plain.gate_up, plain.shared.gate_up)), (merged.down, (plain.down, plain.shared.down)),
+    assert held[0::many] == ([[False, True], [False, False]] if kept else [[], []]), "one goes before another one comes"
+    assert merged.shared is None and merged.gate_up.count == COUNT + many
+    gates, ups = merged.gate_up.dense_weight()[-128 * many :].view(many, 2, 64, -1).transpose(0, 1).flatten(1, 2)
+    down = merged.down.dense_weight()[-128 * many :].view(many, 128, -1)
+    for theirs, weight in (
+        (plain.gate_up, merged.gate_up.dense_weight()[: -128 * many]),
+        (plain.down, merged.down.dense_weight()[: -128 * many]), (plain.shared.gate_up, torch.cat((gates, ups))),
+        (plain.shared.down, torch.cat([*down], 1)),
     ):  # fmt: skip
-        for theirs, weight in zip(parts, mine.dense_weight().split([len(part.weight) for part in parts]), strict=True):
-            torch.testing.assert_close(theirs.weight.data, weight.cpu().float(), atol=0.03, rtol=0.07)
-            theirs.weight.data.copy_(weight)  # as it was rounded
+        torch.testing.assert_close(theirs.weight.data, weight.cpu().float(), atol=0.03, rtol=0.07)
+        theirs.weight.data.copy_(weight)  # as it was rounded
     x, residual = torch.randn(2, 5, 128, generator=generator)
     dtype = torch.float32 if form == "dense" else torch.bfloat16
     found, expected = merged(x.to(device, dtype), residual.to(device, dtype)).cpu().float(), plain(x, residual)

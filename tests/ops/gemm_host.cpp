@@ -313,7 +313,6 @@ static int count_in_warp(bool so) {
     meet(warp_arrived[me / 32], 32);
     return count;
 }
-static void prefetch_line(const u32* p) { check_source(p, 128); }
 static u32 byte_twice(u32 word, int which) { return (word >> which * 8 & 0xff) * 0x10001; }
 static uint2 load_half_weight(const u32* p) {
     if ((uintptr_t)p % 8) abort();
@@ -346,9 +345,9 @@ static struct {  // of the weight of the next runs, where there are any
     int there;
 } group;
 using ExpertKernel = void (*)(const u16*, const void*, const u32*, const u32*, int, const u16*, const int*, const int*,
-                              u16*, int, int, int, int, int, int, float);
+                              u16*, int, int, int, int, int, float);
 static struct {  // of the next runs, where the weight is one of experts
-    int rows, tile_count, choices, known, every;
+    int rows, tile_count, choices, known;
     const int *order, *tiles;
     float limit;
     int there;
@@ -388,8 +387,8 @@ static void body() {
 #else
     if (expert.there)
         ((ExpertKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, expert.rows, job.bias, expert.order,
-                                   expert.tiles, job.y, expert.tile_count, expert.choices, expert.known, expert.every,
-                                   job.N, job.K, expert.limit);
+                                   expert.tiles, job.y, expert.tile_count, expert.choices, expert.known, job.N, job.K,
+                                   expert.limit);
     else if (group.there)
         ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
                                   job.K);
@@ -455,9 +454,9 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 
 extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
-extern "C" void experts(int rows, int tile_count, int choices, int known, int every, const int* order,
-                        const int* tiles, float limit, int there) {
-    expert = {rows, tile_count, choices, known, every, order, tiles, limit, there};
+extern "C" void experts(int rows, int tile_count, int choices, int known, const int* order, const int* tiles,
+                        float limit, int there) {
+    expert = {rows, tile_count, choices, known, order, tiles, limit, there};
 }
 
 #ifdef GROUPS

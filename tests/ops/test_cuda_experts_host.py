@@ -71,7 +71,7 @@ class Host:
         shape, width = self.plain[kind], len(w) // (2 if kind == "silu" else 1)
         out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(None, None, 0)
-        self._library.experts(0, 0, 0, 0, -1, None, None, ctypes.c_float(0), 0)
+        self._library.experts(0, 0, 0, 0, None, None, ctypes.c_float(0), 0)
         sizes = len(x), width, x.shape[1], *shape.grid(kind, len(x), width, 1)
         cut = shape.warps * 32, 1, shape.shared_bytes(0)
         launch(self._library, f"stored_{kind}", cut, (x, w, bias, None, out), sizes, 0)
@@ -94,8 +94,8 @@ class Host:
             if part is not None:
                 self._library.source(pointer(part), ctypes.c_long(part.nbytes))
         places = map(pointer, (tiles.order, tiles.tiles))
-        known, every = int(gemm_experts.routes_known(routed, choices)), gemm_experts.asked_ahead(routed, choices)
-        self._library.experts(len(codes), many, choices, known, every, *places, ctypes.c_float(limit), 1)
+        known = int(gemm_experts.routes_known(routed, choices))
+        self._library.experts(len(codes), many, choices, known, *places, ctypes.c_float(limit), 1)
         sizes = len(x), width, x.shape[1], gemm_experts.grid(cut, kind, many, width, MULTIPROCESSORS), 1
         launch(
             self._library,
@@ -128,7 +128,7 @@ def routed_of(rows: int) -> Routed:
     if rows == 1:  # as the kernel that routes makes them
         each = torch.stack((routed.experts[0], torch.arange(TOP), torch.ones(TOP, dtype=torch.int64))).int()
         made = ExpertTiles(None, each, gemm_experts.MAX_PAIRS)
-        return Routed(routed.experts, routed.weights, COUNT, made, shared=True)  # asks ahead for the last one
+        return Routed(routed.experts, routed.weights, COUNT, made)
     return Routed(routed.experts, routed.weights, COUNT, tiled(routed.experts, gemm_experts.MAX_PAIRS))
 
 

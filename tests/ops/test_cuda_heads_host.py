@@ -39,7 +39,7 @@ def run(
     cos, sin = (None, None) if table is None else table
     beside = (0, 0, 0, 0) if turned is None or cos is None else (width, *turned.stride()[:2], cos.stride(0))
     strides = (*x.stride()[:2], *out.stride()[:2])
-    library.experts(0, 0, 0, 1, -1, None, None, ctypes.c_float(0), 1)  # x is read after the kernel in front, w before
+    library.experts(0, 0, 0, 1, None, None, ctypes.c_float(0), 1)  # x is read after the kernel in front, w before
     library.head_sizes(HEADS, *strides, ctypes.c_float(factor), *map(pointer, (turned, cos, sin)), *beside)
     sizes = rows, OUTPUTS, x.shape[2], *grid(rows, HEADS, OUTPUTS, width)
     launch(library, f"heads_{x.shape[2] // 64}", (64, 1, 0), (x, w, None, None, out), sizes, 0)

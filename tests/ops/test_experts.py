@@ -66,20 +66,24 @@ def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
 
 
 @pytest.mark.parametrize("shared", ["whole", "gated"])
-@pytest.mark.parametrize(("rows", "sigmoid"), [(1, False), (5, False), (5, True)])
-def test_every_row_goes_to_a_shared_expert(ops: TorchOps, rows: int, sigmoid: bool, shared: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "sigmoid", "more"), [(1, False, 1), (5, False, 1), (5, True, 1), (1, False, 2), (5, True, 3)]
+)
+def test_every_row_goes_to_a_shared_expert(ops: TorchOps, rows: int, sigmoid: bool, more: int, shared: str) -> None:
     logits, shift = made(ops, rows, COUNT + 1) * 3, made(ops, COUNT, seed=1) if sigmoid else None
     chosen, gate = logits[:, :COUNT], logits[:, COUNT:]
     plain = ops.route(chosen, Routing(TOP, sigmoid=sigmoid, scale=1.5), shift)
-    routing = Routing(TOP, sigmoid=sigmoid, scale=1.5, shared=shared)  # type: ignore[arg-type]
+    routing = Routing(TOP, sigmoid=sigmoid, scale=1.5, shared=shared, shared_count=more)  # type: ignore[arg-type]
     routed = ops.route(logits if shared == "gated" else chosen, routing, shift)
-    assert routed.count == COUNT + 1 and routing.choices == TOP + 1
-    assert torch.equal(routed.experts[:, :TOP], plain.experts) and bool((routed.experts[:, TOP] == COUNT).all())
+    assert routed.count == COUNT + more and routing.choices == TOP + more
+    assert torch.equal(routed.experts[:, :TOP], plain.experts)
+    assert routed.experts[:, TOP:].tolist() == [[COUNT + i for i in range(more)]] * rows
     assert torch.equal(routed.weights[:, :TOP], plain.weights)
     expected = gate[:, 0].double().sigmoid() if shared == "gated" else torch.ones(rows, dtype=torch.float64)
-    torch.testing.assert_close(routed.weights[:, TOP].cpu().double(), expected.cpu(), atol=1e-6, rtol=1e-6)
-    weight, x = made(ops, (COUNT + 1) * 32, 64, seed=5) / 8, made(ops, rows, 64, seed=4)
-    gemm = ops.expert_gemm(weight, COUNT + 1)
+    expected = expected.cpu()[:, None].expand(-1, more)
+    torch.testing.assert_close(routed.weights[:, TOP:].cpu().double(), expected, atol=1e-6, rtol=1e-6)
+    weight, x = made(ops, (COUNT + more) * 32, 64, seed=5) / 8, made(ops, rows, 64, seed=4)
+    gemm = ops.expert_gemm(weight, COUNT + more)
     outs = ops.experts_linear(x, weight, None, routed) if gemm is None else gemm.linear(x, None, routed)
     torch.testing.assert_close(outs.double(), by_hand(x, weight, None, routed), atol=1e-4, rtol=1e-4)
 

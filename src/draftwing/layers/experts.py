@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,20 +65,24 @@ class ExpertMLP(nn.Module):
         self._whole: WholeMixture | None = None  # all of it
 
     def merge(self, ops: LayerOps) -> None:
-        """Makes the expert of all rows the last one of the others, and its gate an output of the router, where the
-        device is faster then and weights lie alike; before the parts are packed."""
+        """Makes the expert of all rows the last one of the others, or as many as it is wide, and its gate an output of
+        the router, where the device is faster then and weights lie alike; before the parts are packed."""
         shared, experts = self.shared, self.experts
-        if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared != experts.ffn:
+        if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
             return
-        pairs = (self.gate_up, shared.gate_up), (self.down, shared.down)
-        biased = any(part.bias is not None for pair in pairs for part in pair)
-        if biased or experts.limit or self.scale is not None or not all(e.op.can_append(one.op) for e, one in pairs):
+        linears = self.gate_up, self.down, shared.gate_up, shared.down
+        if experts.limit or self.scale is not None or any(part.bias is not None for part in linears):
             return
-        for every, one in pairs:
-            every.append_shared(one, ops)
+        every = shared_parts(shared, experts.ffn)
+        pairs = [(self.gate_up, gate_up) for gate_up, _ in every] + [(self.down, down) for _, down in every]
+        if not every or not all(own.op.can_append(one.op) for own, one in pairs):
+            return
+        for own, one in pairs:
+            own.append_shared(one, ops)
         if self.shared_gate is not None:
             self.router.append_row(self.shared_gate)
-        self._routing = replace(self._routing, shared="whole" if self.shared_gate is None else "gated")
+        kind: Literal["whole", "gated"] = "whole" if self.shared_gate is None else "gated"
+        self._routing = replace(self._routing, shared=kind, shared_count=len(every))
         self.shared = self.shared_gate = None
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
@@ -137,6 +142,23 @@ class ExpertMLP(nn.Module):
         return self.gate_up.gated(x, routed, experts.limit), routed
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+def shared_parts(shared: GatedMLP, ffn: int) -> list[tuple[Linear, Linear]]:
+    """Returns gates and ups, and the down projection, of experts of width `ffn` that make the MLP's result together;
+    none where its weights are not cut so."""
+    gate_up, down = shared.gate_up, shared.down
+    wide, found = down.in_features, list[tuple[Linear, Linear]]()
+    if wide == ffn:
+        return [(gate_up, down)]
+    for at in range(0, wide, ffn):
+        rows = range(at, at + ffn), range(wide + at, wide + at + ffn)
+        first = gate_up.part(rows, range(gate_up.in_features))
+        second = down.part([range(down.out_features)], range(at, at + ffn))
+        if first is None or second is None:
+            return []
+        found.append((first, second))
+    return found
 
 
 class ExpertsBeside(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,18 @@ class Linear(nn.Module):
         # Torch would cut the next matrix from the block of the one that was, too small for one of its own kind, and
         # what is left of a cut block can never be given back.
         ops.give_back_memory()
+
+    def part(self, rows: Sequence[range], columns: range) -> Linear | None:
+        """Returns a layer with these rows of the weight, one beneath the other, and these columns, or None where the
+        weight is not cut so; of a layer without a bias, before it is packed."""
+        assert self.bias is None
+        meta = torch.device("meta")
+        one = Linear(len(columns), sum(map(len, rows)), False, torch.get_default_dtype(), meta)
+        op = self.op.part(one, rows, columns)
+        if op is None:
+            return None
+        one.op = op
+        return one
 
     def use(self, ops: LayerOps) -> None:
         """Lets `ops` do what is done to the result; the weight stays as it is, and may be trained."""

@@ -164,8 +164,8 @@ class Routing:
     scores are sigmoids of logits in place of their softmax; the choice is by scores and a correction of each expert
     then, weights are scores alone.  groups: of one size that experts lie in.  top_groups: those that a row chooses
     among, which have the largest sums of their two best sigmoids, or the largest best logits.  scale: of weights.
-    shared: whether one more expert behind all others gets every row, as its last choice: with weight 1 (`whole`), or
-    with the sigmoid of one more logit behind theirs (`gated`).
+    shared: whether more experts behind all others get every row, as its last choices: with weight 1 (`whole`), or
+    with the sigmoid of one more logit behind theirs (`gated`).  shared_count: how many these are.
     """
 
     top_k: int
@@ -175,11 +175,17 @@ class Routing:
     top_groups: int = 1
     scale: float = 1.0
     shared: Literal["none", "whole", "gated"] = "none"
+    shared_count: int = 1
 
     @property
     def choices(self) -> int:
         """Returns the experts that a row goes to."""
-        return self.top_k + (self.shared != "none")
+        return self.top_k + self.more
+
+    @property
+    def more(self) -> int:
+        """Returns the experts that every row goes to besides those that it chooses."""
+        return 0 if self.shared == "none" else self.shared_count
 
 
 class MixtureWeights(NamedTuple):
@@ -241,7 +247,6 @@ class Routed:
     count: int  # experts that there are here
     tiles: ExpertTiles | None = None  # for kernels that want them
     partial: bool = False  # whether there may be pairs that are left out
-    shared: bool = False  # whether every row goes to the last expert
 
     @property
     def pairs(self) -> int:

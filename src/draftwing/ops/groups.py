@@ -134,6 +134,31 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     )  # fmt: skip
 
 
+def cut(weight: PackedGroups, rows: range, columns: range) -> PackedGroups | None:
+    """Returns these rows and columns, or None where they begin or end within a tile or a group, or where some columns
+    are asked of a weight that has them in another order."""
+    tile = [range(of.start // size, of.stop // size) for of, size in ((rows, TALL), (columns, CHUNK))]
+    even = all(of.start % size == of.stop % size == 0 for of, size in ((rows, TALL), (columns, CHUNK)))
+    if not even or (weight.order is not None and len(columns) < weight.columns):
+        return None
+    group = range(weight.scales.shape[1])
+    if weight.shift != WHOLE:
+        wide = int(CHUNK * 2.0**weight.shift)
+        if columns.start % wide or (columns.stop % wide and columns.stop < weight.columns):
+            return None
+        group = range(columns.start // wide, -(-columns.stop // wide))
+
+    def part(values: Tensor, across: range) -> Tensor:
+        return values[tile[0].start : tile[0].stop, across.start : across.stop]
+
+    of_chunk = CHUNK * 2 * weight.bits  # bytes of 16 rows
+    return weight._replace(
+        codes=part(weight.codes, range(tile[1].start * of_chunk, tile[1].stop * of_chunk)),
+        scales=part(weight.scales, group),
+        zeros=None if weight.zeros is None else part(weight.zeros, group),
+    )
+
+
 def unit_of(weight: PackedGroups) -> int:
     """Returns the power of 2 that scales are to be multiplied with."""
     dtype = weight.scales.dtype

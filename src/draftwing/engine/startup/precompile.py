@@ -36,7 +36,7 @@ from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.layers.linear_ops.groups import alike, joined
+from draftwing.layers.linear_ops.groups import alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -411,6 +411,11 @@ class _Held(LinearOp):
         whole = joined([self._weight, other._weight])
         assert whole is not None
         self._weight = whole
+
+    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+        parts = part_of({0: self._weight}, rows, columns)
+        whole = None if parts is None else joined([*parts])
+        return None if whole is None else _Held(layer, whole, self._dtype)
 
     def dense_weight(self) -> Tensor:
         return torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device="meta")

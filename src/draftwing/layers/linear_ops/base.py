@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -151,6 +152,11 @@ class LinearOp:
     def append(self, other: LinearOp) -> None:
         """Takes the rows of another weight behind its own; before either is packed."""
         raise NotImplementedError
+
+    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+        """Returns the operation of a layer with these rows of the weight, one beneath the other, and these columns, or
+        None where it is not cut so; before it is packed."""
+        return None
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         """Returns the operation for inference on this device, which may drop the layer's parameters; raises ConfigError

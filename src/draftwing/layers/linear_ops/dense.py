@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,11 @@ class Dense(LinearOp):
 
     def append(self, other: LinearOp) -> None:
         self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
+
+    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+        weight = self.layer.weight.detach()[:, columns.start : columns.stop]
+        layer.weight = nn.Parameter(torch.cat([weight[some.start : some.stop] for some in rows]), False)
+        return Dense(layer)
 
     def copy_from(self, other: LinearOp) -> None:
         """Takes the weight of one whose weight is a parameter."""

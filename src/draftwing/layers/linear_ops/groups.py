@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.ops.contracts import TallGemm
-from draftwing.ops.groups import PackedGroups, join, joinable, unpacked, why_not
+from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
@@ -110,6 +110,21 @@ class Groups(Dense):
         rows = sum(part.rows for part in self._parts.values())
         self._parts |= {rows + start: part for start, part in other._parts.items()}
         other._parts.clear()
+
+    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+        own = Groups(layer, self._format, self._dtype)
+        if not self._parts:
+            super().part(layer, rows, columns)
+            return own
+        if hasattr(self.layer, "weight"):
+            return None
+        parts = part_of(self._parts, rows, columns)
+        if parts is None:
+            return None
+        for some in parts:
+            own._parts[sum(before.rows for before in own._parts.values())] = some
+        del layer.weight
+        return own
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         whole = self.groups()
@@ -246,6 +261,21 @@ def dequantise_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Seque
         if isinstance(before[-1], PackedLinear):
             later = (*behind, *following)
             before[-1].prefetch_dequant([op for op in later if isinstance(op, PackedLinear)])
+
+
+def part_of(
+    parts: Mapping[int, PackedGroups | MXRows], rows: Sequence[range], columns: range
+) -> list[PackedGroups] | None:
+    """parts: by their first row. Returns these rows and columns, or None where they are not cut so."""
+    found = []
+    for some in rows:
+        start = max(at for at in parts if at <= some.start)
+        whole, within = parts[start], range(some.start - start, some.stop - start)
+        part = cut(whole, within, columns) if isinstance(whole, PackedGroups) and within.stop <= whole.rows else None
+        if part is None:
+            return None
+        found.append(part)
+    return found
 
 
 def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:

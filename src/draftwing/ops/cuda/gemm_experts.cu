@@ -25,9 +25,6 @@ __device__ __forceinline__ uint2 load_half_weight(const u32* p) {
     return v;
 }
 
-// Asks for 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const u32* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // How many lanes of the warp say so.
 __device__ __forceinline__ int count_in_warp(bool so) { return __popc(__ballot_sync(0xffffffff, so)); }
 
@@ -283,16 +280,15 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
 // y [pairs, N], a pair its row of x [pairs / choices, K] times the weight [N, K] of its expert; gated: of [2 * N, K], of
 // which the upper half are gates. bias: as the weight has rows. order, tiles [3][tile_count]: `ExpertTiles`, which may
 // have up to TOKEN_TILES * 8 pairs each, and those that are not there last. known: whether order and tiles were there
-// before the kernel before this one let this one come. every: an expert that all rows go to, whose weight is asked for
-// before routes are known, when memory has little to do; -1: none.
+// before the kernel before this one let this one come.
 //
 // Blocks stay. While one adds up what its warps have, its next weights and rows of x are on their way; which these are
 // it asks for before.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
                                             const int* __restrict__ order, const int* __restrict__ tiles,
-                                            u16* __restrict__ y, int tile_count, int choices, int known, int every,
-                                            int N, int K, float limit) {
+                                            u16* __restrict__ y, int tile_count, int choices, int known, int N,
+                                            int K, float limit) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr bool GATED = KIND != PLAIN;
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
@@ -302,13 +298,6 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
     const int parts = (N + OUT - 1) / OUT;                                       // of a tile
-
-    if (every >= 0) {
-        const int rows_of_one = GATED ? 2 * N : N, lines = rows_of_one * chunks * WEIGHTS::OF_CHUNK / 32;
-        const u32* const codes = all.from((size_t)every * rows_of_one, K).codes();
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < lines; i += gridDim.x * THREADS)
-            prefetch_line(codes + (size_t)i * 32);
-    }
 
     // Which weights are read depends on what was chosen. The next kernel comes no sooner, so that it may find that known.
     if (!known) wait_for_earlier_kernels();
@@ -411,8 +400,8 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
 #define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
     extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
         NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int every, int N,    \
-             int K, float limit) {                                                                                    \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
         expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
-                                          choices, known, every, N, K, limit);                                        \
+                                          choices, known, N, K, limit);                                               \
     }

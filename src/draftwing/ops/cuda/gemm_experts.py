@@ -222,8 +222,7 @@ class FewPairs:
         out = x.new_empty(routed.pairs, width)
         kernel(
             (grid(cut, kind, count, width, self._multiprocessors),), x, codes, scales, zeros, len(codes), bias,
-            tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)),
-            asked_ahead(routed, choices), width, depth, limit,
+            tiles.order, tiles.tiles, out, count, choices, int(routes_known(routed, choices)), width, depth, limit,
         )  # fmt: skip
         return out
 
@@ -234,12 +233,6 @@ def routes_known(routed: Routed, choices: int) -> bool:
     goes to all experts, heads: attention gave x its rows then."""
     of_heads = routed.experts.shape[1] == routed.count and not routed.partial
     return choices == 1 < routed.experts.shape[1] and not of_heads
-
-
-def asked_ahead(routed: Routed, choices: int) -> int:
-    """Returns the expert whose weight a kernel asks for before routes are known, -1: none. With many rows most of what
-    is read is that of others."""
-    return routed.count - 1 if routed.shared and choices > 1 and len(routed.experts) == 1 else -1
 
 
 def layout_of(weight: Tensor | ExpertRows, width: int = 16) -> Layout:

@@ -91,8 +91,10 @@ __device__ __forceinline__ void head_gemm(const u16* __restrict__ x, const u16* 
     }
 }
 
+// One block of a multiprocessor is enough: with fewer registers the compiler puts each load of x before what needs it, and
+// they wait one after the other.
 #define HEAD_KERNEL(CHUNKS)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                            \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                                         \
         heads_##CHUNKS(const u16* x, const u16* w, u16* y, int M, int N, int heads, int x_row, int x_head, int y_row,   \
                        int y_head, float factor, const u16* turned, const u16* cos, const u16* sin, int turned_width,   \
                        int turned_row, int turned_head, int angles) {                                                   \

@@ -331,8 +331,8 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
 #define ROW_STREAM_KERNEL(NAME, ...)                                                                                  \
     extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \
         NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int every, int N,    \
-             int K, float limit) {                                                                                    \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
         row_stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y,          \
                                               tile_count, choices, known, N);                                         \
     }
@@ -340,8 +340,8 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
 #define STREAM_KERNEL(NAME, ...)                                                                                      \
     extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \
         NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int every, int N,    \
-             int K, float limit) {                                                                                    \
+             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
+             float limit) {                                                                                           \
         stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
                                           choices, known, N, limit);                                                  \
     }

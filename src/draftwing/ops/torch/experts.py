@@ -104,8 +104,9 @@ class ExpertOps:
         if routing.shared != "none":
             assert own is None
             more = _sigmoid(gate) if routing.shared == "gated" else torch.ones_like(gate)
-            experts, weights = F.pad(experts, (0, 1), value=count), torch.cat((weights, more), 1)
-            count += 1
+            last = torch.arange(count, count + routing.more, device=experts.device).expand(len(experts), -1)
+            experts, weights = torch.cat((experts, last), 1), torch.cat((weights, more.expand_as(last)), 1)
+            count += routing.more
         if own is None:
             return Routed(experts, weights, count)
         here = (experts >= own.start) & (experts < own.stop)

@@ -21,6 +21,9 @@ FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are
 FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
+# Of a thread of `_mix_norm_kernel`: as many as 16 warps can have. With fewer, which it takes where nothing is said, the
+# compiler puts loads to where they are needed, and some wait for others.
+_MIX_REGISTERS = 128
 SMALL = tl.constexpr(TINY)
 # Pairs that a program places, those that they are compared with at a time, and that are counted at a time.
 _BLOCK, _CHUNK, _COUNTED = 64, 128, 1024
@@ -89,8 +92,8 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED, GATED: as `Routing.shared`.
-    tiles: to be filled, where there is but one row."""
+    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.more`. GATED: as
+    `Routing.shared`. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -135,13 +138,14 @@ def _route_kernel(
     here = there & (chosen >= first) & (chosen < end)
     own = tl.where(here, chosen - first, -1)
     PAIRS: tl.constexpr = TOP + SHARED
-    if SHARED:
+    if SHARED > 0:
         last = 1.0
         if GATED:
             last = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + COUNT).to(tl.float32)))
-        own = tl.where(place == TOP, COUNT, own)
-        weight = tl.where(place == TOP, last, weight)
-        there, here = place < PAIRS, here | (place == TOP)
+        ends = (place >= TOP) & (place < PAIRS)
+        own = tl.where(ends, COUNT + place - TOP, own)
+        weight = tl.where(ends, last, weight)
+        there, here = place < PAIRS, here | ends
     tl.store(experts + row * PAIRS + place, own.to(tl.int64), mask=there)
     tl.store(weights + row * PAIRS + place, tl.where(here, weight, 0.0), mask=there)
     if tiles is not None:  # those that are not there come last
@@ -303,7 +307,7 @@ def route(
     own: range | None = None,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
-    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared != "none"
+    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.more
     count = logits.shape[1] - (routing.shared == "gated")
     here = range(count) if own is None else own
     assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
@@ -320,7 +324,7 @@ def route(
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
     made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
-    return Routed(experts, weights, held, made, own is not None, shared)
+    return Routed(experts, weights, held, made, own is not None)
 
 
 def every_expert(rows: int, count: int, device: torch.device) -> Routed:
@@ -402,7 +406,7 @@ def mix_norm(y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: f
         block = triton.next_power_of_2(size)
         _mix_norm_kernel[(rows,)](
             out, normed, y, routed.weights, residual, residual.stride(0), weight, SIZE=size, TOP=top_k, EPS=eps,
-            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(y.device),
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), maxnreg=_MIX_REGISTERS, **launch_options(y.device),
         )  # fmt: skip
     return out, normed
 

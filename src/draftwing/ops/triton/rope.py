@@ -176,10 +176,11 @@ def _keep_latent(
     a = tl.load(made + LATENT + half, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(made + LATENT + HALF + half, mask=ok, other=0.0).to(tl.float32)
     dtype = raw.dtype
+    at = m * turn_stride
+    # Before the sum, which has barriers: angles would be loaded behind them.
+    one, two = _turned(a[None, :], b[None, :], cos + at, sin + at, half, ok, dtype, HALF)
     x = raw.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight).to(dtype)
-    at = m * turn_stride
-    one, two = _turned(a[None, :], b[None, :], cos + at, sin + at, half, ok, dtype, HALF)
     into = kv + slot * (LATENT + TURNED)
     ahead = into + LATENT + half[None, :]
     if EIGHT:
