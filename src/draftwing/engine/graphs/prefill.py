@@ -13,6 +13,7 @@ leave what `commit` reads. So their memory is another than that of the stages.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -173,13 +174,15 @@ class PrefillGraphs:
         key = Key(shape, sizes[at]) if at < len(sizes) else None
         return key if key is not None and self._sizes.beside(key) else None
 
+    def size(self, chunks: Sequence[Chunk], key: Key) -> int:
+        """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none."""
+        tokens = sum(chunk.length for chunk in chunks) if len(chunks) < MAX_CHUNKS else math.inf
+        return next((size for size in self._sizes.beside(key) if size >= tokens), 0)
+
     def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
-        tokens = sum(chunk.length for chunk in chunks)
-        size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        if len(chunks) >= MAX_CHUNKS:
-            return None
+        tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
         if (size, key) in self.later:
             self.later[size, key] += 1
         if (size, key) not in self._mixed:
