@@ -13,6 +13,7 @@ leave what `commit` reads. So their memory is another than that of the stages.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
 # still. Swept in docs/dev/mixed_steps.md.
 AT_ONCE = 256
+TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
 
+log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]
 
@@ -129,6 +132,20 @@ class PrefillGraphs:
             self._fill(size, ())
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
+
+    def drop_slow(self) -> None:
+        """Drops sizes that take as long as a larger one, as 896 rows of an 8B model do on an H100; prompts are padded
+        past them. Those below `MIXED_QUERIES` are not looked at. Nothing may run."""
+        least = math.inf
+        for size in [size for size in reversed(self.sizes) if size >= MIXED_QUERIES]:
+            seconds = min(self._device.timed(self._graphs[size][0], TIMES))
+            if seconds >= least:
+                log.debug("%d tokens of prompts take as long as more: they have no graph", size)
+                self.sizes.remove(size)
+                self.mixed_sizes.remove(size)
+                del self._graphs[size]
+            least = min(least, seconds)
+        self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
     def wanted(self) -> bool:
