@@ -13,6 +13,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
+TRIES = 3  # of budgets whose tokens are to be as many as there may be: see `_limited`
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -96,12 +97,22 @@ def divided(
         longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, spared)
         budget = round(longest / TICK)
     given = _divided(budget, todo, costs)
-    if (total := sum(given.values())) > most:
-        given = _divided(budget * most // total, todo, costs)
-        if sum(given.values()) > most:  # shares of the rest are not all reduced alike
-            given = _divided(most * min(costs.values()), todo, costs)
+    if sum(given.values()) > most:
+        given = _limited(most, budget, todo, costs)
     _even_out(given, prefills, sizes)
     return [(req, length) for req, length in given.items() if length]
+
+
+def _limited(most: int, budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
+    """Returns `_divided` of as large a part of the budget as gives about `most` tokens, and no more."""
+    found = _divided(most * min(costs.values()), todo, costs)
+    for _ in range(TRIES):
+        given = _divided(budget, todo, costs)
+        total = sum(given.values())
+        if sum(found.values()) < total <= most:
+            found = given
+        budget = budget * most // max(total, 1)
+    return found
 
 
 def _divided(budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
