@@ -133,11 +133,13 @@ class PrefillGraphs:
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
 
+    @torch.inference_mode()
     def drop_slow(self) -> None:
         """Drops sizes that take as long as a larger one, as 896 rows of an 8B model do on an H100; prompts are padded
         past them. Those below `MIXED_QUERIES` are not looked at. Nothing may run."""
         least = math.inf
         for size in [size for size in reversed(self.sizes) if size >= MIXED_QUERIES]:
+            self._fill(size, ())
             seconds = min(self._device.timed(self._graphs[size][0], TIMES))
             if seconds >= least:
                 log.debug("%d tokens of prompts take as long as more: they have no graph", size)
