@@ -400,7 +400,7 @@ for drafts in (False, True):
         )
     CELLS[f"beside prompts / {name} 30 a second"] = partial(beside, OpenLoop, drafts=drafts, rate=30, seconds=8.0)
     for clients, count, sizes in (
-        (8, 16, (5462,)), (32, 96, (3216,)), (4, 8, (16_000,)), (64, 192, MIX), (128, 384, MIX),
+        (8, 16, (5621,)), (32, 96, (3216,)), (4, 8, (16_000,)), (64, 192, MIX), (128, 384, MIX),
     ):  # fmt: skip
         CELLS[f"burst / {name} {clients} x {max(sizes)}"] = partial(burst, drafts, clients, sizes, count)
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from worlds import H200, LongContexts
+from worlds import H100, H200
 
 from draftwing.core import (
     MARK_ONE,
@@ -207,7 +207,7 @@ class Burst(OnH200):
         self, drafts: bool, clients: int, sizes: Sequence[int], count: int, tokens: int = 128, mixed: bool = False
     ) -> None:
         """sizes: tokens of prompts, which take turns."""
-        super().__init__(drafts, LongContexts, mixed)
+        super().__init__(drafts, H100, mixed)
         self.clients, self.sizes, self.left, self.tokens = clients, sizes, 0, tokens
         self.asked: dict[str, float] = {}
         self.paces: list[float] = []  # of a token, of each answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,22 @@ def test_its_seconds_are_no_price_of_a_step() -> None:
     turn(sched, 1.0)
     mixed = turn(sched, 500.0)
     assert mixed.mixed and sched.choice.policy.seconds(1, 0) == 1.0
+
+
+@pytest.mark.parametrize("provisional", [True, False])
+def test_what_was_launched_where_a_graph_will_be_is_no_price(provisional: bool) -> None:
+    sched = make()
+    sched.submit(req("a", new=40))
+    for _ in range(8):
+        turn(sched, 1.0)
+    sched.submit(req("b", length=90, first=100, new=3))
+    turn(sched, 1.0)
+    known = sched._prefills.token_seconds(0)
+    plan = sched.plan()
+    assert known and plan is not None and plan.beside is not None
+    for part in plan.parts:
+        sched.commit(part, replace(result(part, 1.5), provisional=provisional))
+    assert (sched._prefills.token_seconds(0) == known) == provisional
 
 
 def not_as_expected() -> Scheduler:

@@ -269,6 +269,20 @@ def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
         assert sum(length for _, length in divided(8192, todo, budget, [])) == 8192
 
 
+@pytest.mark.parametrize("sent", [(0,), (30_000,), (0, 30_000), (30_000, 100, 7)])
+def test_tokens_of_long_contexts_fill_a_prefill_too(sent):
+    """They take longer, and shares are of time; where there is time, there are as many of them."""
+    prefills = PrefillBudget()
+    prefills._token, prefills._key = 2e-5, 1.3e-9
+    todo = [req(str(i), length=sent + 9000, client=str(i)) for i, sent in enumerate(sent)]
+    for one, done in zip(todo, sent, strict=True):
+        one.sent = done
+    parts = dict(divided(1016, todo, prefills, []))
+    assert 1016 * (0.95 if len(sent) > 1 else 1) <= sum(parts.values()) <= 1016
+    took = [parts[one] * prefills.token_seconds(one.sent) for one in todo]
+    assert max(took) < 1.05 * min(took)
+
+
 @pytest.mark.parametrize(
     ("prompts", "given"),
     [

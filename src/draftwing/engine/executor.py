@@ -145,7 +145,10 @@ class Executor:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
-        return InFlight(plan, download, seconds, self.device.active_threads, logprobs, pending.drafts, self.on_result)
+        return InFlight(
+            plan, download, seconds, self.device.active_threads, logprobs, pending.drafts, self.on_result,
+            provisional=pending.provisional,
+        )  # fmt: skip
 
     def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""
@@ -423,8 +426,10 @@ class Executor:
         prompts = self._upload_prefill(beside, marks, other)
         marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self._draft, step)
+        provisional = step.key is not None and self.target.is_left(step.key, beside.chunks)
         of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
+            provisional=provisional,
         )  # fmt: skip

@@ -66,6 +66,7 @@ class Pending(NamedTuple):
     guidance: Guides | None = None  # the host's part in the plan
     drafts: Download | None = None  # of the traced rows, see `fetch_drafts`
     beside: Pending | None = None  # of `Plan.beside`
+    provisional: bool = False  # as of `StepResult`
 
 
 class InFlight(NamedTuple):
@@ -81,6 +82,7 @@ class InFlight(NamedTuple):
     drafts: Download | None = None  # as `fetch_drafts` gives them
     on_result: Callable[[StepResult], None] | None = None  # gets the result
     beside: InFlight | None = None  # of `Plan.beside`
+    provisional: bool = False  # as of `StepResult`
 
     @property
     def parts(self) -> tuple[InFlight, ...]:
@@ -91,7 +93,7 @@ class InFlight(NamedTuple):
         packed = self.download.wait()
         rows, parts = unpacked(self.plan, self.logprobs) if self.logprobs is not None else ((), ())
         seconds, catching_up = self.seconds()
-        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=_fetched(self.drafts))
+        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=_fetched(self.drafts), provisional=self.provisional)
         result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, threads=self.threads, **rest)
         if self.on_result is not None and self.plan.step:  # before the first request rows may compute on the same slot
             self.on_result(result)

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from draftwing.core import TreeShape
+from draftwing.core import Chunk, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
 from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
@@ -25,7 +25,7 @@ class TargetForward:
         """aux_layers: whose hidden states a drafter wants.  graphs: of tree steps.  graph_size, chunk, mixed: as of
         `Executor`."""
         self._model, self._aux_layers, self._table, self._attn = model, aux_layers, table, attn
-        self._ops, self._graphs = device.ops, graphs
+        self._ops, self._graphs, self._beside = device.ops, graphs, device.beside
         # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
         self.narrows = model.keepers < model.config.num_layers and not aux_layers
         self.prefills: PrefillGraphs | None = None
@@ -48,7 +48,8 @@ class TargetForward:
         attend = self._attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
         ids, positions = batch.ids, batch.positions
         if trees is not None:
-            attend = MixedAttend(self._attn.bind(trees, 0, inputs_ready=True), attend, trees.ids.shape[0])
+            first = self._attn.bind(trees, 0, inputs_ready=True)
+            attend = MixedAttend(first, attend, trees.ids.shape[0], self._beside)
             ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
         return self._model(ids, positions, attend, self._aux_layers, narrowed)
 
@@ -66,6 +67,10 @@ class TargetForward:
             return self.run(batch)
         ends = batch.ends(upload.last)
         return self.run(batch, narrowed=Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend()))
+
+    def is_left(self, key: Key, chunks: Sequence[Chunk]) -> bool:
+        """Returns whether a graph of such prompts beside a step of this key is still to be captured."""
+        return self.prefills is not None and (self.prefills.size(chunks, key), key) in self.prefills.later
 
     def mixed(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
         """Runs the target over trees and a prefill. key: of the graphs that have drafted `trees`, and will commit:

@@ -7,9 +7,9 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from draftwing.core import Chunk
 from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.ops.torch.delta_net import delta_net
+
+T = TypeVar("T")
 
 
 class HeadNorms(NamedTuple):
@@ -303,25 +305,34 @@ class BoundAttend(Attend):
         return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
 
 
+def in_turn(first: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+    """Returns what both give; see `Device.beside`."""
+    return first(), other()
+
+
 class MixedAttend(Attend):
     """Attention of one forward over two batches, the queries of the first before those of the other, each as by itself.
     Their rows differ, and so do the state slots that they write. Not for layers that ask for `state`."""
 
-    def __init__(self, first: Attend, other: Attend, queries: int) -> None:
-        """queries: of the first."""
+    def __init__(
+        self, first: Attend, other: Attend, queries: int, beside: Callable[..., tuple[Any, Any]] = in_turn
+    ) -> None:
+        """queries: of the first.  beside: as `Device.beside`; of few tokens of prompts the last tiles leave most of a
+        GPU to the rows of the first, whose keys take its memory and hardly anything else."""
         self._parts = (first, slice(0, queries)), (other, slice(queries, None))
+        self._beside = beside
         self.norms_heads = first.norms_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        return torch.cat([part(layer, q[at], k[at], v[at], kind) for part, at in self._parts])
+        return torch.cat(self._both(lambda part, at: part(layer, q[at], k[at], v[at], kind)))
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        return torch.cat([part.read(layer, q[at], kind) for part, at in self._parts])
+        return torch.cat(self._both(lambda part, at: part.read(layer, q[at], kind)))
 
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
-        return _both([part.fused(layer, qkv[at], cos[at], sin[at], norms, kind) for part, at in self._parts])
+        return _joined(self._both(lambda part, at: part.fused(layer, qkv[at], cos[at], sin[at], norms, kind)))
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
@@ -335,15 +346,21 @@ class MixedAttend(Attend):
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
         query: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | None:  # fmt: skip
-        return _both(
-            [
-                part.write_latents(layer, made[at], norm, eps, cos[at], sin[at], query and (query[0][at], query[1]))
-                for part, at in self._parts
-            ]
+        return _joined(
+            self._both(
+                lambda part, at: part.write_latents(
+                    layer, made[at], norm, eps, cos[at], sin[at], query and (query[0][at], query[1])
+                )
+            )
         )
 
+    def _both(self, fn: Callable[[Attend, slice], T]) -> tuple[T, T]:
+        """Returns what it gives of each part."""
+        first, other = self._parts
+        return self._beside(lambda: fn(*first), lambda: fn(*other))
 
-def _both(made: list[Tensor | None]) -> Tensor | None:
+
+def _joined(made: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     """Returns what two parts of a batch have made together, None where both leave it to the caller."""
     if made[0] is None or made[1] is None:
         assert made[0] is made[1], "one part has overwritten its queries, and both would be rotated again"

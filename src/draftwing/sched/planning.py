@@ -13,6 +13,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
+TRIES = 3  # of budgets whose tokens are to be as many as there may be: see `_limited`
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -94,9 +95,28 @@ def divided(
         costs = {req: max(round(prefills.token_seconds(req.sent) / TICK), 1) for req in todo}
         alike = len({(req.request.client, req.request.priority) for req in (*ready, *todo)}) == 1
         longest = prefills.max_seconds([req.unsent * costs[req] * TICK for req in todo], len(ready), alike, spared)
-        # Rounded as all costs are, or there would be more than `most`.
-        cheapest = max(round(prefills.token_seconds(0) / TICK), 1)
-        budget = min(round(longest / TICK), most * cheapest)
+        budget = round(longest / TICK)
+    given = _divided(budget, todo, costs)
+    if sum(given.values()) > most:
+        given = _limited(most, budget, todo, costs)
+    _even_out(given, prefills, sizes)
+    return [(req, length) for req, length in given.items() if length]
+
+
+def _limited(most: int, budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
+    """Returns `_divided` of as large a part of the budget as gives about `most` tokens, and no more."""
+    found = _divided(most * min(costs.values()), todo, costs)
+    for _ in range(TRIES):
+        given = _divided(budget, todo, costs)
+        total = sum(given.values())
+        if sum(found.values()) < total <= most:
+            found = given
+        budget = budget * most // max(total, 1)
+    return found
+
+
+def _divided(budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
+    """Returns the tokens of each prompt of a prefill that takes so many `TICK`s."""
     given = dict.fromkeys(todo, 0)
     for _, equals in groupby(todo, lambda req: req.request.priority):
         clients: dict[str, list[Req]] = {}
@@ -111,8 +131,7 @@ def divided(
                 more = min(max(share // costs[req], 0), req.unsent - given[req])
                 given[req] += more
                 share -= more * costs[req]
-    _even_out(given, prefills, sizes)
-    return [(req, length) for req, length in given.items() if length]
+    return given
 
 
 def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[int]) -> None:

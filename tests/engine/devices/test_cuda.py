@@ -129,6 +129,26 @@ def test_links_are_those_of_the_ranks() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_branches_of_a_graph_give_what_they_give_in_turn() -> None:
+    device = cuda.CudaDevice()
+    a, b = torch.randn(2, 1024, 1024, device=device.device).bfloat16()
+
+    def both() -> torch.Tensor:
+        x, y = a, b
+        for _ in range(20):  # each pair begins with what the one before gave
+            x, y = device.beside(lambda x=x, y=y: (x @ y).tanh(), lambda x=x, y=y: (y @ x).tanh())
+        return torch.cat((x, y))
+
+    expected = both()
+    replay, found = device.record(both)
+    for _ in range(3):
+        found.zero_()
+        replay()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64])
 def test_an_alias_is_in_the_place_of_a_tensor_and_does_not_hold_it(dtype: torch.dtype) -> None:
     device = cuda.CudaDevice()

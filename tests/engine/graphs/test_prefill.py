@@ -11,6 +11,7 @@ from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.engine.graphs.cuda import Key
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.requests.request import LogprobParams
 from draftwing.sched.state_slots import StateSizes
@@ -164,6 +165,29 @@ def test_what_no_graph_is_for(harness, model, monkeypatch):
     assert prefills.run([Chunk(0, 0, 17, True)]) is None
     assert prefills.run([Chunk(row, 0, 1, True) for row in range(4)]) is None
     assert prefills.run([Chunk(row, 0, 1, True) for row in range(3)]) is not None
+
+
+def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, monkeypatch):
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
+    rig = rig_of(harness, model, monkeypatch, (8, 16, 24, 32), size=2, mixed=True)
+    prefills, key = rig.executor.prefills, Key(PLAIN, 2)
+    took = {prefills._graphs[size][0]: ms for size, ms in ((8, 9.0), (16, 4.0), (24, 6.5), (32, 6.0))}
+    replayed = []
+
+    def timed(fn, times):
+        fn()  # what it reads is of its own size, or it reads past the tables
+        replayed.append(took[fn])
+        return [2 * took[fn], took[fn]]
+
+    monkeypatch.setattr(rig.executor.device, "timed", timed)
+    prefills.leave(key)
+    prefills.drop_slow()
+    assert replayed == [6.0, 6.5, 4.0] and prefills.sizes == [8, 16, 32] and prefills.mixed_sizes == [16, 32]
+    assert prefills.later == {(30, key): 0, (14, key): 0}
+    before = prefills.replays
+    with torch.inference_mode():
+        assert prefills.run([Chunk(0, 0, 20, True)]) is not None and prefills.replays == before + 1
 
 
 def batch_of(slots, chunks):

@@ -159,6 +159,11 @@ class Device(ABC):
         it."""
         return tensor
 
+    def beside(self, first: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+        """Returns what both functions give, of which neither reads what the other writes: the device may do both at
+        once. What they compete for is for `other` first."""
+        return first(), other()
+
     @property
     def count(self) -> int:
         """Returns how many devices of this kind there are for ranks."""

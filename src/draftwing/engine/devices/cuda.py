@@ -73,6 +73,7 @@ class CudaDevice(Device):
         super().__init__(rank, ops)
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
+        self._branch: torch.cuda.Stream | None = None  # of what is beside it there
         # The memory that they share, by name. torch ends a pool with the last graph that uses it.
         self._pools: dict[str, tuple[Any, WeakSet[torch.cuda.CUDAGraph]]] = {}
 
@@ -183,6 +184,20 @@ class CudaDevice(Device):
         finally:  # where there is no room either: the first call may run on, in memory that steps use, too
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
+
+    def beside(self, first: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+        """As two branches of the graph that is captured; elsewhere the host would be what takes time."""
+        if not torch.cuda.is_current_stream_capturing():
+            return first(), other()
+        if self._branch is None:
+            self._branch = torch.cuda.Stream(self.device, priority=-1)  # its blocks go before those of `first`
+        stream = torch.cuda.current_stream(self.device)
+        self._branch.wait_stream(stream)
+        with torch.cuda.stream(self._branch):
+            there = other()
+        here = first()
+        stream.wait_stream(self._branch)
+        return here, there
 
     def alias(self, tensor: Tensor) -> Tensor:
         if not tensor.numel():

@@ -13,6 +13,8 @@ leave what `commit` reads. So their memory is another than that of the stages.
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,7 +51,9 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
 # still. Swept in docs/dev/mixed_steps.md.
 AT_ONCE = 256
+TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
 
+log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
 Forward = Callable[[Batch, Batch | None], States]
 
@@ -132,6 +136,22 @@ class PrefillGraphs:
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
             bar.update()
 
+    @torch.inference_mode()
+    def drop_slow(self) -> None:
+        """Drops sizes that take as long as a larger one, as 896 rows of an 8B model do on an H100; prompts are padded
+        past them. Those below `MIXED_QUERIES` are not looked at. Nothing may run."""
+        least = math.inf
+        for size in [size for size in reversed(self.sizes) if size >= MIXED_QUERIES]:
+            self._fill(size, ())
+            seconds = min(self._device.timed(self._graphs[size][0], TIMES))
+            if seconds >= least:
+                log.debug("%d tokens of prompts take as long as more: they have no graph", size)
+                self.sizes.remove(size)
+                self.mixed_sizes.remove(size)
+                del self._graphs[size]
+            least = min(least, seconds)
+        self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
+
     @property
     def wanted(self) -> bool:
         """Returns whether forwards beside steps were launched so often that a graph is worth an interruption."""
@@ -176,13 +196,16 @@ class PrefillGraphs:
         key = Key(shape, sizes[at]) if at < len(sizes) else None
         return key if key is not None and self._sizes.beside(key) else None
 
+    def size(self, chunks: Sequence[Chunk], key: Key) -> int:
+        """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none."""
+        tokens = sum(chunk.length for chunk in chunks)
+        size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
+        return size if self._takes(size, chunks) else 0
+
     def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
-        tokens = sum(chunk.length for chunk in chunks)
-        size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        if not self._takes(size, chunks):
-            return None
+        tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
         if (size, key) in self.later:
             self.later[size, key] += 1
         if (size, key) not in self._mixed:

@@ -31,6 +31,8 @@ def capture(
     some = executor.model.ranks.size == 1 and not compiled
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
+        if some and executor.prefills is not None:
+            executor.prefills.drop_slow()
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
         log.debug("%d captures are left for when there is time", executor.later)

@@ -150,7 +150,7 @@ class ShapeChoice:
             return
         if plan.beside is None:
             self._prefills.record_step(result.seconds)
-        else:
+        elif not (result.provisional and self._prefills.token_seconds(0)):
             self._record_mixed(plan, plan.beside, result, _kv_tokens(req for req in live if req is not None))
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
