@@ -116,7 +116,7 @@ def shareds(bits: int, product: Product, tile: int) -> Iterator[Shape]:
         warps, (1, 2, 4), (1, 2, 4, 8), (4, 8), (1, 2, 3, 4)
     ):
         fits = has_registers(bits, tile, row_tiles, ahead, by_features * by_k * blocks)
-        if fits and (product.kind != "silu" or by_features * row_tiles > 1):
+        if fits and (product.kind != "silu" or row_tiles > 1) and (tile <= 16 or by_features < 8):
             yield shared(tile, (by_features, by_k), row_tiles, ahead, stages, blocks, SHARES // by_k)
 
 

@@ -27,7 +27,7 @@ CLUSTERS = (9, 0)  # compute capability that has them
 WARP_GROUPS = 9  # major compute capability that alone has their instructions
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 # Features a multiprocessor, up to which a width has this name, and may be cut otherwise.
-NARROW = {"tiny": 4, "slim": 16, "narrow": 32}
+NARROW = {"tiny": 4, "slim": 16, "narrow": 32, "medium": 64}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
 KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
