@@ -5,6 +5,7 @@ in a graph.
 What few requests ask for besides sampling talks with the host, and runs under a watch instead: data reach the device by
 `Device.upload` alone, which does not wait, and leave it by `Device.download`."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
