@@ -14,6 +14,7 @@ from engine_rig import CUDA, RANKS
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched import async_mask
@@ -550,3 +551,35 @@ def test_a_processor_fails_only_where_the_answer_gets_to(harness):
         assert reason == ({"type": "length", "length": 20} if after == 20 else
                           {"type": "abort", "message": f"not after {len(prompt) + after}"})  # fmt: skip
     assert any(path != expected[: len(path)] for path in asked), "no draft was wrong"
+
+
+def test_log_probabilities_alone_run_in_the_threads_that_are_active(harness, monkeypatch):
+    """What is noted of the model and of drafters runs for good in as many threads as torch had then."""
+    model = harness.tiny_model()
+    if harness.device != "cpu" or hasattr(model, "whole"):
+        pytest.skip("the host's threads, of one rank")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(CpuDevice, "active_threads", 0.5)
+    prompts, params = harness.prompts_for(2), [harness.greedy(8)] * 2
+    rig = harness.Rig(
+        model, drafter="oracle", book=harness.make_book(prompts, harness.plain_answers(model, prompts, params))
+    )
+    stage, seen = rig.executor.commit_stage, {"logits": set(), "accept": set(), "path": set()}
+    for name, owner, attribute in (
+        ("logits", stage, "_logits"), ("accept", stage, "_accept"), ("path", stage._features, "path_logprobs")
+    ):  # fmt: skip
+        plain = getattr(owner, attribute)
+
+        def noted(*args, fn=plain, its=seen[name]):
+            its.add(torch.get_num_threads())
+            return fn(*args)
+
+        monkeypatch.setattr(owner, attribute, noted)
+    try:
+        torch.set_num_threads(2)
+        for i, prompt in enumerate(prompts):
+            rig.submit(str(i), prompt, params[i], logprobs=LogprobParams(2))
+        rig.run()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"logits": {2}, "accept": {2}, "path": {1}}

@@ -284,6 +284,23 @@ def test_tokens_of_long_contexts_fill_a_prefill_too(sent):
 
 
 @pytest.mark.parametrize(
+    ("most", "prompts"),
+    [
+        (248, [(5, 0), (1, 120_000), (5, 0), (5, 0), (9000, 120_000)]),
+        (8, [(9000, sent) for sent in (0, 0, 0, 30_000, 30_000, 120_000, 120_000, 120_000, 120_000, 120_000)]),
+    ],
+)
+def test_a_prefill_is_filled_by_whoever_has_tokens_left_and_no_further(most, prompts):
+    """Short prompts beside a long one; more clients than tokens, of which each would be rounded up to one."""
+    prefills = PrefillBudget()
+    prefills._token, prefills._key = 2e-5, 1.3e-9
+    todo = [req(str(i), length=sent + unsent, client=str(i)) for i, (unsent, sent) in enumerate(prompts)]
+    for one, (_, sent) in zip(todo, prompts, strict=True):
+        one.sent = sent
+    assert 0.9 * most <= sum(length for _, length in divided(most, todo, prefills, [])) <= most
+
+
+@pytest.mark.parametrize(
     ("prompts", "given"),
     [
         ([2000, 2000], 512),  # what is over is left for later, as there will be more prefills

@@ -56,12 +56,14 @@ class CommitStage:
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
         target = self._sample(step.groups, step.filtered, drawn)
-        target = self._features.draw(plan, drawn, target, pending.guidance)
+        with self._table.device.torch_in_active_threads():  # the model and drafters have all: see `CpuDevice`
+            target = self._features.draw(plan, drawn, target, pending.guidance)
         packed = self._accept(step, drafted, verified, target)
         packed[:, CONFIDENCE] = self._features.confidence(plan, step.rows, packed[:, CONFIDENCE])
         width = step.shape.max_commit
         tokens, nodes = packed[:, HEAD : HEAD + width] & TOKEN, packed[:, HEAD + width : HEAD + 2 * width]
-        return packed, Logprobs(self._features.path_logprobs(plan, drawn, nodes, tokens), [])
+        with self._table.device.torch_in_active_threads():
+            return packed, Logprobs(self._features.path_logprobs(plan, drawn, nodes, tokens), [])
 
     def _nodes(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> SampleInputs:
         draft, batch, tree, *_ = drafted
@@ -182,10 +184,11 @@ class CommitStage:
         drawn = self._sample(upload.groups, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
         if plan.special:
-            drawn = self._features.draw(plan, nodes, drawn, pending.guidance)
+            with table.device.torch_in_active_threads():
+                drawn = self._features.draw(plan, nodes, drawn, pending.guidance)
+                picked = drawn & TOKEN
+                logprobs = self._features.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         picked = drawn & TOKEN
-        if plan.special:
-            logprobs = self._features.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         table.last.index_copy_(0, rows, picked.squeeze(1))
         table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1).to(table.tokens.dtype))
         return drawn.squeeze(1), logprobs

@@ -136,11 +136,9 @@ class Executor:
     def _commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
-            with self.device.torch_in_active_threads():
-                packed, logprobs = self.commit_stage.prefill(pending)
+            packed, logprobs = self.commit_stage.prefill(pending)
         elif step.special is not None:
-            with self.device.torch_in_active_threads():
-                packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
+            packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)

@@ -13,7 +13,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
-TRIES = 3  # of budgets whose tokens are to be as many as there may be: see `_limited`
+TRIES = 6  # halvings of what is not known of a budget whose tokens are as many as there may be: see `_limited`
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -105,14 +105,20 @@ def divided(
 
 def _limited(most: int, budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
     """Returns `_divided` of as large a part of the budget as gives about `most` tokens, and no more."""
-    found = _divided(most * min(costs.values()), todo, costs)
+    enough, budget = most * min(costs.values()), min(budget, most * max(costs.values()))
+    given = _divided(enough, todo, costs)
     for _ in range(TRIES):
-        given = _divided(budget, todo, costs)
-        total = sum(given.values())
-        if sum(found.values()) < total <= most:
-            found = given
-        budget = budget * most // max(total, 1)
-    return found
+        more = _divided(middle := (enough + budget) // 2, todo, costs)
+        if sum(more.values()) <= most:
+            enough, given = middle, more
+        else:
+            budget = middle
+    excess = sum(given.values()) - most  # shares are rounded up
+    for req in reversed(todo):
+        less = min(max(excess, 0), given[req])
+        given[req] -= less
+        excess -= less
+    return given
 
 
 def _divided(budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:

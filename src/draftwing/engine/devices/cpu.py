@@ -89,7 +89,8 @@ class CpuDevice(Device):
     @contextmanager
     def torch_in_active_threads(self) -> Iterator[None]:
         """Has torch's own operations run in as many threads as kernels do now. Each of them, too, waits for all of its
-        threads, and a step that makes log probabilities has dozens of them."""
+        threads, and a step that makes log probabilities has dozens of them. Not for models and drafters: kernels that
+        are noted within (`ops.cpu.tape`) would never have more threads, and oneDNN's sums were tried out in all."""
         most = torch.get_num_threads()
         active = round(self.active_threads * most)
         if active < most:
