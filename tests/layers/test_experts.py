@@ -13,13 +13,15 @@ from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
-from draftwing.layers.experts import ExpertLinear, ExpertMLP, Router
+from draftwing.layers.experts import ExpertLinear, ExpertMLP, Router, shared_parts
 from draftwing.layers.linear_ops.base import PackMode, WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
+from draftwing.layers.mlp import GatedMLP
 from draftwing.models.decoder import pack_layers
 from draftwing.ops.contracts import Routing
+from draftwing.ops.groups import PackedGroups, unpacked
 from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import MXRows, QuantizedRows
@@ -169,6 +171,42 @@ def test_a_shared_expert_becomes_one_of_the_others(
     dtype = torch.float32 if form == "dense" else torch.bfloat16
     found, expected = merged(x.to(device, dtype), residual.to(device, dtype)).cpu().float(), plain(x, residual)
     assert (found - expected).abs().max() < (1e-5 if form == "dense" else 0.03) * expected.abs().max()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_among_the_others_make_the_same_of_a_row_in_any_batch(
+    mended_interpreter: None, device: torch.device, gated: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = ExpertConfig(COUNT, Routing(TOP), 64, shared=192, shared_gate=gated)
+    layer = LayerConfig(128, AttentionConfig(4, 2, 16), 48, experts=experts)
+    mixture = ExpertMLP(layer, torch.bfloat16, device)
+    for param in mixture.parameters():
+        param.data.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+    pack_layers(mixture, triton_ops(device), PackMode())
+    assert mixture.shared is None and mixture.gate_up.count == COUNT + 3
+    x = torch.randn(5, 128, generator=generator).to(device, torch.bfloat16)
+    assert torch.equal(torch.cat([mixture(row) for row in x.split(1)]), mixture(x))
+
+
+def test_a_shared_expert_whose_groups_would_be_cut_stays_whole() -> None:
+    layer = LayerConfig(128, AttentionConfig(4, 2, 16), 256, weight_format=GroupFormat("w4a16", GroupTorchOps(CPU)))
+    mlp = GatedMLP(layer, torch.bfloat16, CPU)
+    for linear in (mlp.gate_up, mlp.down):
+        weight = torch.randn(linear.out_features, linear.in_features, generator=torch.Generator().manual_seed(1))
+        (place,) = layer.weight_format.slices("", 0, len(weight)).values()
+        assert linear.op.keep(place, weight)
+    assert shared_parts(mlp, 64) == [], "down has groups of 128 columns"
+    parts, gate_up, down = shared_parts(mlp, 128), mlp.gate_up.op.groups(), mlp.down.op.groups()
+    assert isinstance(gate_up, PackedGroups) and isinstance(down, PackedGroups)
+    for i, (first, second) in enumerate(parts):
+        at = slice(128 * i, 128 * i + 128)
+        whole = first.op.groups()
+        assert isinstance(whole, PackedGroups)
+        assert torch.equal(unpacked(whole), torch.cat([half[at] for half in unpacked(gate_up).chunk(2)]))
+        whole = second.op.groups()
+        assert isinstance(whole, PackedGroups) and torch.equal(unpacked(whole), unpacked(down)[:, at])
+    assert len(parts) == 2
 
 
 @pytest.mark.parametrize("ops", ["cpu"], indirect=True)

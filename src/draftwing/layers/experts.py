@@ -65,8 +65,9 @@ class ExpertMLP(nn.Module):
         self._whole: WholeMixture | None = None  # all of it
 
     def merge(self, ops: LayerOps) -> None:
-        """Makes the expert of all rows the last one of the others, or as many as it is wide, and its gate an output of
-        the router, where the device is faster then and weights lie alike; before the parts are packed."""
+        """Makes the expert of all rows the last one of the others, or several where it has several times their width,
+        and its gate an output of the router, where the device is faster then and weights lie alike; before the parts
+        are packed."""
         shared, experts = self.shared, self.experts
         if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
             return
