@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--algorithm", default="EAGLE3", help="of draftwing train")
+    parser.add_argument("--algorithm", default="EAGLE3", choices=TRAINED, help="of draftwing train")
     parser.add_argument("--head", help="that all start from (default: the model's own)")
     parser.add_argument("--heads", nargs="+", type=Path, help="to be measured, one of each kind: nothing is learnt")
     parser.add_argument("--requests", type=int, default=600, help="of each kind")

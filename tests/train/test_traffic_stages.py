@@ -184,10 +184,14 @@ def test_a_run_of_an_older_version_begins_anew_where_nobody_looks(
 
 def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.add("little", learnable.texts(served.target, 20, 3))
-    words = ["train", "--model", str(served.target), "--from", str(served.folder / "little"), "--out",
-             str(served.folder / "no run"), "--init-head", str(served.head)]  # fmt: skip
+    words = ["train", "generate", "--model", str(served.target), "--from", str(served.folder / "little"), "--out",
+             str(served.folder / "no run"), "--init-head", str(served.head), "--general-share", "0"]  # fmt: skip
     assert main(words) == 2
     assert "has 16 exchanges to learn from: expected 32" in capsys.readouterr().err
+    assert not (served.folder / "no run" / "traffic.json").exists()  # or a later try would see no more
+    served.add("little", learnable.texts(served.target, 60, 5))
+    assert main([*words, "--max-length", "100"]) == 0
+    assert (served.folder / "no run" / "traffic.json").exists()
 
 
 def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) -> None:

@@ -70,7 +70,7 @@ class TrafficStages(Stages):
         """When the run began, `until`, and which head was to be `served` then."""
         file = self.run.data / TRAFFIC_FILE
         if not file.exists():
-            write_json(file, {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()})
+            return {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()}
         return {"served": self._parent, **json.loads(file.read_text(encoding="utf-8"))}
 
     @property
@@ -90,6 +90,9 @@ class TrafficStages(Stages):
             logger.info("left out: %d exchanges: %s", count, reason)
         if len(found.learnt) < LEAST:
             raise ConfigError(f"{self.folder} has {len(found.learnt)} exchanges to learn from: expected {LEAST}")
+        file = self.run.data / TRAFFIC_FILE
+        if not file.exists():  # not before it is enough, or a later try would see no more of it
+            write_json(file, self._begin)
         logger.info(
             "%d exchanges to learn from, %d later ones to judge by, %d clients", len(found.learnt), len(found.later),
             len(found.tokens),

@@ -115,8 +115,8 @@ draftwing:equivalent_plain_seconds_total plain_seconds: seconds that plain steps
 draftwing:draft_head{head} draft_head: 1; its label is the number of the head that drafts, 0 for the command line's; \
 with --learn alone
 draftwing:draft_head_swaps_total head_swaps: draft heads that were swapped in; with --learn alone
-draftwing:client_accept_length{client} client_length: acceptance length since the last swap by the name of the key, \
-where metrics need a key; with --learn alone
+draftwing:client_accept_length{client} client_length: acceptance length since the last swap, in the newest 400 \
+requests, by the name of the key, where metrics need a key; with --learn alone
 draftwing:training training: 1 while a draft head is trained, else 0; with --learn alone
 draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
 every step; else 0
