@@ -71,6 +71,9 @@ class FakeDevice:
     def torch_in_active_threads(self):
         return nullcontext()
 
+    def beside(self, first, other):
+        return first(), other()
+
 
 def plans(shape, params, catch_up=False):
     """Two requests prefill (one of them in two chunks), then both take tree steps."""

@@ -117,7 +117,8 @@ class BlockHead(FeatureHead):
         """ids, positions [B * rows] of blocks, attends: of each layer -> [B * rows, hidden] after the final norm"""
         cos, sin = self._rotation(positions)
         x = self.target.embed(ids)
-        if not torch.is_autocast_enabled(x.device.type):  # a head to be trained is in float32, whatever its target is
+        # A head to be trained is in float32, whatever its target is. The meta device knows nothing of autocast.
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.state_dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
