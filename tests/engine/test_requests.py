@@ -559,7 +559,6 @@ def test_log_probabilities_alone_run_in_the_threads_that_are_active(harness, mon
     if harness.device != "cpu" or hasattr(model, "whole"):
         pytest.skip("the host's threads, of one rank")
     before = torch.get_num_threads()
-    monkeypatch.setattr(CpuDevice, "active_threads", 0.5)
     prompts, params = harness.prompts_for(2), [harness.greedy(8)] * 2
     rig = harness.Rig(
         model, drafter="oracle", book=harness.make_book(prompts, harness.plain_answers(model, prompts, params))
@@ -577,6 +576,7 @@ def test_log_probabilities_alone_run_in_the_threads_that_are_active(harness, mon
         monkeypatch.setattr(owner, attribute, noted)
     try:
         torch.set_num_threads(2)
+        monkeypatch.setattr(CpuDevice, "active_threads", 0.5)
         for i, prompt in enumerate(prompts):
             rig.submit(str(i), prompt, params[i], logprobs=LogprobParams(2))
         rig.run()

@@ -125,4 +125,7 @@ def _log_memory(options: Options, rig: Rig, pool_tokens: int, states: int, conte
         )  # fmt: skip
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, running)
     if running != rows:
-        log.warning("states of recurrent layers have room for %d running requests, not %s", running, rows)
+        log.warning(
+            "states of recurrent layers have room for %d running requests, not %s: raise --state-memory-fraction, "
+            "--mem-fraction-static or --max-total-tokens", running, rows,
+        )  # fmt: skip
