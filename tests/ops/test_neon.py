@@ -27,5 +27,6 @@ def test_aarch64_computes_the_same_bits(neon: ModuleType) -> None:
     assert neon.compare(neon.KERNELS) == []
 
 
+@pytest.mark.exhaustive  # two minutes for each instruction set
 def test_aarch64_writes_the_same_text(neon: ModuleType, smollm2_path: Path) -> None:
     assert neon.compare(neon.TEXT) == []
