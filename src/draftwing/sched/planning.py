@@ -13,7 +13,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
-TRIES = 6  # halvings of what is not known of a budget whose tokens are as many as there may be: see `_limited`
+TRIES = 6  # halvings of the interval in which `_limited` looks for a budget: 1/64 of it is left
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
