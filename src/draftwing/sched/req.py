@@ -124,7 +124,7 @@ class Req:
             "min_new_tokens": params.min_new_tokens > 0,
         }
         found = [name for name, one in given.items() if one] or ["penalties"]
-        return f"{' and '.join(found)} {'together ' * (len(found) > 1)}leave no token that may come next"
+        return f"no token may come next under {' and '.join(found)}"
 
     def follow(self, token: int) -> bool:
         """Takes the newest token into the grammar; whether the answer is complete with it.
