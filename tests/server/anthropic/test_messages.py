@@ -155,6 +155,10 @@ def test_how_answers_end(client: anthropic.Anthropic, scripted: ScriptedEngine) 
     scripted.script = '<tool_call>{"name": "now", "arguments": {"a": [1], "b": "cut'
     partial = ask(client, max_tokens=len(scripted.script), tools=TOOLS)
     assert partial.stop_reason == "max_tokens" and partial.content[0].input == {"a": [1]}
+    inside = ask(client, stop_sequences=['"b'], tools=TOOLS)  # a client would make the call without it
+    assert (inside.stop_reason, inside.stop_sequence) == ("stop_sequence", '"b')
+    scripted.script = f"{CALL}\nand so on"
+    assert ask(client, stop_sequences=["so"], tools=TOOLS).stop_reason == "tool_use"
     scripted.script = ""
     assert ask(client).content == []
 

@@ -117,6 +117,8 @@ def test_calls(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     scripted.script = CALL
     alone = ask(api, tools=TOOLS)
     assert alone.message.content is None and alone.finish_reason == "tool_calls"
+    cut = ask(api, tools=TOOLS, stop="Par")
+    assert cut.finish_reason == "stop" and cut.message.tool_calls[0].function.arguments == '{"city": "'
     raw = ask(api, tools=TOOLS, tool_choice="none")
     assert raw.message.content == CALL and raw.finish_reason == "stop" and "<tools>" not in scripted.prompt
     assert ask(api).message.content == CALL

@@ -98,7 +98,7 @@ class Message:
         assert answer.finish_reason is not None
         if answer.finish_reason["type"] == "length":
             reason = "max_tokens"
-        elif self._content.reader.calls:
+        elif self._content.reader.calls_end(matched):
             reason = "tool_use"
         else:
             reason = "stop_sequence" if isinstance(matched, str) else "end_turn"

@@ -253,7 +253,7 @@ class ChatCompletion(Completion):
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
         ending = super()._ending(answer)
-        if ending["finish_reason"] == "stop" and self._readers[answer.index].calls:
+        if ending["finish_reason"] == "stop" and self._readers[answer.index].calls_end(answer.matched_stop):
             ending["finish_reason"] = "tool_calls"
         return ending
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -85,6 +86,16 @@ class MessageReader:
     def content(self) -> str:
         return "".join(self._kept[1])
 
+    def calls_end(self, stop: int | str | None) -> bool:
+        """Returns whether the answer ends with calls that are to be made. A stop string that cuts the arguments of the
+        newest one makes it none: what is there of them would be taken for all that the model wanted.
+
+        stop: what ended the answer, as `Answer.matched_stop`.
+        """
+        if not self.calls or not isinstance(stop, str) or self.calls[-1].custom:
+            return bool(self.calls)
+        return _is_json(self.calls[-1].arguments)
+
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
         """Takes the next piece of text; returns what became certain. ids: all tokens of the answer so far."""
         thought, content = ("", text) if self._thoughts is None else self._thoughts.push(text, final)
@@ -147,3 +158,11 @@ class MessageReader:
         rest, self._input = "" if self._input is None else self._input.finish(), None
         if rest:
             yield CallPiece(len(self.calls) - 1, rest, custom=True)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
