@@ -221,6 +221,9 @@ def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, val
 
 def test_combinations(client: TestClient) -> None:
     assert "max_tokens" in refused(client, COMPLETION, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens")
+    body = {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": []}}
+    field = "response_format.json_schema"
+    assert refused(client, CHAT_PATH, body, field) == f"{field} must be an object"
     refused(client, COMPLETION, {"prompt": "a", "seed": 1, "sampling_seed": 1}, "seed")
     refused(client, "/generate", {"text": "a", "input_ids": [1]}, "text")
     refused(client, "/generate", {}, "text")

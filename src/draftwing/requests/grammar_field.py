@@ -131,7 +131,7 @@ def _format_refusal(error: ValidationError, value: Any, names: Names) -> Request
     formats = (_Schema,) if len(inner) > 1 else (_ObjectFormat, _SchemaFormat, _TagFormat)
     known = [field.alias or one for kind in formats for one, field in kind.model_fields.items()]
     unknown = f"{name!r} is not a known field{suggestion(inner[-1], known) if inner else ''}"
-    messages = {"extra_forbidden": unknown, "missing": f"{name} is missing"}
+    messages = {"extra_forbidden": unknown, "missing": f"{name} is missing", "model_type": f"{name} must be an object"}
     wrong = f"{name}: {first['msg']}".replace(": Input should", " must").replace("dictionary", "object")
     return RequestError(messages.get(first["type"], wrong), name)
 
