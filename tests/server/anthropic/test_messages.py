@@ -219,6 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages.0",
     ),
     ({"system": [{"type": "image", "source": {}}]}, "system.0"),
+    ({"system": [{"type": "tool_reference", "tool_name": "f"}]}, "found the type 'tool_reference'"),
     ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 3}]}, "tools: this server has no web_search"),
     ({"tools": [*TOOLS, {"type": "bash", "name": "w"}]}, "tools.2.type"),
     ({"tools": [*TOOLS, {"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "tool", "name": "b"}}, "'b'"),

@@ -22,7 +22,7 @@ _EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")  # they ask that th
 _EFFORTS = {"max": "xhigh"}  # the most there is, by OpenAI's name
 
 
-class TextBlock(Body, hints="cache_control", other_kinds="source title context citations data"):
+class TextBlock(Body, hints="cache_control", other_kinds="source title context citations data tool_name"):
     type: str
     text: str | None = None
 

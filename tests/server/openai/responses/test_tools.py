@@ -245,7 +245,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
     ({"input": [{"type": "additional_tools", "tools": [{"type": "odd"}]}]}, "input.0.tools.0.type"),
-    ({"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}, "input.0.type"),
+    (
+        {"input": [{"type": "local_shell_call", "call_id": "x", "action": {"type": "exec", "command": ["ls"]}}]},
+        "input.0.type",
+    ),
 ]
 
 
@@ -305,6 +308,7 @@ def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: Scrip
             "phase": "final_answer",
             "status": "completed",
         },
+        {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "q"}, "status": "completed"},
         {"type": "reasoning", "id": "r", "summary": summary, **hidden},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": None, **offers},
         {"type": "function_call_output", "id": "o", "call_id": "c", "output": "r", "status": "completed"},

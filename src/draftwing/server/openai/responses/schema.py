@@ -52,7 +52,11 @@ class Content(
     refusal: str | None = None
 
 
-class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
+class Item(
+    Body,
+    other_kinds="action code container_id error execution operation outputs queries result results server_label",
+    bookkeeping=" ".join(_BOOKKEEPING),
+):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
 
     type: str | None = None
@@ -241,6 +245,8 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
     elif kind == "additional_tools":
         _only(item, ("role", "tools"), where)
+    elif kind == "web_search_call":
+        _only(item, ("action", "results"), where)  # of another server, whose answer is in the message behind it
     elif kind == "message" and item.role is not None:
         _only(item, ("role", "content"), where)
         if item.role == "assistant":
