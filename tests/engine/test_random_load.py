@@ -1,0 +1,31 @@
+"""Random load on models of each kind of layer, see `random_load`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_load
+from engine_rig import BLOCKS, RANKS
+from layer_kinds import KINDS, RECURRENT, config_of
+
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.latent import LatentAttentionConfig
+
+LATENTS = (LatentAttentionConfig(4, 16, 8, 16, 32), LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32))
+WINDOWS = (AttentionConfig(4, 2, 16, window=6), AttentionConfig(4, 2, 16, window=24, sinks=True))
+MIXERS = {**KINDS, **RECURRENT, "latents": LATENTS, "windows": WINDOWS}
+
+
+@pytest.mark.slow
+@pytest.mark.further(seed=[*range(1, 12)])
+@pytest.mark.further(harness=["blocks", "ranks"])
+@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "windows"])
+@pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS], indirect=True, scope="session")
+@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("seed", range(12))
+def test_text_is_that_of_each_alone(harness: Any, one_thread: None, kind: str, seed: int) -> None:
+    model = harness.model_of(config_of(MIXERS[kind], harness.CONTEXT))
+    if hasattr(model, "whole") and kind not in ("mixed", "shared", "latents", "windows"):
+        pytest.skip("these layers are of one rank")
+    random_load.check(harness, model, seed * 100 + [*MIXERS].index(kind))
