@@ -221,8 +221,9 @@ class TrafficStages(Stages):
         return found if found.lr else dataclasses.replace(found, lr=RATE / self.config.hidden_size)
 
     def _extra(self) -> dict[str, Any]:
-        """The parent's trees."""
-        config = json.loads((self.init_heads[0] / "config.json").read_text(encoding="utf-8"))
+        """The parent's trees; prediction layers in a `.gguf` file have none."""
+        file = self.init_heads[0] / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return {"draftwing": config["draftwing"]} if "draftwing" in config else {}
 
     def evaluate(self) -> list[dict[str, Any]]:
