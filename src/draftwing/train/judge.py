@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ FEW = 8  # exchanges of a client, below which nothing is said of it by itself
 # from all others. The largest client counts no more than all others together, so that a flood makes nobody small.
 SMALL = 0.1
 OTHERS = "small clients"  # stands for all of these together
+REST = "other domains"  # stands for a client's that are small
 
 
 class Drafted(NamedTuple):
@@ -73,11 +74,12 @@ class Comparison:
 @dataclass(frozen=True)
 class Judgement:
     """traffic: on all later exchanges.  clients: by client, of those that have enough, and of `OTHERS`.  general: on
-    general text, None where there is none."""
+    general text, None where there is none.  domains: by domain, of the clients that have several with enough."""
 
     traffic: Comparison
     clients: Mapping[str, Comparison]
     general: Comparison | None
+    domains: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
     def taken(self) -> bool:
@@ -97,8 +99,9 @@ class Judgement:
 
     @property
     def harmed(self) -> list[str]:
-        """Clients that would lose more than they may."""
-        return [client for client, found in self.clients.items() if found.worse(CHANCE / len(self.clients))]
+        """Clients and domains that would lose more than they may."""
+        groups = self.clients, self.domains
+        return [name for group in groups for name, found in group.items() if found.worse(CHANCE / len(group))]
 
     def report(self) -> dict[str, Any]:
         """Returns it for a file of JSON."""
@@ -200,10 +203,15 @@ def compare(before: Mapping[str, Drafted], after: Mapping[str, Drafted], seconds
 
 
 def judge(
-    before: Mapping[str, Drafted], after: Mapping[str, Drafted], clients: Mapping[str, str], seconds: Sequence[float]
+    before: Mapping[str, Drafted],
+    after: Mapping[str, Drafted],
+    clients: Mapping[str, str],
+    seconds: Sequence[float],
+    domains: Mapping[str, str] | None = None,
 ) -> Judgement:
     """Judges a candidate. before, after: by key of a text, of the parent and of the candidate.  clients: by key of an
-    exchange; other texts are general ones.  seconds: as of `compare`."""
+    exchange; other texts are general ones.  seconds: as of `compare`.  domains: by key of an exchange
+    (`train.domains`), None: each client has one."""
 
     def compared(keys: Sequence[str]) -> Comparison:
         return compare({key: before[key] for key in keys}, after, seconds)
@@ -211,17 +219,24 @@ def judge(
     drafted = [key for key, one in before.items() if one.tokens]
     traffic = [key for key in drafted if key in clients]
     general = [key for key in drafted if key not in clients]
+    alone, parts = _judged_alone(traffic, before, clients), dict[str, list[str]]()
+    for client, keys in alone.items():
+        own = {} if domains is None or client == OTHERS else _judged_alone(keys, before, domains)
+        if len(own) > 1:  # else the client's sum says it
+            parts |= {f"{client}, {REST}" if name == OTHERS else name: some for name, some in own.items()}
     return Judgement(
         compared(traffic),
-        {client: compared(keys) for client, keys in _judged_alone(traffic, before, clients).items()},
+        {client: compared(keys) for client, keys in alone.items()},
         compared(general) if general else None,
+        {name: compared(keys) for name, keys in parts.items()},
     )
 
 
 def _judged_alone(
     traffic: Sequence[str], drafted: Mapping[str, Drafted], clients: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Returns the keys of each client that is judged by itself, and of all others together, if these are enough."""
+    """Returns the keys of each client that is judged by itself, and of all others together, if these are enough; of
+    domains in place of clients likewise."""
     keys: dict[str, list[str]] = {}
     tokens: Counter[str] = Counter()
     for key in traffic:

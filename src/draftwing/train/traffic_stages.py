@@ -268,7 +268,7 @@ class TrafficStages(Stages):
             head = load(trained)
             merge(head, load(parent), *moments, weight)
             after = draft_along(head, part, depth, max_length, temperatures)
-            merged = judge(before, after, self.traffic.clients, seconds)
+            merged = judge(before, after, self.traffic.clients, seconds, self.traffic.domains)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
