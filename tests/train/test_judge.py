@@ -241,3 +241,17 @@ def test_no_domain_of_a_client_is_harmed_for_its_sum() -> None:
     # One domain is no more than its client, and too few texts say nothing.
     assert not of_domains(draw, [1.2], [80]).domains
     assert not of_domains(draw, [1.2, 0.8], [80, FEW - 1]).domains
+
+
+def test_what_heads_forget_one_after_the_other_adds_up() -> None:
+    before = {f"{kind}{i}": Drafted(100, np.array([50])) for kind in "tg" for i in range(40)}
+    clients = {key: "a" for key in before if key[0] == "t"}
+
+    def judged(general: int, kept_before: float) -> Judgement:
+        after = {key: Drafted(100, np.array([40 if key in clients else general])) for key in before}
+        return judge(before, after, clients, [1.0], None, kept_before)
+
+    assert judged(51, 1.0).taken and judged(51, 1.0).kept == pytest.approx(50 / 51)
+    second = judged(51, 50 / 51)
+    assert second.reason == "worse on general text" and second.report()["kept"] == pytest.approx((50 / 51) ** 2)
+    assert judged(50, 50 / 51).taken and judged(49, 0.9).taken, "it may be better than a parent that has lost too much"

@@ -65,7 +65,7 @@ class Comparison:
     def better(self) -> bool:
         return self.gain >= LEAST_GAIN and self.gain - ERRORS * self.error > 1
 
-    def worse(self, chance: float = 0.5) -> bool:
+    def worse(self, chance: float) -> bool:
         """Whether less is left than must be kept. chance: with which noise alone may make any loss look like this
         one."""
         return self.gain < LEAST_KEPT and self.gain - NormalDist().inv_cdf(chance) * self.error <= 1
@@ -74,12 +74,24 @@ class Comparison:
 @dataclass(frozen=True)
 class Judgement:
     """traffic: on all later exchanges.  clients: by client, of those that have enough, and of `OTHERS`.  general: on
-    general text, None where there is none.  domains: by domain, of the clients that have several with enough."""
+    general text, None where there is none.  domains: by domain, of the clients that have several with enough.
+    kept_before: share of tokens per second of general text that the parent has left of the first head's: heads are
+    trained one from another, and what each may lose would add up."""
 
     traffic: Comparison
     clients: Mapping[str, Comparison]
     general: Comparison | None
     domains: Mapping[str, Comparison] = field(default_factory=dict)
+    kept_before: float = 1.0
+
+    @property
+    def kept(self) -> float:
+        """Returns `kept_before` of the candidate."""
+        return self.kept_before if self.general is None else self.kept_before * self.general.gain
+
+    def forgets(self, least: float) -> bool:
+        """Whether less of general text is left than `least`, and less than the parent has."""
+        return self.general is not None and self.kept < least and self.general.gain <= 1
 
     @property
     def taken(self) -> bool:
@@ -93,7 +105,7 @@ class Judgement:
             return "not better by more than noise"
         if self.harmed:
             return f"worse for {', '.join(self.harmed)}"
-        if self.general is not None and self.general.worse():
+        if self.forgets(LEAST_KEPT):
             return "worse on general text"
         return ""
 
@@ -105,7 +117,7 @@ class Judgement:
 
     def report(self) -> dict[str, Any]:
         """Returns it for a file of JSON."""
-        return {**asdict(self), "taken": self.taken, "reason": self.reason}
+        return {**asdict(self), "kept": self.kept, "taken": self.taken, "reason": self.reason}
 
 
 @torch.no_grad()
@@ -208,10 +220,11 @@ def judge(
     clients: Mapping[str, str],
     seconds: Sequence[float],
     domains: Mapping[str, str] | None = None,
+    kept_before: float = 1.0,
 ) -> Judgement:
     """Judges a candidate. before, after: by key of a text, of the parent and of the candidate.  clients: by key of an
     exchange; other texts are general ones.  seconds: as of `compare`.  domains: by key of an exchange
-    (`train.domains`), None: each client has one."""
+    (`train.domains`), None: each client has one.  kept_before: as `Judgement` has it."""
 
     def compared(keys: Sequence[str]) -> Comparison:
         return compare({key: before[key] for key in keys}, after, seconds)
@@ -229,6 +242,7 @@ def judge(
         {client: compared(keys) for client, keys in alone.items()},
         compared(general) if general else None,
         {name: compared(keys) for name, keys in parts.items()},
+        kept_before,
     )
 
 
