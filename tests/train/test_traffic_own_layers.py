@@ -154,6 +154,9 @@ def test_layers_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
         layers_to_learn(options)
     with pytest.raises(ConfigError, match="Glm4MoeForCausalLM cannot be trained"):
         load_head(folder, load_model(folder, torch.float32, "cpu"), "MTP")
+    two = mimo(3, layers=2).write(tmp_path / "two")
+    with pytest.raises(ConfigError, match="takes one prediction layer, MiMoForCausalLM has 2"):
+        layers_to_learn(Options.from_kwargs(model=str(two)).resolve())
     theirs = reference("qwen3.5")
     theirs.save_pretrained(tmp_path / "plain")
     assert layers_to_learn(Options.from_kwargs(model=str(tmp_path / "plain")).resolve()) is None

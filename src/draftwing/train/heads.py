@@ -238,9 +238,7 @@ def _drafts_alike(first: FeatureHead, other: FeatureHead) -> bool:
 def trainable(head: Head) -> Head:
     """Lets gradients into all parameters but an embedding and rows of the target's lm_head, which are never trained."""
     if isinstance(head, MTPHead):
-        check_trainable(head.target.config)
-        if head.config.num_layers != 1:
-            raise ConfigError(f"training takes one prediction layer, the head has {head.config.num_layers}")
+        check_trainable(head.target.config, head.config.num_layers)
     head.requires_grad_(True)
     for part in (getattr(head, "embed", None), head.head_rows):
         if isinstance(part, Embedding | Linear):

@@ -153,8 +153,10 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
     return next((layer for layer in able if layer.experts is not None), able[0])
 
 
-def check_trainable(config: ModelConfig) -> None:
-    """Raises ConfigError for a model whose prediction layers are of a kind that is not trained."""
+def check_trainable(config: ModelConfig, count: int) -> None:
+    """Raises ConfigError for a model whose `count` prediction layers are more, or of another kind, than is trained."""
+    if count != 1:
+        raise ConfigError(f"training takes one prediction layer, {config.architecture} has {count}")
     layer = _layer_of(config)
     if layer.experts is not None or not isinstance(layer.mixer, AttentionConfig):
         found = "experts" if layer.experts is not None else "attention over latents"

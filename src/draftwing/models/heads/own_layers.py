@@ -65,7 +65,8 @@ def layers_to_learn(options: Options) -> str | None:
     own, side = _in_files(path, config)
     if not own and side is None:
         return None
-    check_trainable(config)
+    named = named_layers(path) if path.is_dir() else None
+    check_trainable(config, 1 if named is None else named[1])
     return str(path if own else side)
 
 
