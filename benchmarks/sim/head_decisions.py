@@ -1,7 +1,7 @@
 """What decisions about learnt heads are worth where the truth is known: which candidates are served, and which heads
 are swapped back. Prints the tables of docs/dev/learning.md.
 
-    python benchmarks/sim/head_decisions.py [judge] [many] [live] [clients]
+    python benchmarks/sim/head_decisions.py [judge] [many] [domains] [live] [clients]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftwing.learn import live
-from draftwing.train.judge import CHANCE, FEW, LEAST_KEPT, SMALL
+from draftwing.train.judge import CHANCE, ERRORS, FEW, LEAST_GAIN, LEAST_KEPT, SMALL
 
 Floats = npt.NDArray[np.float64]
 CANDIDATES = 4000
@@ -42,6 +42,16 @@ CROWDS: dict[str, Sequence[tuple[int, float, int]]] = {
     "1 of 20, -5%; 20 of 20, +10%": [(20, 0.95, 1), (20, 1.1, 20)],
     "1 of 8, -5%; 5 of 20, +10%": [(8, 0.95, 1), (20, 1.1, 5)],
     "1 of 8, -5%; 10 of 20, +10%": [(8, 0.95, 1), (20, 1.1, 10)],
+}
+# Of one client's domains: their texts and true gains.
+DOMAINS: dict[str, Sequence[tuple[int, float]]] = {
+    "60, +15%; 20, -10%": [(60, 1.15), (20, 0.9)],
+    "60, +15%; 20, -5%": [(60, 1.15), (20, 0.95)],
+    "60, +15%; 20, none": [(60, 1.15), (20, 1.0)],
+    "60, +15%; 8, -10%": [(60, 1.15), (8, 0.9)],
+    "40, +15%; 40, none": [(40, 1.15), (40, 1.0)],
+    "5 of 16, none; 80, +15%": [(80, 1.15), *[(16, 1.0)] * 5],
+    "4 of 20, +10%": [(20, 1.1)] * 4,
 }
 REQUESTS, SERVERS, EVERY = 1500, 40, 25  # after a swap, simulated, between two looks
 CONSTANTS = ((50, 400, 3.0), (20, 400, 3.0), (100, 400, 3.0), (50, 100, 3.0), (50, 1600, 3.0), (50, 400, 2.0),
@@ -96,6 +106,20 @@ def print_many() -> None:
     print("share of candidates that are served\n| clients | " + " | ".join(map(str, rules)) + " |")
     for name, crowd in CROWDS.items():
         print(f"| {name} | {' | '.join(f'{served(crowd, *rule):.2f}' for rule in rules)} |", flush=True)
+
+
+def print_domains() -> None:
+    """Of a client alone, judged by its sum, and by its domains, too: a client's domains are as clients are."""
+    print("share of candidates that are served\n| domains | by the sum | by domain, too |")
+    for name, parts in DOMAINS.items():
+        rng = np.random.default_rng(0)
+        drawn = [times(texts, gain, rng) for texts, gain in parts]
+        whole = gains(*(np.concatenate(each, 1) for each in zip(*drawn, strict=True)))
+        better = (whole[0] >= LEAST_GAIN) & (whole[0] - ERRORS * whole[1] > 1)
+        errors = -NormalDist().inv_cdf(CHANCE / len(parts))
+        each = [gains(*one) for one in drawn]
+        harmed = np.any([(gain < LEAST_KEPT) & (gain + errors * error <= 1) for gain, error in each], axis=0)
+        print(f"| {name} | {better.mean():.2f} | {(better & ~harmed).mean():.2f} |", flush=True)
 
 
 def request(factor: float, rng: random.Random, kind: float | None = None) -> tuple[int, int]:
@@ -170,6 +194,7 @@ def print_clients() -> None:
 
 
 if __name__ == "__main__":
-    runs = {"judge": print_judged, "many": print_many, "live": print_live, "clients": print_clients}
+    runs = {"judge": print_judged, "many": print_many, "domains": print_domains, "live": print_live,
+            "clients": print_clients}  # fmt: skip
     for name in sys.argv[1:] or runs:
         runs[name]()

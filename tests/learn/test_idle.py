@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 from draftwing.learn import idle
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import NEW, RETRY_SECONDS, IdleTraining
+from draftwing.learn.low_priority import lacks_memory
 from draftwing.learn.traffic import Exchange, TrafficStore
 
 IDLE = 5.0
@@ -166,3 +168,26 @@ def test_nothing_of_a_run_is_left_when_a_clients_traffic_is_deleted(tmp_path: Pa
     assert store.delete("a") == 3
     store.close()
     assert not run.parent.exists()
+
+
+@pytest.mark.parametrize("megabytes", [60, 120])
+def test_too_little_memory_is_said_in_a_sentence(tmp_path: Path, megabytes: int) -> None:
+    limit = str(megabytes * 10**6)  # with which not even torch can be loaded
+    words = ["train", "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--model", "smollm2"]
+    found = subprocess.run(
+        [sys.executable, "-P", "-m", "draftwing.learn.low_priority", str(os.getpid()), limit, *words],
+        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert f"training needs more than the {megabytes} MB that it may take" in found.stderr
+
+
+def test_other_faults_are_not_taken_for_a_lack_of_memory() -> None:
+    assert not lacks_memory(ValueError("expected a head")) and lacks_memory(MemoryError())
+    try:
+        try:
+            raise RuntimeError("can't start new thread")
+        except RuntimeError as error:
+            raise OSError("the loader has ended") from error
+    except OSError as error:
+        assert lacks_memory(error)

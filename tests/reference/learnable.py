@@ -20,9 +20,10 @@ ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1,
                           "max_running_requests": 16}  # fmt: skip
 
 
-def write_target(folder: Path, disturbance: float = 0.4, **changes: Any) -> Path:
-    """changes: of the config."""
-    plain = llama_target(3, **{"vocab_size": VOCAB, "num_hidden_layers": 6, "eos_token_id": 256} | changes)
+def write_target(folder: Path, disturbance: float = 0.4, plain: Checkpoint | None = None, **changes: Any) -> Path:
+    """plain: of another family, None: a Llama with these changes of the config."""
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 6, "eos_token_id": 256}
+    plain = plain or llama_target(3, **sizes | changes)
     codes = make_codes(VOCAB, 32, 16, 4)
     target = still_target(plain, codes, cycles(VOCAB, list(range(VOCAB)), 5))
     make, tensors = Maker(6), dict(target.tensors)

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import moe_models
 import pytest
 from fake_engine import FakeEngine
+from hybrid_models import layer_weights, reference, with_layer
 from scripted import client_of, wait_until
 
 from draftwing.config.options import Options
@@ -273,7 +275,6 @@ def test_what_training_is_told_of_the_model() -> None:
     assert words[words.index("--algorithm") + 1] == "DFLASH"
     refused = {
         "NGRAM": "found NGRAM",
-        "NEXTN": "layers of the checkpoint",
         "STANDALONE": "DSPARK or NEXTN, found STANDALONE",
     }
     for algorithm, found in refused.items():
@@ -281,6 +282,22 @@ def test_what_training_is_told_of_the_model() -> None:
             arguments(Options.from_kwargs(speculative_algorithm=algorithm))
     with pytest.raises(ConfigError, match="learn_while_idle needs learn"):
         Options.from_kwargs(learn_while_idle=True).resolve()
+
+
+def test_training_begins_with_the_layers_of_a_model_without_a_head(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    folder = str(with_layer(tmp_path / "with", theirs, layer_weights(theirs)))
+    for algorithm in ("NEXTN", "NEXTN+SUFFIX", "EAGLE"):
+        own = Options.from_kwargs(model=folder, speculative_algorithm=algorithm)
+        words = arguments(own)
+        assert words[words.index("--algorithm") + 1] == "MTP"
+        engine: Any = Engine(tmp_path, model=folder, speculative_algorithm=algorithm, speculative_draft_model_path=None)
+        assert Learning(engine, tmp_path)._folder_of(None) == folder
+    theirs = moe_models.reference("glm4-moe")
+    weights = moe_models.published(theirs, moe_models.predicting(theirs))
+    experts = moe_models.with_layer(tmp_path / "experts", theirs, weights)
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        arguments(Options.from_kwargs(model=str(experts), speculative_algorithm="NEXTN"))
 
 
 def test_nothing_learns_while_traffic_is_deleted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel
 from draftwing.train.coupling import Temperatures, noise_of_text
 from draftwing.train.heads import TargetHead, load_head
-from draftwing.train.judge import FEW, OTHERS, Drafted, compare, draft_along, judge
+from draftwing.train.judge import FEW, OTHERS, REST, Drafted, Judgement, compare, draft_along, judge
 from draftwing.train.store import OnlineSource, Part, Tokens
 from draftwing.train.ttt import unroll
 
@@ -215,3 +215,43 @@ def test_noise_of_several_clients_does_not_add_up() -> None:
     draw = np.random.default_rng(9)
     taken = [crowd(draw, [1.1] + [1.0] * 6, [60] + [2 * FEW] * 6) for _ in range(200)]
     assert sum(taken) > 0.75 * 200
+
+
+def of_domains(draw: np.random.Generator, gains: list[float], texts: list[int], known: bool = True) -> Judgement:
+    """Of one client whose domains gain so much; their texts differ by 0.07."""
+    domains = {f"{domain}-{i}": f"a, domain {domain}" for domain, count in enumerate(texts) for i in range(count)}
+    before = {key: Drafted(400, draw.integers(100, 300, 1)) for key in domains}
+    after = {}
+    for key, one in before.items():
+        gain = gains[int(key.partition("-")[0])] * math.exp(0.07 * draw.normal())
+        after[key] = Drafted(400, np.round(one.steps / gain).astype(np.int64))
+    return judge(before, after, dict.fromkeys(domains, "a"), [1.0], domains if known else None)
+
+
+def test_no_domain_of_a_client_is_harmed_for_its_sum() -> None:
+    draw = np.random.default_rng(11)
+    assert of_domains(draw, [1.2, 0.9], [80, 20], known=False).taken
+    found = of_domains(draw, [1.2, 0.9], [80, 20])
+    assert not found.taken and found.reason == "worse for a, domain 1" and found.traffic.gain > 1.1
+    assert found.report()["domains"]["a, domain 0"]["texts"] == 80
+    # Those that are small are judged together.
+    small = of_domains(draw, [1.2, *[0.9] * 20], [80, *[1] * 20])
+    assert small.reason == f"worse for a, {REST}"
+    assert sum(of_domains(draw, [1.15, 1.0], [60, 20]).taken for _ in range(100)) > 80
+    # One domain is no more than its client, and too few texts say nothing.
+    assert not of_domains(draw, [1.2], [80]).domains
+    assert not of_domains(draw, [1.2, 0.8], [80, FEW - 1]).domains
+
+
+def test_what_heads_forget_one_after_the_other_adds_up() -> None:
+    before = {f"{kind}{i}": Drafted(100, np.array([50])) for kind in "tg" for i in range(40)}
+    clients = {key: "a" for key in before if key[0] == "t"}
+
+    def judged(general: int, kept_before: float) -> Judgement:
+        after = {key: Drafted(100, np.array([40 if key in clients else general])) for key in before}
+        return judge(before, after, clients, [1.0], None, kept_before)
+
+    assert judged(51, 1.0).taken and judged(51, 1.0).kept == pytest.approx(50 / 51)
+    second = judged(51, 50 / 51)
+    assert second.reason == "worse on general text" and second.report()["kept"] == pytest.approx((50 / 51) ** 2)
+    assert judged(50, 50 / 51).taken and judged(49, 0.9).taken, "it may be better than a parent that has lost too much"

@@ -106,9 +106,9 @@ class IdleTraining:
             return False
         self._process = None
         self._ended = code >= 0  # what was killed goes on
-        if code > 0:
-            logger.warning("learning: training ended with exit code %d; its messages are above", code)
         if code:
+            how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+            logger.warning("learning: training ended %s; its messages are above", how)
             self._not_before = self._clock() + RETRY_SECONDS
         return code == 0
 

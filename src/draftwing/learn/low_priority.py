@@ -12,6 +12,11 @@ import sys
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
+# In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
+_NO_MEMORY = (
+    "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
+    "failed to map segment", "annot map zero-fill pages", "bad_alloc",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -25,7 +30,22 @@ def main(argv: list[str]) -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     sys.argv = ["draftwing", *argv[3:]]
-    runpy.run_module("draftwing", run_name="__main__")
+    try:
+        runpy.run_module("draftwing", run_name="__main__")
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        sys.exit(f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory "
+                 "that was free when the server was ready")  # fmt: skip
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Returns whether an error, or one that led to it, is of memory, or of a thread's, that there was no room for."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from draftwing.learn.history import HeadHistory, HeadRecord
 from draftwing.learn.idle import COSTS, IdleTraining
 from draftwing.learn.live import LiveAcceptance
 from draftwing.machine import free_memory
+from draftwing.models.heads.own_layers import KIND, layers_to_learn
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ class Learning(Watcher):
         """Raises ConfigError where there is none."""
         if number is not None:
             return str(self._history.get(number).folder)
-        folder = self._engine.info.options.speculative_draft_model_path
+        options = self._engine.info.options
+        folder = options.speculative_draft_model_path or layers_to_learn(options)
         if folder is None:
             raise ConfigError("there is no head on the command line")
         return folder
@@ -198,16 +200,16 @@ class Learning(Watcher):
 
 def arguments(options: Options) -> list[str]:
     """Returns what `draftwing train` is to be told of the model that is served, and of its head. Raises ConfigError for
-    drafters whose heads are not trained."""
+    drafters whose heads, and prediction layers, are not trained."""
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
+    if KIND in heads and options.speculative_draft_model_path is None:
+        layers_to_learn(options)  # refuses those that are not trained
+        heads = (KIND,)
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
     if algorithm is None:
         able = " or ".join(spec.name for spec in TRAINED.values())
         raise ConfigError(f"--learn-while-idle: expected --speculative-algorithm {able}, found {options.drafter}")
-    if options.speculative_draft_model_path is None:
-        raise ConfigError("--learn-while-idle: expected a head in a folder, --speculative-draft-model-path; found the "
-                          "prediction layers of the checkpoint")  # fmt: skip
     words = [
         "--algorithm",
         algorithm,

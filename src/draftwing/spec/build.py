@@ -137,17 +137,19 @@ def _copied(context: DraftContext, lm_head: Linear, scheme: str) -> Linear | Non
 def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
     """folder: None for the head that the options name, or the target's own."""
     options = context.options
+    swaps = options.learn is not None  # prediction layers as the model's files have them could not be replaced
     head: FeatureHead
     if folder is None and options.speculative_draft_model_path is None:
         head = load_mtp_head(
             context.draft_path, context.target, context.dtype, context.device, token_ids=context.token_ids,
-            dummy=options.dummy, weight_format=context.head_weights,
+            dummy=options.dummy, weight_format=context.head_weights, as_stored=not swaps,
         )  # fmt: skip
     else:
         head = load_draft_head(
             folder or context.draft_path, context.target, options.drafter, context.dtype, context.device,
             token_ids=context.token_ids, aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids),
             context_length=options.context_length, dummy=options.dummy, weight_format=context.head_weights,
+            as_stored=not swaps,
         )  # fmt: skip
     head.pack(context.ops)
     return head

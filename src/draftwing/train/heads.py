@@ -29,7 +29,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
-from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.heads.mtp import MTPHead, check_trainable
 from draftwing.models.heads.swap import differences
 from draftwing.models.loader import fill_parameters, open_checkpoint
 from draftwing.models.weight_map import checkpoint_names
@@ -164,7 +164,8 @@ def new_head(
 def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead:
     """Loads a published head to be trained further, on the device of the target's embedding.
 
-    algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
+    path: its folder, or the model's folder or `.gguf` file that has prediction layers.  algorithm: of `draftwing
+    train`.  Raises CheckpointError, and ConfigError for prediction layers that cannot be trained.
     """
     return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
 
@@ -236,8 +237,8 @@ def _drafts_alike(first: FeatureHead, other: FeatureHead) -> bool:
 
 def trainable(head: Head) -> Head:
     """Lets gradients into all parameters but an embedding and rows of the target's lm_head, which are never trained."""
-    if isinstance(head, MTPHead) and head.config.num_layers != 1:
-        raise ConfigError(f"training takes one prediction layer, the head has {head.config.num_layers}")
+    if isinstance(head, MTPHead):
+        check_trainable(head.target.config, head.config.num_layers)
     head.requires_grad_(True)
     for part in (getattr(head, "embed", None), head.head_rows):
         if isinstance(part, Embedding | Linear):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ FEW = 8  # exchanges of a client, below which nothing is said of it by itself
 # from all others. The largest client counts no more than all others together, so that a flood makes nobody small.
 SMALL = 0.1
 OTHERS = "small clients"  # stands for all of these together
+REST = "other domains"  # stands for a client's that are small
 
 
 class Drafted(NamedTuple):
@@ -64,7 +65,7 @@ class Comparison:
     def better(self) -> bool:
         return self.gain >= LEAST_GAIN and self.gain - ERRORS * self.error > 1
 
-    def worse(self, chance: float = 0.5) -> bool:
+    def worse(self, chance: float) -> bool:
         """Whether less is left than must be kept. chance: with which noise alone may make any loss look like this
         one."""
         return self.gain < LEAST_KEPT and self.gain - NormalDist().inv_cdf(chance) * self.error <= 1
@@ -73,11 +74,24 @@ class Comparison:
 @dataclass(frozen=True)
 class Judgement:
     """traffic: on all later exchanges.  clients: by client, of those that have enough, and of `OTHERS`.  general: on
-    general text, None where there is none."""
+    general text, None where there is none.  domains: by domain, of the clients that have several with enough.
+    kept_before: share of tokens per second of general text that the parent has left of the first head's: heads are
+    trained one from another, and what each may lose would add up."""
 
     traffic: Comparison
     clients: Mapping[str, Comparison]
     general: Comparison | None
+    domains: Mapping[str, Comparison] = field(default_factory=dict)
+    kept_before: float = 1.0
+
+    @property
+    def kept(self) -> float:
+        """Returns `kept_before` of the candidate."""
+        return self.kept_before if self.general is None else self.kept_before * self.general.gain
+
+    def forgets(self, least: float) -> bool:
+        """Whether less of general text is left than `least`, and less than the parent has."""
+        return self.general is not None and self.kept < least and self.general.gain <= 1
 
     @property
     def taken(self) -> bool:
@@ -91,18 +105,19 @@ class Judgement:
             return "not better by more than noise"
         if self.harmed:
             return f"worse for {', '.join(self.harmed)}"
-        if self.general is not None and self.general.worse():
+        if self.forgets(LEAST_KEPT):
             return "worse on general text"
         return ""
 
     @property
     def harmed(self) -> list[str]:
-        """Clients that would lose more than they may."""
-        return [client for client, found in self.clients.items() if found.worse(CHANCE / len(self.clients))]
+        """Clients and domains that would lose more than they may."""
+        groups = self.clients, self.domains
+        return [name for group in groups for name, found in group.items() if found.worse(CHANCE / len(group))]
 
     def report(self) -> dict[str, Any]:
         """Returns it for a file of JSON."""
-        return {**asdict(self), "taken": self.taken, "reason": self.reason}
+        return {**asdict(self), "kept": self.kept, "taken": self.taken, "reason": self.reason}
 
 
 @torch.no_grad()
@@ -200,10 +215,16 @@ def compare(before: Mapping[str, Drafted], after: Mapping[str, Drafted], seconds
 
 
 def judge(
-    before: Mapping[str, Drafted], after: Mapping[str, Drafted], clients: Mapping[str, str], seconds: Sequence[float]
+    before: Mapping[str, Drafted],
+    after: Mapping[str, Drafted],
+    clients: Mapping[str, str],
+    seconds: Sequence[float],
+    domains: Mapping[str, str] | None = None,
+    kept_before: float = 1.0,
 ) -> Judgement:
     """Judges a candidate. before, after: by key of a text, of the parent and of the candidate.  clients: by key of an
-    exchange; other texts are general ones.  seconds: as of `compare`."""
+    exchange; other texts are general ones.  seconds: as of `compare`.  domains: by key of an exchange
+    (`train.domains`), None: each client has one.  kept_before: as `Judgement` has it."""
 
     def compared(keys: Sequence[str]) -> Comparison:
         return compare({key: before[key] for key in keys}, after, seconds)
@@ -211,17 +232,25 @@ def judge(
     drafted = [key for key, one in before.items() if one.tokens]
     traffic = [key for key in drafted if key in clients]
     general = [key for key in drafted if key not in clients]
+    alone, parts = _judged_alone(traffic, before, clients), dict[str, list[str]]()
+    for client, keys in alone.items():
+        own = {} if domains is None or client == OTHERS else _judged_alone(keys, before, domains)
+        if len(own) > 1:  # else the client's sum says it
+            parts |= {f"{client}, {REST}" if name == OTHERS else name: some for name, some in own.items()}
     return Judgement(
         compared(traffic),
-        {client: compared(keys) for client, keys in _judged_alone(traffic, before, clients).items()},
+        {client: compared(keys) for client, keys in alone.items()},
         compared(general) if general else None,
+        {name: compared(keys) for name, keys in parts.items()},
+        kept_before,
     )
 
 
 def _judged_alone(
     traffic: Sequence[str], drafted: Mapping[str, Drafted], clients: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Returns the keys of each client that is judged by itself, and of all others together, if these are enough."""
+    """Returns the keys of each client that is judged by itself, and of all others together, if these are enough; of
+    domains in place of clients likewise."""
     keys: dict[str, list[str]] = {}
     tokens: Counter[str] = Counter()
     for key in traffic:

@@ -121,9 +121,15 @@ def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
     if current is not None:
         return str(history.folder / str(current))
     asked = {"speculative_algorithm": settings.drafter.name, **options}
-    found = Options.from_kwargs(**asked).resolve().speculative_draft_model_path
+    chosen = Options.from_kwargs(**asked).resolve()
+    found = chosen.speculative_draft_model_path
+    if found is None and "mtp" in settings.drafter.heads:
+        from draftwing.models.heads.own_layers import layers_to_learn  # late: it imports torch
+
+        found = layers_to_learn(chosen)
     if found is None:
-        raise ConfigError("--from: expected a head to start from: name one as --init-head")
+        raise ConfigError("--from: expected a head to start from: name one as --init-head, or with --algorithm MTP a "
+                          "model with prediction layers")  # fmt: skip
     return found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from draftwing.learn.traffic import Exchange
+from draftwing.train.domains import domains
 from draftwing.train.heads import TargetHead
 from draftwing.train.judge import FEW
 from draftwing.train.store import FeatureSource, Part, Tokens
@@ -37,14 +38,15 @@ LEAST_LIKELY = -4.0
 class Traffic:
     """Sequences to learn, and later ones to judge heads by, both in order of time.
 
-    clients, temperatures: of each sequence, by its key.  tokens: of answers that are learnt, by client.  skipped:
-    exchanges that are left out, by reason.
+    clients, temperatures, domains: of each sequence, by its key.  tokens: of answers that are learnt, by client.
+    skipped: exchanges that are left out, by reason.
     """
 
     learnt: list[Tokens]
     later: list[Tokens]
     clients: dict[str, str]
     temperatures: dict[str, float]
+    domains: dict[str, str]
     tokens: dict[str, int] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
 
@@ -64,10 +66,11 @@ def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float 
         found[tokens.key] = tokens, exchange
     clients = {key: exchange.client for key, (_, exchange) in found.items()}
     temperatures = {key: exchange.temperature for key, (_, exchange) in found.items()}
+    kinds = domains({key: exchange.prompt for key, (_, exchange) in found.items()}, clients)
     every = [tokens for tokens, _ in found.values()]
     kept = _newest(every, clients, later)
     learnt, sums = _shared([one for one in every if one.key not in kept], clients, skipped)
-    return Traffic(learnt, [one for one in every if one.key in kept], clients, temperatures, sums, skipped)
+    return Traffic(learnt, [one for one in every if one.key in kept], clients, temperatures, kinds, sums, skipped)
 
 
 def _newest(every: Sequence[Tokens], clients: dict[str, str], share: float) -> set[str]:

@@ -221,8 +221,9 @@ class TrafficStages(Stages):
         return found if found.lr else dataclasses.replace(found, lr=RATE / self.config.hidden_size)
 
     def _extra(self) -> dict[str, Any]:
-        """The parent's trees."""
-        config = json.loads((self.init_heads[0] / "config.json").read_text(encoding="utf-8"))
+        """The parent's trees; prediction layers in a `.gguf` file have none."""
+        file = self.init_heads[0] / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return {"draftwing": config["draftwing"]} if "draftwing" in config else {}
 
     def evaluate(self) -> list[dict[str, Any]]:
@@ -267,12 +268,12 @@ class TrafficStages(Stages):
             head = load(trained)
             merge(head, load(parent), *moments, weight)
             after = draft_along(head, part, depth, max_length, temperatures)
-            merged = judge(before, after, self.traffic.clients, seconds)
+            merged = judge(before, after, self.traffic.clients, seconds, self.traffic.domains, self._kept_before)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
             found, folder = merged, self._write(head, self.run.out / "merged")
-            forgets = found.general is not None and found.general.gain < KEEPS
+            forgets = found.forgets(KEEPS)
             if not (forgets or found.harmed) or not found.traffic.better:
                 break
             who = [*found.harmed, *(["general text"] if forgets else [])]
@@ -308,6 +309,13 @@ class TrafficStages(Stages):
         """The number of the head that the run began with, None for one from elsewhere."""
         parent = self.init_heads[0].resolve()
         return int(parent.name) if parent.parent == self.folder / "heads" else None
+
+    @property
+    def _kept_before(self) -> float:
+        """How much of general text the parent has kept of the first head's."""
+        parent = self._parent
+        figures = {} if parent is None else HeadHistory(self.folder / "heads").get(parent).figures
+        return float(figures.get("kept", 1.0))
 
     def _facts(self, found: Judgement) -> dict[str, Any]:
         """What `HeadHistory.add` is told of the head."""

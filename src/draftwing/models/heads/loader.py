@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -87,6 +88,7 @@ def load_draft_head(
     context_length: int | None = None,
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
+    as_stored: bool = True,
 ) -> EagleHead | Eagle3Head | BlockHead | MTPHead:
     """Returns the head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
 
@@ -95,13 +97,17 @@ def load_draft_head(
     token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
     context_length: positions that will be used, where these are fewer than the target's.
     dummy: random weights from the config alone.
-    weight_format: of the head's matrices.
+    weight_format: of the head's matrices.  as_stored: as of `load_mtp_head`.
 
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
     started, path, drafter = time.perf_counter(), Path(path), find_drafter(algorithm)
+    of_model = partial(
+        load_mtp_head, path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format,
+        as_stored=as_stored,
+    )  # fmt: skip
     if path.suffix == ".gguf" and "mtp" in drafter.heads:
-        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format)
+        return of_model()
     if dummy:
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
@@ -114,7 +120,7 @@ def load_draft_head(
             f"{path} holds {_WORDS[kind]}: expected --speculative-algorithm {expected}, found {algorithm}"
         )
     if kind == "mtp":
-        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format)
+        return of_model()
     head: EagleHead | Eagle3Head | BlockHead
     try:
         raw = flatten_config(read_json(path / "config.json"))
@@ -143,17 +149,21 @@ def load_mtp_head(
     token_ids: Tensor | None = None,
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
+    as_stored: bool = True,
 ) -> MTPHead:
     """Returns the multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder or
     `.gguf` file, or a file that holds little else.
 
-    token_ids, dummy, weight_format: as for `load_draft_head`.  Raises CheckpointError where there are none that can be
-    served.
+    token_ids, dummy, weight_format: as for `load_draft_head`.  as_stored: whether what a file has in blocks or groups
+    stays so; False: it is as what a head in a folder of its own is made of, which may take its place.
+    Raises CheckpointError where there are none that can be served.
     """
     started, path = time.perf_counter(), Path(path)
     # The layers of a quantised checkpoint are stored as the target's are.
     stored_format = target.config.weight_format if weight_format == DENSE else weight_format
-    own = mtp_tensors(path, target, dummy, stored_format.takes_blocks)
+    own = mtp_tensors(path, target, dummy, as_stored and stored_format.takes_blocks)
+    if not as_stored:
+        own = {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in own.items()}
     qwen = all(not name.startswith(MTP_PREFIX) for name in own)
     prefix = f"{QWEN_MTP_PREFIX}layers." if qwen else MTP_PREFIX
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}

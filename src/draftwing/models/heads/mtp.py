@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.decoder_layer import DecoderLayer
@@ -151,3 +151,16 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
     """Returns what a prediction layer is like: the target's first with attention, and with experts where it has any."""
     able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
     return next((layer for layer in able if layer.experts is not None), able[0])
+
+
+def check_trainable(config: ModelConfig, count: int) -> None:
+    """Raises ConfigError for a model whose `count` prediction layers are more, or of another kind, than is trained."""
+    if count != 1:
+        raise ConfigError(f"training takes one prediction layer, {config.architecture} has {count}")
+    layer = _layer_of(config)
+    if layer.experts is not None or not isinstance(layer.mixer, AttentionConfig):
+        found = "experts" if layer.experts is not None else "attention over latents"
+        raise ConfigError(
+            f"the prediction layers of {config.architecture} cannot be trained: expected plain attention and one MLP, "
+            f"found {found}"
+        )

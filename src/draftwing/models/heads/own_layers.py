@@ -15,8 +15,10 @@ from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.fields import Fields
 from draftwing.models.folder import folder_tensors, read_json
-from draftwing.models.heads.mtp import QWENS
+from draftwing.models.heads.mtp import QWENS, check_trainable
+from draftwing.models.hub import resolve_model
 from draftwing.models.language_model import language_model
+from draftwing.models.loader import load_config
 from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical, nextn_layer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,19 @@ def _in_files(path: Path, config: ModelConfig) -> tuple[bool, Path | None]:
     if side is None and (predicting := named.get("nextn_predict_layers")):
         _warn(path, f"{named.prefix}nextn_predict_layers", predicting)
     return False, side
+
+
+def layers_to_learn(options: Options) -> str | None:
+    """Returns the folder or file that holds the prediction layers of the model that options name, as a head to train
+    on from; None where it has none. Raises CheckpointError, and ConfigError for layers that cannot be trained."""
+    path = resolve_model(options.model, options.revision)
+    config = load_config(path)
+    own, side = _in_files(path, config)
+    if not own and side is None:
+        return None
+    named = named_layers(path) if path.is_dir() else None
+    check_trainable(config, 1 if named is None else named[1])
+    return str(path if own else side)
 
 
 def predicts(name: str, config: ModelConfig) -> bool:
