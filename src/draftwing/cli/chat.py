@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from draftwing.cli.answerers import CHAT_NAMES, Answerer, Fields, Messages, Piece, Usage, chat_fields, described
 from draftwing.errors import ConfigError, DraftwingError, RequestError
+from draftwing.files import load_json
 from draftwing.requests.refusals import check_text, show, suggestion
 from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
 
@@ -196,7 +197,7 @@ class Chat:
     def _load(self, rest: str) -> None:
         path = _path(rest, "/load")
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = load_json(path)
         except (OSError, ValueError) as error:
             raise RequestError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
         messages, fields = _read_conversation(body)

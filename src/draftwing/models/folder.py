@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import zipfile
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.files import load_json
 from draftwing.models.gguf import Progress
 from draftwing.models.weight_map import PER_LAYER, canonical
 from draftwing.parallel.cut import Cut
@@ -32,13 +32,14 @@ _BEGINNINGS, _ENDS = ("pytorch_model", "consolidated"), (".safetensors", ".safet
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a file of a model. Raises CheckpointError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing in {path.parent}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting beyond all bounds
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
