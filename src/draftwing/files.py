@@ -1,4 +1,4 @@
-"""Writes files so that they are whole or not there, whenever the process or the machine stops."""
+"""Reads JSON, and writes files so that they are whole or not there, whenever the process or the machine stops."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     replace_file(partial, path)
+
+
+def load_json(path: Path) -> Any:
+    """Returns what a file of JSON holds. Raises OSError, and ValueError for what is not JSON in UTF-8."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_json(path: Path, content: Any, indent: int | None = 1) -> None:

@@ -39,9 +39,9 @@ def test_answers_of_a_client_and_of_all() -> None:
             waiting.add([asked(client + str(i), client)])
     with waiting.reserve("a", 1), pytest.raises(QueueFull, match="4 answers of this key wait"), waiting.reserve("a", 1):
         pass  # what is being made counts
-    with pytest.raises(QueueFull, match=r"3 answers of this key wait.*are 4; found 2 more") as own:
+    with pytest.raises(QueueFull, match=r"3 answers of this key wait, of at most 4 .*for 2 more") as own:
         waiting.reserve("a", 2).__enter__()
-    with pytest.raises(QueueFull, match=r"9 answers wait.*are 10; found 2 more") as others:
+    with pytest.raises(QueueFull, match=r"9 answers wait, of at most 10 .*for 2 more") as others:
         waiting.reserve("", 2).__enter__()  # without keys nobody has a limit of its own
     assert own.value.own and not others.value.own
     waiting.started("a0")

@@ -3,7 +3,6 @@ made."""
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from draftwing.core import TreeShape
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.files import load_json
 from draftwing.train.data import Skipped, first_turns
 from draftwing.train.evaluate import Trial, evaluate, prompts_digest
 
@@ -57,7 +57,7 @@ def read_report(head: Path) -> dict[str, Any]:
     if file is None:
         raise ConfigError(f"{head} has no eval.json, in it or next to it: `draftwing train eval` writes one")
     try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        report: dict[str, Any] = load_json(file)
         keys = {"algorithm", "prompts", "max_tokens", "concurrency", "records"}
         missing = keys - report.keys()
     except (OSError, ValueError, AttributeError) as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.files import write_text
+from draftwing.files import load_json, write_text
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,9 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> Tree
     """
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = load_json(file)
         own = config.get("draftwing", {})
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return None  # what is wrong with the file says who loads the head
     shapes = _object(own, f"{file}: draftwing").get("shapes", {})
     where = f"{file}: draftwing.shapes"
@@ -131,7 +131,7 @@ def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
     checked_shape(list(shape.tree), "the tree to save")
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = load_json(file)
         config.setdefault("draftwing", {}).setdefault("shapes", {})[device] = list(shape.tree)
         write_text(file, json.dumps(config, indent=2) + "\n")
     except (OSError, ValueError, AttributeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.files import lock_file, write_json, write_text
+from draftwing.files import load_json, lock_file, write_json, write_text
 from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
 
 FACTS = "head.json"
@@ -82,7 +81,7 @@ class HeadHistory:
         """Returns a head. Raises ConfigError where there is none, or what is known of it cannot be read."""
         folder = self._folder(number)
         try:
-            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            facts = load_json(folder / FACTS)
             return HeadRecord(
                 number, folder, facts.get("parent"), facts.get("algorithm", ""), facts["made"], facts.get("data", {}),
                 facts.get("figures", {}), tuple(facts.get("deleted", ())), facts["sha256"],
@@ -138,7 +137,7 @@ class HeadHistory:
                     record = self.get(number)
                     if client in record.data.get("clients", {}):
                         path = record.folder / FACTS
-                        facts = json.loads(path.read_text(encoding="utf-8"))
+                        facts = load_json(path)
                         write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
                         found.append(number)
         return found

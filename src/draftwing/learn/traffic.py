@@ -17,7 +17,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from draftwing.errors import ConfigError
-from draftwing.files import lock_file, write_json
+from draftwing.files import load_json, lock_file, write_json
 from draftwing.learn.segments import PARTIAL, Segments, count_since, entry_of, read_lines, remove_folder, remove_partial
 
 RUN = "training"  # a run of `draftwing train` in the works, with hidden states of all clients' texts
@@ -107,7 +107,7 @@ class TrafficStore:
     def vocabulary(self) -> str:
         """Returns the hash of the tokenizer whose tokens are kept, an empty one where nothing is kept yet."""
         try:
-            facts = json.loads(self._facts.read_text(encoding="utf-8"))
+            facts = load_json(self._facts)
             if facts["version"] != _VERSION:
                 raise ConfigError(f"{self._facts}: expected version {_VERSION}, found {facts['version']}")
             return str(facts["vocabulary"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from draftwing.errors import CheckpointError
+from draftwing.files import load_json
 from draftwing.models.unserved import unserved_part
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def cached(repo: str, revision: str | None, weights: bool = True) -> Path | None
         return None
     indexes = [folder / name for name in names if weights and name.endswith(_INDEX)]
     try:
-        shards = {shard for index in indexes for shard in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        shards = {shard for index in indexes for shard in load_json(index)["weight_map"].values()}
     except (ValueError, LookupError, AttributeError, TypeError):  # whoever reads the weights says what is wrong
         shards = set()
     return folder if all((folder / str(shard)).exists() for shard in shards) else None
@@ -182,7 +182,7 @@ def _unserved(file: Path) -> str | None:
     """Returns what `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it
     refuses."""
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = load_json(file)
         return unserved_part(config.get("architectures") or (), config.get("model_type"))
     except (ValueError, AttributeError, TypeError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.files import load_json
 from draftwing.gguf_file import open_gguf
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message
@@ -228,8 +228,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = load_json(file)
+    except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import draftwing
 from draftwing.config.drafters import DrafterSpec
-from draftwing.files import write_text
+from draftwing.files import load_json, write_text
 from draftwing.models.config import ModelConfig
 from draftwing.train.evaluate import summary
 from draftwing.train.run import Run
@@ -115,7 +114,7 @@ def _training(run: Run) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

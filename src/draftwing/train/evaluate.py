@@ -21,7 +21,7 @@ from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
 from draftwing.engine.benchmark import Local, Sample, record_of, timed_run
 from draftwing.errors import ConfigError
-from draftwing.files import write_json
+from draftwing.files import load_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def fingerprint(folder: str | Path | None) -> str | None:
     if folder is None:
         return None
     digest = sha256()
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = load_json(Path(folder) / "config.json")
     config.pop("draftwing", None)  # how it is best run is not what it is
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in sorted(Path(folder).glob("*")):
@@ -185,7 +185,7 @@ def _deciding(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(report: Path, same: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
-        found = json.loads(report.read_text(encoding="utf-8"))
+        found = load_json(report)
         return list(found["records"]) if all(found.get(key) == value for key, value in same.items()) else []
     except FileNotFoundError:
         return []

@@ -6,7 +6,6 @@ No torch here: see `train.settings`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from draftwing.config.drafters import NO_DRAFTER
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
-from draftwing.files import write_json
+from draftwing.files import load_json, write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.train.settings import DATA, FIELDS, GENERATE, Settings
 
@@ -174,7 +173,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         return None
     known = {spec.name for spec in dataclasses.fields(Settings)}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path)
         settings = {name: value for name, value in content["settings"].items() if name in known}
         return _tuples(settings), dict(content["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

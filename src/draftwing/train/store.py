@@ -8,7 +8,6 @@ renamed into place when they are complete, so that a run which is killed at any 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from draftwing.config.drafters import training
 from draftwing.errors import ConfigError
-from draftwing.files import replace_file, write_json
+from draftwing.files import load_json, replace_file, write_json
 
 _VERSION = 1
 _AUX = "taps"  # what files of this version call auxiliary hidden states, and the layers they are of
@@ -237,7 +236,7 @@ FeatureSource = FeatureStore | OnlineSource | Part  # what training reads
 def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
     path = folder / "index.json"
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = load_json(path)
         if index["version"] != _VERSION:
             raise ConfigError(f"{path}: expected version {_VERSION}, found {index['version']}: capture again")
         meta = SourceMeta(aux_layers=tuple(index["meta"].pop(_AUX)), **index["meta"])

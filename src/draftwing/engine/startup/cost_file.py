@@ -17,7 +17,7 @@ from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.precision import Precision
-from draftwing.files import cache_folder, write_json
+from draftwing.files import cache_folder, load_json, write_json
 from draftwing.models.folder import bytes_of
 from draftwing.sched.policy.cost import StepCost
 
@@ -61,7 +61,7 @@ class CostFile:
     def read(self, menu: Sequence[TreeShape], stepwise: bool) -> StepCost | None:
         """Returns what an earlier engine left; None if there is nothing, or nothing that can be used."""
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = load_json(self.path)
             if content["key"] != self.key:
                 raise ValueError("it is of another engine")
             cost = StepCost.from_json(content["prices"], menu, stepwise)
