@@ -18,6 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftwing.config.drafters import MEMORY_FILE
 from draftwing.config.options import Options
 from draftwing.core import Output
@@ -350,7 +352,8 @@ class Engine:
 
     def _turn(self) -> None:
         try:
-            self._loop.turn()
+            with torch.inference_mode():  # once, for all that the executor does in it
+                self._loop.turn()
             self._page_table_check.look()
             if self._loop.idle:
                 self.parts.executor.broadcast.compare()

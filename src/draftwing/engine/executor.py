@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +44,19 @@ from draftwing.spec.simulate import Simulation
 log = logging.getLogger("draftwing")
 T = TypeVar("T")
 FORGET_EVERY = 64  # steps with drafts: see `forget`
+
+
+def in_inference_mode(function: Callable[..., T]) -> Callable[..., T]:
+    """As `torch.inference_mode()`, which takes some dozen us even where the mode is on."""
+
+    @wraps(function)
+    def call(*args: Any) -> T:
+        if torch.is_inference_mode_enabled():
+            return function(*args)
+        with torch.inference_mode():
+            return function(*args)
+
+    return call
 
 
 class Executor:
@@ -96,6 +109,7 @@ class Executor:
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
         )
+        self._graph_steps: dict[tuple[Key, bool, bool], TreeStep] = {}
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
         self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
@@ -105,7 +119,7 @@ class Executor:
         self.broadcast.call(function, *args)
         return function(self, *args)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def launch(self, plan: Plan, *guidance: Guides | None) -> Pending:
         """Launches a step. guidance: the host's part in each of `Plan.parts`. With it this waits for the drafts, if
         there are any."""
@@ -125,7 +139,7 @@ class Executor:
             plan, marks, verified, step=step, drafted=drafted, guidance=mine, drafts=self._traced(plan, step, drafted)
         )
 
-    @torch.inference_mode()
+    @in_inference_mode
     def commit(self, pending: Pending) -> InFlight:
         first = self._commit(pending)
         if pending.beside is None:
@@ -140,7 +154,9 @@ class Executor:
         elif step.special is not None:
             packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
         else:
-            packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
+            packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)
+            if step.key is not None and step.key.size > len(plan.rows):
+                packed = packed[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
         return InFlight(
@@ -337,8 +353,14 @@ class Executor:
         return self._graph_step(key, filtered, edited)
 
     def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
-        rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
-        return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited)
+        known = self._graph_steps.get((key, filtered, edited))
+        if known is None:
+            rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
+            known = TreeStep(
+                key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited
+            )
+            self._graph_steps[key, filtered, edited] = known
+        return known
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""

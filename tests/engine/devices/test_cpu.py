@@ -54,8 +54,11 @@ def test_nothing_is_copied_up_and_what_goes_down_is_a_copy() -> None:
     tensor = torch.arange(6).view(2, 3)
     assert cpu.upload(tensor.flatten().numpy()).data_ptr() == tensor.data_ptr()
     download = cpu.download(tensor)
+    tensor.mul_(2)
+    later = cpu.download(tensor)  # as of a recorded step, which leaves its results in the same tensor
     tensor.zero_()
     assert download.wait().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert later.wait().tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -122,6 +122,21 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
     assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
 
 
+def test_a_shape_costs_what_it_takes_behind_its_like(harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind another shape's step the caches are full of other things."""
+    rig, before = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device), [None]
+
+    def run(executor: Any, shape: TreeShape, size: int, context: int) -> float:
+        changed, before[0] = shape != before[0], shape
+        return shape.nodes * (1.25 if changed else 1.0)
+
+    monkeypatch.setattr(measuring, "_run", run)
+    costs = StepCost(MENU, False)
+    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    of_one = {shape: seconds for shape, size, context, seconds in costs.points() if (size, context) == (1, 0)}
+    assert of_one == {shape: shape.nodes for shape in MENU}
+
+
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     rig.pool.kv[0].fill_(1)

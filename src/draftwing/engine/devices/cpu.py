@@ -21,6 +21,7 @@ from draftwing.ops.torch.ops import TorchOps
 
 log = logging.getLogger("draftwing")
 
+_VIEW = "array_of_download"  # of a tensor: its memory, as numpy has it
 UNKNOWN_MEMORY = 8 << 30  # bytes taken for free on systems without /proc; --max-total-tokens overrules what follows
 
 
@@ -54,7 +55,12 @@ class CpuDevice(Device):
         return torch.from_numpy(host)
 
     def download(self, tensor: Tensor) -> Download:
-        host = tensor.numpy().copy()  # the next step may use the tensor's memory
+        # Recorded steps leave their results in the same tensors. To ask torch for an array is slow behind a forward,
+        # which has emptied the caches.
+        view = getattr(tensor, _VIEW, None)
+        if view is None:
+            setattr(tensor, _VIEW, view := tensor.numpy())
+        host = view.copy()  # the next step may use the tensor's memory
         return Download(lambda: host, self.mark())
 
     def mark(self) -> float:

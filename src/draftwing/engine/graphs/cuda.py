@@ -49,6 +49,7 @@ class GraphCache:
         self.sizes = batch_sizes(max_size)
         self.rows = torch.full((max_size,), dummy_row, dtype=torch.int64, device=device.device)
         self._host_rows: IntArray = np.full(max_size, dummy_row, np.int64)  # what `rows` holds
+        self._wanted_rows: tuple[int, bytes] = 0, b""  # of the newest `set_rows`: size, and rows
         self._device = device
         self._dummy_row = dummy_row
         self._graphs: dict[Hashable, tuple[Replay, Any]] = {}
@@ -87,6 +88,10 @@ class GraphCache:
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """Fills the first `size` of `rows`; no copy where they are what they were."""
+        wanted = size, rows.tobytes()
+        if wanted == self._wanted_rows:
+            return
+        self._wanted_rows = wanted
         padded = np.full(size, self._dummy_row, np.int64)
         padded[: len(rows)] = rows
         if not np.array_equal(padded, self._host_rows[:size]):
