@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -283,6 +284,43 @@ def test_kept_buffers_carry_nothing_over(backend: Backend, dtype: torch.dtype) -
             expected.append((found(layer, *tokens), backend(pool).bind(batch(start, length, tree), 0), tokens))
         for layer, (out, fresh, tokens) in enumerate(expected):
             assert torch.equal(out, fresh(layer, *tokens)), (start, layer)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(8, 2, 256), (9, 3, 64), (3, 3, 40)])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_long_rows_equal_brute_force(nodes: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Chunks are fetched in one piece where their slots lie one after the other. A row of 11 chunks beside one of
+    three, wherever their slots are, in one thread and in several."""
+    prefix, paths = [2600, 530], [[[0], [0, 1], [0, 2]][:nodes]] * 2
+    counts = [length + nodes for length in prefix]
+    generator, before = torch.Generator().manual_seed(nodes), torch.get_num_threads()
+    orders = [torch.arange(sum(counts)), torch.randperm(sum(counts), generator=generator)]
+    orders.append(torch.cat((orders[0][700:], orders[0][:700])))  # a chunk of the long row in two pieces
+    old, new, outs = make_tokens(sum(prefix), shape, dtype, 1), make_tokens(2 * nodes, shape, dtype, 2), []
+    try:
+        for threads, order in ((1, orders[0]), (2, orders[0]), (2, orders[1]), (3, orders[2])):
+            torch.set_num_threads(threads)
+            pool, own = make_pool(shape, dtype), (order + 1).split(counts)
+            table = torch.zeros(2, counts[0], dtype=torch.int64)
+            for b, slots in enumerate(own):
+                table[b, : len(slots)] = slots
+            kept = torch.cat([slots[:length] for slots, length in zip(own, prefix, strict=True)])
+            pool.write(LAYER, kept, old.k, old.v)
+            batch = make_batch(table, prefix, torch.cat([slots[-nodes:] for slots in own]), paths)
+            outs.append(native(pool).bind(batch, LAYER)(0, *new))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    unit = 3e-6 if dtype == torch.float32 else 0.75 * 2**-8  # as above
+    for b, i in itertools.product(range(2), range(nodes)):
+        mine, first = torch.tensor(paths[b][i]) + b * nodes, sum(prefix[:b])
+        committed = slice(first, first + prefix[b])
+        keys, values = torch.cat((old.k[committed], new.k[mine])), torch.cat((old.v[committed], new.v[mine]))
+        q = new.q[b * nodes + i]
+        expected, size = brute_force(q, keys, values), brute_force(q, keys, values.abs())
+        assert ((outs[0][b * nodes + i] - expected).abs() <= unit * (2 * expected.abs() + size) + 1e-6).all()
 
 
 @needs_kernels

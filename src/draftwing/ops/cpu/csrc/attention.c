@@ -12,8 +12,9 @@
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
-   chunks of a tile. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the thread that
-   ends the last unit joins them. */
+   chunks of a tile, or, where threads wait for memory, of its tiles with all heads of keys, so that a token's keys and
+   values are read in one piece. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the
+   thread that ends the last unit joins them. */
 
 #include "attention.h"
 
@@ -53,9 +54,10 @@ static int64_t thread_floats(const Attention *a) {
     return round_up(scratch_of(&t, a, NULL) - (float *)NULL, LANES);
 }
 
-/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, floats of a chunk's parts. */
+/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, its heads of keys (one or all),
+   floats of a chunk's parts. */
 typedef struct {
-    int64_t tile, tiles, per, size;
+    int64_t tile, tiles, per, heads, size;
 } Plan;
 /* Tile `tile` of a span: its queries and chunks. There may be none. */
 typedef struct {
@@ -79,17 +81,19 @@ static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t t
 typedef struct {
     Plan plan;
     int64_t tile, unit, units; /* tile: of all, counted from the last; its first unit, and how many it has */
-    int64_t span, head, split, stored; /* tiles before it of several units, and chunks of these */
+    int64_t span, head, split, stored; /* head: the first one; tiles before it that are stored, and chunks of these */
     Reach reach;
 } Cursor;
+static int is_stored(const Cursor *c) { return c->units > 1 || (c->units && c->plan.heads > 1); }
 static int next_tile(const Attention *a, Cursor *c) {
-    if (c->units > 1) c->split++, c->stored += c->reach.end - c->reach.from;
+    const int64_t parts = a->kv_heads / c->plan.heads, tiles = a->count * c->plan.tiles * parts;
+    if (is_stored(c)) c->split++, c->stored += (c->reach.end - c->reach.from) * c->plan.heads;
     c->unit += c->units;
-    if (++c->tile >= a->count * c->plan.tiles * a->kv_heads) return 0;
-    const int64_t from_first = a->count * c->plan.tiles * a->kv_heads - 1 - c->tile;
-    c->head = from_first % a->kv_heads;
-    c->span = from_first / a->kv_heads / c->plan.tiles;
-    c->reach = reach_of(a, &c->plan, c->span, from_first / a->kv_heads % c->plan.tiles);
+    if (++c->tile >= tiles) return 0;
+    const int64_t from_first = tiles - 1 - c->tile;
+    c->head = from_first % parts;
+    c->span = from_first / parts / c->plan.tiles;
+    c->reach = reach_of(a, &c->plan, c->span, from_first / parts % c->plan.tiles);
     c->units = (c->reach.end - c->reach.from + c->plan.per - 1) / c->plan.per;
     return 1;
 }
@@ -116,23 +120,27 @@ static Plan plan_of(const Attention *a) {
         if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
         p.tile = (p.tile + 1) / 2;
     }
+    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= a->kv_heads * wanted;
     p.size = parts_size(p.tile * group, a->padded);
-    p.per = most((chunks + wanted - 1) / wanted, 1);
-    while (1) { /* until what is split has room */
+    p.heads = sweeps ? a->kv_heads : 1;
+    p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);
+    while (1) { /* until what is stored has room */
         Cursor c = cursor_of(p);
         while (next_tile(a, &c)) {}
         if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
-        p.per *= 2;
+        p.per *= 2 * p.heads;
+        p.heads = 1;
     }
 }
 
 /* -- scores and values, by the pool's type ------------------------------------------------------------------------- */
 
-/* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`. */
+/* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`, which
+   are fetched but where a sweep did it. */
 static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
     const int64_t bytes = row_bytes(t->a), behind = value_behind(t->a);
     for (int64_t j = 0; j < count; j += PART) {
-        for (int64_t i = j; i < least(j + PART, count); i++) {
+        for (int64_t i = j; i < least(j + PART, count) && !t->swept; i++) {
             bring(at[i] + behind, bytes);
             if (i < more) bring(after[i], bytes);
         }
@@ -216,7 +224,8 @@ static void run_chunk(Tile *t, int64_t number, int last_one, Ahead *next) {
         if (low < count) part->sums[r] = weigh(t, t->scores + r * LD, low - from, count - from, part->tops + r);
         if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
     }
-    const int64_t after = last_one ? 0 : least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
+    const int64_t following = least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
+    const int64_t after = last_one || t->sweep->end ? 0 : following;
     if (after > 0) { /* where it has fewer keys, the last again */
         addresses(t, t->after, from + CHUNK, from + CHUNK + after, t->path);
         for (int64_t j = after; j < CHUNK; j++) t->after[j] = t->after[after - 1];
@@ -278,14 +287,14 @@ static void finish(const Tile *t) {
         round_part(a->rounded, a->out, t->query + i, t->head * size, (t->head + 1) * size, a->half);
 }
 
-/* The cursor's tile, over scratch of this thread. */
-static void prepare(Tile *t, const Attention *a, const Cursor *c) {
+/* The cursor's tile with one of its heads of keys, over scratch of this thread. */
+static void prepare(Tile *t, const Attention *a, const Cursor *c, int64_t head_of_keys) {
     const Reach *reach = &c->reach;
     const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
     const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
     const float in_q = a->kv_type == HALF ? 1.0f : scale; /* what is in bfloat16 stays as it is */
     t->scale = scale;
-    t->head = c->head;
+    t->head = head_of_keys;
     t->group = group_of(a);
     t->queries = reach->queries;
     t->rows = t->queries * t->group;
@@ -340,8 +349,11 @@ static void restore_small(uint64_t mode) {
     __asm__ volatile("" : : : "memory");
 }
 
-/* A chunk of keys and values in bfloat16. */
-static void run_flushed(Tile *t, int64_t number, int last_one, Ahead *next) {
+static void run_chunk_of(Tile *t, int64_t number, int last_one, Ahead *next) {
+    if (t->a->kv_type != HALF) {
+        run_chunk(t, number, last_one, next);
+        return;
+    }
     const uint64_t mode = flush_small();
     run_chunk(t, number, last_one, next);
     t->late = lost_small();
@@ -350,35 +362,74 @@ static void run_flushed(Tile *t, int64_t number, int last_one, Ahead *next) {
     restore_small(mode);
 }
 
-/* Joins the chunks of a tile of several units where all of these have ended. Returns whether they have. */
-static int join_stored(const Tile *t, const Cursor *c, float *stored) {
+/* Where a stored chunk's parts of a head are. */
+static float *stored_at(const Attention *a, const Cursor *c, int64_t head, int64_t chunk) {
+    const int64_t number = (chunk - c->reach.from) * c->plan.heads + head - c->head;
+    return a->stored + (c->stored + number) * c->plan.size;
+}
+/* Joins the chunks of the cursor's tile, of each of its heads, where all of its units have ended. */
+static void join_stored(Tile *t, const Cursor *c) {
     const Attention *a = t->a;
     int64_t *ended = a->tickets + c->split;
-    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return 0;
+    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
     __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
-    begin(t);
-    for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
-        Parts part;
-        parts_at(&part, stored + chunk * c->plan.size, t->rows, a->padded);
-        join_parts(t, &t->whole, &part);
+    for (int64_t head = c->head; head < c->head + c->plan.heads; head++) {
+        prepare(t, a, c, head);
+        begin(t);
+        for (int64_t chunk = c->reach.from; chunk < c->reach.end; chunk++) {
+            Parts part;
+            parts_at(&part, stored_at(a, c, head, chunk), t->rows, a->padded);
+            join_parts(t, &t->whole, &part);
+        }
+        finish(t);
     }
-    return 1;
 }
 
-/* Chunks [from, end) of the cursor's tile, one of its units. */
-static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
-    const int64_t size = c->plan.size;
-    float *stored = a->stored + (c->stored - c->reach.from) * size; /* of chunk 0 */
-    prepare(t, a, c);
-    if (c->units == 1) begin(t);
+/* Positions [from, from + CHUNK) where all queries see them and their slots lie one after the other, else NULL. */
+static const char *piece_at(const Tile *t, int64_t from) {
+    const Attention *a = t->a;
+    const int64_t *slots = t->table + from;
+    int64_t apart = from + CHUNK > t->prefix;
+    for (int64_t i = 1; i < CHUNK && !apart; i++) apart = slots[i] != slots[0] + i;
+    return apart ? NULL : (const char *)a->kv + slots[0] * a->kv_heads * a->parts * row_bytes(a);
+}
+/* Chunks [from, end) of the cursor's tile with all heads of keys, chunk by chunk. */
+static void run_swept(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
+    const int64_t share = CHUNK * a->parts * row_bytes(a); /* of a piece, while one head is computed */
+    Sweep sweep = {.step = 64 * SWEPT_LINES};
+    t->sweep = &sweep;
+    prepare(t, a, c, c->head);
     for (int64_t chunk = from; chunk < end; chunk++) {
-        Parts own = t->part;
-        if (c->units > 1) parts_at(&t->part, stored + chunk * size, t->rows, a->padded);
-        (a->kv_type == HALF ? run_flushed : run_chunk)(t, chunk, chunk + 1 == end, next);
-        if (c->units == 1) join_parts(t, &t->whole, &t->part);
-        t->part = own;
+        const char *piece = chunk + 1 < end ? piece_at(t, (chunk + 1) * CHUNK) : NULL;
+        for (int64_t head = 0; head < a->kv_heads; head++) {
+            prepare(t, a, c, head);
+            sweep.at = piece ? piece + head * share : (const char *)t->q;
+            sweep.end = piece ? sweep.at + share : NULL;
+            sweep.turns = 0;
+            parts_at(&t->part, stored_at(a, c, head, chunk), t->rows, a->padded);
+            run_chunk_of(t, chunk, chunk + 1 == end, next);
+            if (sweep.turns) sweep.step = share / sweep.turns + 1;
+        }
+        t->swept = piece != NULL;
     }
-    if (c->units == 1 || join_stored(t, c, stored)) finish(t);
+    t->swept = 0;
+    join_stored(t, c);
+}
+/* Chunks [from, end) of the cursor's tile with one head of keys, one of its units. */
+static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
+    Sweep nothing = {.at = (const char *)t->q};
+    const Parts own = t->part;
+    prepare(t, a, c, c->head);
+    t->sweep = &nothing;
+    if (!is_stored(c)) begin(t);
+    for (int64_t chunk = from; chunk < end; chunk++) {
+        if (is_stored(c)) parts_at(&t->part, stored_at(a, c, c->head, chunk), t->rows, a->padded);
+        run_chunk_of(t, chunk, chunk + 1 == end, next);
+        if (!is_stored(c)) join_parts(t, &t->whole, &t->part);
+    }
+    t->part = own;
+    if (is_stored(c)) join_stored(t, c);
+    else finish(t);
 }
 
 void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
@@ -390,7 +441,7 @@ void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *nex
         while (unit >= c.unit + c.units)
             if (!next_tile(a, &c)) return;
         const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
-        run_unit(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
+        (c.plan.heads > 1 ? run_swept : run_unit)(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
     }
 }
 

@@ -11,6 +11,7 @@
 #define UNITS 4        /* of a thread, so that all end at about the same time */
 #define TICKETS 1024   /* tiles that may be several units */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
+#define SWEPT_ROWS 24  /* a tile of so many or less waits for memory, not for products; not swept */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
 #if defined(__AVX512BF16__)
@@ -23,12 +24,15 @@
 #if PART == 16
 #define SCORE_PARTS(rows) 4
 #define VALUE_PARTS(rows) 4
+#define SWEPT_LINES 4
 #elif PART == 8
 #define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
+#define SWEPT_LINES 1
 #else
 #define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
 #define VALUE_PARTS(rows) 4
+#define SWEPT_LINES 1
 #endif
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -41,8 +45,18 @@ typedef struct {
     float *tops, *sums, *values; /* [rows, up to 16s], the same, [rows, padded] */
 } Parts;
 
+/* What the next chunk reads where it lies in one piece, keys and values of all heads: it is fetched from beginning to
+   end while this chunk is computed, some of it in each turn of the innermost loops. CPUs drop fetches of which too many
+   are on their way, and a head's own pieces, which others lie between, are read at a third of the speed. */
+typedef struct {
+    const char *at, *end;
+    int64_t step, turns; /* step: bytes of a turn; turns: that were, which tells the next step */
+} Sweep;
+
 typedef struct {
     const Attention *a;
+    Sweep *sweep;
+    int swept;                   /* whether this chunk was fetched so */
     const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
@@ -106,6 +120,12 @@ INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
 }
 INLINE void bring(const char *at, int64_t bytes) {
     for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
+}
+/* In a turn: where the next one goes on. */
+INLINE const char *sweep_on(const char *at, const char *end, int64_t step) {
+#pragma GCC unroll 4
+    for (int i = 0; i < SWEPT_LINES; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    return at < end ? at + step : at;
 }
 /* Of a key or a value. */
 INLINE int64_t row_bytes(const Attention *a) {
