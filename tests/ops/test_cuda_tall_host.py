@@ -30,7 +30,9 @@ CUTS = (
     TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
     TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
+    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, peers=4),
     # Exact ones.
+    TallShape(128, groups=1, row_tiles=1, stages=4, ahead=3, in_shares=True, peers=2),
     *dict.fromkeys(s for bits in (4, 8) for s in few_row_shapes(bits, (9, 0)).values() if isinstance(s, TallShape)),
 )
 FEW = {key: shape for key, shape in few_row_shapes(4, (8, 0)).items() if key[1] == 8}  # kernels that have the bits
@@ -76,7 +78,7 @@ class Host:
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(pointer(w.scales), pointer(w.zeros), 1)
         tensors = (x, w.codes, bias, extra if "add" in name else None, out)
-        cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
+        cut = (shape.warps * 32, shape.cluster * shape.peers, shape.shared_bytes(self.width.part))
         launch(self._library, name, cut, tensors, (rows, width, w.columns, *grid), early)
         return out
 

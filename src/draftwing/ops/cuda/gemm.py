@@ -49,6 +49,7 @@ class Shape:
     shared: int  # bytes, without what is in rings
     call: str  # a template of gemm.cu and what it is called with, up to the kind
     cluster: int = 1  # blocks
+    peers: int = 1  # of a `TallShape`
     tokens_first: bool = False  # blocks side by side have the same weights, not the same rows of x
     parts: int = 0  # of weights in rings: what a warp has of 16 features and a chunk
     sums: int = 0  # bytes of sums where they take the place of all else
@@ -79,6 +80,7 @@ class TallShape:
     cluster: int = 1  # blocks, each for a part of K
     blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
     in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
+    peers: int = 1  # blocks, each for other features, that copy x for each other; where `cluster` is 1
 
     @property
     def exact(self) -> bool:
@@ -102,12 +104,12 @@ class TallShape:
     def call(self) -> str:
         """Returns the template of gemm_tall.cu and what it is called with, up to the kind."""
         cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
-        return f"tall_gemm, {', '.join(map(str, cut))}"
+        return f"tall_gemm, {', '.join(map(str, cut))}, {self.peers}"
 
     def grid(self, kind: str, rows: int, width: int, processors: int = 0) -> tuple[int, int]:
         """Blocks. width: of the result."""
         outputs = self.features // (2 if kind == "silu" else 1)
-        return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
+        return -(-rows // self.tokens) * self.cluster * self.peers, -(-width // (outputs * self.peers))
 
     def shared_bytes(self, part: int) -> int:
         """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
@@ -305,7 +307,7 @@ def read_files(names: Sequence[str]) -> list[str]:
 def kernel_lines(shapes: Mapping[tuple[str, int], Shape | TallShape]) -> list[str]:
     """Returns what `KERNEL` of gemm.cu is given for each."""
     return [
-        f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]}"
+        f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster * shape.peers}, {shape.call}, {KINDS[kind]}"
         for (kind, tile), shape in shapes.items()
     ]
 

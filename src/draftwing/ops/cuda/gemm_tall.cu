@@ -80,8 +80,11 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
 // of x in flight or read. CLUSTER blocks have the same features and rows, and each every so many chunks. Blocks side by
 // side have the same weights. N, of a gate or of all: a multiple of 16. IN_SHARES: a block, without others, sums one share
 // after the other, chunks 0, 8, 16, ..., then 1, 9, 17, ...
+//
+// PEERS: blocks of a cluster that have other features each, and the same rows and chunks: each copies its part of a panel
+// of x to all of them.
 template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER,
-          bool IN_SHARES, int KIND>
+          bool IN_SHARES, int PEERS, int KIND>
 __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
                                           u16* __restrict__ y, int M, int N, int K) {
@@ -90,6 +93,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
     static_assert(!IN_SHARES || CLUSTER == 1, "a block of a cluster has every so many chunks");
+    static_assert(PEERS == 1 || CLUSTER == 1, "a cluster shares out features or chunks");
     constexpr int PARTS = WARPS * AHEAD * ROW_TILES, USED = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
     constexpr int BARRIERS = USED > TOKENS * PITCH * 4 ? USED : TOKENS * PITCH * 4;  // bytes before them
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers
@@ -100,16 +104,18 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     Barrier* const empty = full + STAGES;
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % CLUSTER;
-    const int token_block = blockIdx.x / CLUSTER, row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
+    const int peer = blockIdx.x % PEERS, token_block = blockIdx.x / (CLUSTER * PEERS);
+    const int row0 = (blockIdx.y * PEERS + peer) * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
     const int chunks = K / CHUNK, count = (chunks - rank + CLUSTER - 1) / CLUSTER;
     auto after = [&](int c) { return !IN_SHARES ? c + CLUSTER : c + SHARES < chunks ? c + SHARES : c % SHARES + 1; };
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + s, 1);
-            init_barrier(empty + s, WARPS);
+            init_barrier(empty + s, WARPS * PEERS);
         }
         show_barriers();
     }
+    if constexpr (PEERS > 1) sync_cluster();  // barriers are there for all
 
     const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
     const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
@@ -139,7 +145,13 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     auto copy_x = [&](int s) {
         if (lane == 0) {
             expect_bytes(full + s, STAGE * 2);
-            copy_bulk(stages + s * STAGE, panels + (size_t)x_ahead * STAGE, STAGE * 2, full + s);
+            const u16* const panel = panels + (size_t)x_ahead * STAGE;
+            if constexpr (PEERS > 1) {
+                constexpr int OWN = STAGE / PEERS;
+                copy_bulk_to_all<PEERS>(stages + s * STAGE + peer * OWN, panel + peer * OWN, OWN * 2, full + s);
+            } else {
+                copy_bulk(stages + s * STAGE, panel, STAGE * 2, full + s);
+            }
         }
         x_ahead = after(x_ahead);
     };
@@ -161,7 +173,13 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             wait_wide<1>();  // those that read the registers written next have ended
-            if (j == 1 && i > 0 && lane == 0) arrive(empty + before);  // and with them all of the chunk before
+            if (j == 1 && i > 0) {  // and with them all of the chunk before
+                if constexpr (PEERS > 1) {
+                    if (lane < PEERS) arrive_at_rank(empty + before, lane);
+                } else if (lane == 0) {
+                    arrive(empty + before);
+                }
+            }
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
             if (j == 0) wait_barrier(full + stage, parity);
@@ -210,7 +228,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     else __syncthreads();
     store_tall<WEIGHTS::POWER, CLUSTER, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, token_block * TOKENS, M,
                                                                         N);
-    if constexpr (CLUSTER > 1) sync_cluster();
+    if constexpr (CLUSTER * PEERS > 1) sync_cluster();  // nobody ends while others read or reach what it has
 }
 
 // x [M, K] -> panels, with zeros behind its rows. A warp of 8 has half a chunk of 8 rows.
