@@ -32,6 +32,8 @@ CUTS = (
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
     TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, peers=4),
     # Exact ones.
+    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, cluster=8, turns=True),
+    TallShape(32, groups=1, row_tiles=2, stages=3, ahead=3, cluster=8, turns=True),
     TallShape(128, groups=1, row_tiles=1, stages=4, ahead=3, in_shares=True, peers=2),
     *dict.fromkeys(s for bits in (4, 8) for s in few_row_shapes(bits, (9, 0)).values() if isinstance(s, TallShape)),
 )
@@ -44,6 +46,7 @@ pytestmark = [
     pytest.mark.further(run=[width for width in LAYOUTS if width != EVERY[0]]),
     pytest.mark.further(key=[(kind, number) for kind in ("add", "silu") for number in range(1, len(CUTS))]),
 ]
+PROCESSORS = 16
 LATE, EARLY, COPIES_EARLY = 0, 1, 2  # copies and instructions, as gemm_host.cpp has them
 
 
@@ -54,7 +57,7 @@ class Host:
         self.width = width
         source = without_ptx(read_source(width, shapes_of(width)))
         source += "".join(f"GROUP_KERNEL(few_{line})\n" for line in kernel_lines(FEW))
-        assert source.count("extern __shared__ float sums[];") == 6
+        assert source.count("extern __shared__ float sums[];") == 7
         self._library = compiled(folder, source, "-DGROUPS", "-DTALL")
 
     def __call__(
@@ -62,7 +65,7 @@ class Host:
     ) -> Tensor:
         (kind, most), shape = key, SHAPES[key]
         width = w.rows // (2 if kind == "silu" else 1)
-        grid, rows = shape.grid(kind, len(x), width), self.ordered(shape, x)
+        grid, rows = shape.grid(kind, len(x), width, PROCESSORS), self.ordered(shape, x)
         return self._run(f"{kind}_{most}", shape, grid, rows, len(x), width, w, bias, extra, early)
 
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:

@@ -81,6 +81,7 @@ class TallShape:
     blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
     in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
     peers: int = 1  # blocks, each for other features, that copy x for each other; where `cluster` is 1
+    turns: bool = False  # blocks stay, see `turns_gemm`; with a cluster of all shares
 
     @property
     def exact(self) -> bool:
@@ -103,18 +104,23 @@ class TallShape:
     @property
     def call(self) -> str:
         """Returns the template of gemm_tall.cu and what it is called with, up to the kind."""
+        if self.turns:
+            return f"turns_gemm, {self.tokens // 8}, {self.groups}, {self.row_tiles}, {self.stages}, {self.ahead}"
         cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
         return f"tall_gemm, {', '.join(map(str, cut))}, {self.peers}"
 
     def grid(self, kind: str, rows: int, width: int, processors: int = 0) -> tuple[int, int]:
         """Blocks. width: of the result."""
         outputs = self.features // (2 if kind == "silu" else 1)
+        if self.turns:
+            return min(processors // SHARES, -(-width // outputs)) * SHARES, -(-rows // self.tokens)
         return -(-rows // self.tokens) * self.cluster * self.peers, -(-width // (outputs * self.peers))
 
     def shared_bytes(self, part: int) -> int:
         """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
         pipeline = self.stages * self.tokens * _CHUNK * 2 + self.warps * self.row_tiles * self.ahead * part
-        return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
+        sums = self.tokens * (self.features + 4) * 4
+        return (pipeline + sums if self.turns else max(pipeline, sums)) + self.stages * 16
 
 
 S = TypeVar("S", bound=Shape | TallShape)
