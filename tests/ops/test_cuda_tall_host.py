@@ -32,8 +32,8 @@ CUTS = (
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
     TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, peers=4),
     # Exact ones.
-    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, cluster=8, turns=True),
-    TallShape(32, groups=1, row_tiles=2, stages=3, ahead=3, cluster=8, turns=True),
+    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, cluster=8, turns=1),
+    TallShape(32, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, turns=2),
     TallShape(128, groups=1, row_tiles=1, stages=4, ahead=3, in_shares=True, peers=2),
     *dict.fromkeys(s for bits in (4, 8) for s in few_row_shapes(bits, (9, 0)).values() if isinstance(s, TallShape)),
 )

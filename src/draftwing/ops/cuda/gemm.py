@@ -81,7 +81,7 @@ class TallShape:
     blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
     in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
     peers: int = 1  # blocks, each for other features, that copy x for each other; where `cluster` is 1
-    turns: bool = False  # blocks stay, see `turns_gemm`; with a cluster of all shares
+    turns: int = 0  # blocks stay, see `turns_gemm`; with a cluster of all shares
 
     @property
     def exact(self) -> bool:
@@ -105,7 +105,7 @@ class TallShape:
     def call(self) -> str:
         """Returns the template of gemm_tall.cu and what it is called with, up to the kind."""
         if self.turns:
-            return f"turns_gemm, {self.tokens // 8}, {self.groups}, {self.row_tiles}, {self.stages}, {self.ahead}"
+            return f"turns_gemm, {self.tokens // 8}, {self.groups}, {self.row_tiles}, {self.stages}, {self.ahead}, {self.turns}"
         cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
         return f"tall_gemm, {', '.join(map(str, cut))}, {self.peers}"
 
@@ -120,7 +120,7 @@ class TallShape:
         """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
         pipeline = self.stages * self.tokens * _CHUNK * 2 + self.warps * self.row_tiles * self.ahead * part
         sums = self.tokens * (self.features + 4) * 4
-        return (pipeline + sums if self.turns else max(pipeline, sums)) + self.stages * 16
+        return (pipeline + sums if self.turns else max(pipeline, sums)) + self.stages * (24 if self.turns else 16)
 
 
 S = TypeVar("S", bound=Shape | TallShape)

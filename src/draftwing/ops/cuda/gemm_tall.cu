@@ -234,7 +234,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
 // The same sums of all shares, by blocks that stay: clusters of SHARES blocks, each of which takes a tile of features as
 // long as all have one, in turns. What is left has a cluster for each tile, and a block for each share of it. Copies of
 // weights and x run ahead across tiles. In turns the blocks of a cluster copy x for each other.
-template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int KIND>
+template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int LEVELS, int KIND>
 __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                            const u16* __restrict__ bias, const u16* __restrict__ extra,
                                            u16* __restrict__ y, int M, int N, int K) {
@@ -250,6 +250,7 @@ __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIG
     u32* const ring_words = (u32*)(rings + PARTS * UNITS);
     Barrier* const full = (Barrier*)(ring_words + PARTS * WORDS);
     Barrier* const empty = full + STAGES;
+    Barrier* const done = empty + STAGES;
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % SHARES;
     const int cluster = blockIdx.x / SHARES, clusters = gridDim.x / SHARES, blocks = gridDim.x;
@@ -274,7 +275,8 @@ __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIG
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + s, 1);
-            init_barrier(empty + s, WARPS * SHARES);
+            init_barrier(empty + s, LEVELS == 2 ? SHARES : WARPS * SHARES);
+            init_barrier(done + s, WARPS);
         }
         show_barriers();
     }
@@ -326,7 +328,7 @@ __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIG
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];  // the latter: of shares
     clear_sums(d, sum);
     u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
-    int piece = 0, c = first, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
+    int piece = 0, c = first, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0, told = 0, told_parity = 0;
     for (int i = 0; i < count; ++i) {
         wait_for_copies<AHEAD - 1>();
         typename WEIGHTS::Part a[ROW_TILES];
@@ -339,7 +341,13 @@ __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIG
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             wait_wide<1>();  // those that read the registers written next have ended
-            if (j == 1 && i > 0 && lane < SHARES) arrive_at_rank(empty + before, lane);  // and all of the chunk before
+            if (j == 1 && i > 0) {  // and all of the chunk before
+                if constexpr (LEVELS == 2) {
+                    if (lane == 0) arrive(done + before);
+                } else if (lane < SHARES) {
+                    arrive_at_rank(empty + before, lane);
+                }
+            }
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
             if (j == 0) wait_barrier(full + stage, parity);
@@ -353,7 +361,15 @@ __device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIG
             end_wide();
         }
         copy_weights();
-        if (warp == 0 && i >= LATE && i - LATE + STAGES < count) {
+        if (LEVELS == 2 && warp == 0 && i >= LATE && i - LATE + STAGES < count) {
+            wait_barrier(done + told, told_parity);
+            if (lane < SHARES) arrive_at_rank(empty + told, lane);
+            const bool more = ++told < STAGES;
+            told_parity = more ? told_parity : told_parity ^ 1;
+            told = more ? told : 0;
+        }
+        constexpr int LATER = LATE + (LEVELS == 2);
+        if (warp == 0 && i >= LATER && i - LATER + STAGES < count) {
             wait_barrier(empty + free, free_parity);
             copy_x(free);
             const bool more = ++free < STAGES;
