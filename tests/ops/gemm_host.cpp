@@ -245,16 +245,6 @@ static void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
     open.copies.push_back({to, from, bytes});
     if (early) opens(open);
 }
-template <int BLOCKS>
-static void copy_bulk_to_all(void* to, const void* from, int bytes, Barrier* barrier) {
-    for (int rank = 0; rank < BLOCKS; ++rank) {
-        const auto moved = [&](void* p) { return (char*)memory[rank].data() + ((char*)p - (char*)shared_memory()); };
-        copy_bulk(moved(to), from, bytes, (Barrier*)moved(barrier));
-    }
-}
-static void arrive_at_rank(Barrier* barrier, int rank) {
-    arrive((Barrier*)((char*)memory[rank].data() + ((char*)barrier - (char*)shared_memory())));
-}
 static void arrive_after_copies(Barrier* barrier) {
     Open& open = barriers.at(barrier);
     if (!open.missing) abort();

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from gemm_inputs import compiled, exact, launch, pointer, quantized, random, wit
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape
-from draftwing.ops.cuda.gemm_groups import Width, kernel_lines
+from draftwing.ops.cuda.gemm_groups import Width, _from_feature, kernel_lines
 from draftwing.ops.cuda.gemm_groups import shapes_for as few_row_shapes
 from draftwing.ops.cuda.gemm_tall import TallShape, read_source
 from draftwing.ops.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked
@@ -30,11 +31,7 @@ CUTS = (
     TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
     TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
     TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
-    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, peers=4),
     # Exact ones.
-    TallShape(64, groups=1, row_tiles=1, stages=4, ahead=2, cluster=8, turns=1),
-    TallShape(32, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, turns=2),
-    TallShape(128, groups=1, row_tiles=1, stages=4, ahead=3, in_shares=True, peers=2),
     *dict.fromkeys(s for bits in (4, 8) for s in few_row_shapes(bits, (9, 0)).values() if isinstance(s, TallShape)),
 )
 FEW = {key: shape for key, shape in few_row_shapes(4, (8, 0)).items() if key[1] == 8}  # kernels that have the bits
@@ -46,7 +43,6 @@ pytestmark = [
     pytest.mark.further(run=[width for width in LAYOUTS if width != EVERY[0]]),
     pytest.mark.further(key=[(kind, number) for kind in ("add", "silu") for number in range(1, len(CUTS))]),
 ]
-PROCESSORS = 16
 LATE, EARLY, COPIES_EARLY = 0, 1, 2  # copies and instructions, as gemm_host.cpp has them
 
 
@@ -57,7 +53,7 @@ class Host:
         self.width = width
         source = without_ptx(read_source(width, shapes_of(width)))
         source += "".join(f"GROUP_KERNEL(few_{line})\n" for line in kernel_lines(FEW))
-        assert source.count("extern __shared__ float sums[];") == 7
+        assert source.count("extern __shared__ float sums[];") == 6
         self._library = compiled(folder, source, "-DGROUPS", "-DTALL")
 
     def __call__(
@@ -65,8 +61,26 @@ class Host:
     ) -> Tensor:
         (kind, most), shape = key, SHAPES[key]
         width = w.rows // (2 if kind == "silu" else 1)
-        grid, rows = shape.grid(kind, len(x), width, PROCESSORS), self.ordered(shape, x)
+        grid, rows = shape.grid(kind, len(x), width), self.ordered(shape, x)
         return self._run(f"{kind}_{most}", shape, grid, rows, len(x), width, w, bias, extra, early)
+
+    def in_parts(
+        self, keys: Sequence[tuple[str, int]], begins: Sequence[int], x: Tensor, w: PackedGroups, bias: Tensor,
+        extra: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """By several kernels, whose features begin at these, as `GroupGemm` does it."""
+        width = w.rows // (2 if keys[0][0] == "silu" else 1)
+        out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
+        for key, begin, end in zip(keys, begins, [*begins[1:], width], strict=True):
+            kind, shape = key[0], SHAPES[key]
+            codes, scales, zeros, *rest = _from_feature(begin, w.codes, w.scales, w.zeros, bias, extra, out)
+            if kind != "add":
+                rest[1] = None
+            self._library.groups(pointer(scales), pointer(zeros), 1)
+            cut = shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part)
+            sizes = len(x), width, w.columns, *shape.grid(kind, len(x), end - begin)
+            launch(self._library, f"{kind}_{key[1]}", cut, (self.ordered(shape, x), codes, *rest), sizes, LATE)
+        return out
 
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:
         """By the kernel of gemm.cu for up to eight rows."""
@@ -81,7 +95,7 @@ class Host:
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
         self._library.groups(pointer(w.scales), pointer(w.zeros), 1)
         tensors = (x, w.codes, bias, extra if "add" in name else None, out)
-        cut = (shape.warps * 32, shape.cluster * shape.peers, shape.shared_bytes(self.width.part))
+        cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part))
         launch(self._library, name, cut, tensors, (rows, width, w.columns, *grid), early)
         return out
 
@@ -145,3 +159,18 @@ def test_against_float64(run: Host, key: tuple[str, int]) -> None:
                 assert torch.equal(got, run.few(kind, x, packed, bias, extra))
             first = got if first is None else first
             assert torch.equal(got, first), early
+
+
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+def test_features_in_two_parts(run: Host, kind: str) -> None:
+    """A product by two cuts has the bits of one."""
+    cuts = [CUTS.index(shape) for shape in CUTS if shape.exact and shape.tokens == 64]
+    whole, rest = (next(i for i in cuts if (CUTS[i].cluster == 1) == alone) for alone in (True, False))
+    keys = [(kind, whole), (kind, rest)]
+    if not shapes_of(run.width).keys() >= set(keys):
+        pytest.skip("larger cuts that add or gate have the other widths")
+    packed = pack(quantized(run.width, 512, 1152, *LAYOUTS[run.width]), torch.bfloat16, "cpu")
+    x, bias = random(9, 1152, seed=0), random(512, seed=2)
+    extra = random(9, 256 if kind == "silu" else 512, seed=3)
+    got = run.in_parts(keys, (0, CUTS[whole].outputs(kind)), x, packed, bias, extra)
+    assert torch.equal(got, run.few(kind, x, packed, bias, extra if kind == "add" else None))

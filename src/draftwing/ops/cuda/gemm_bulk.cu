@@ -30,24 +30,6 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
                  : "memory");
 }
 
-// The same to each block of a cluster: to the same place there, where the barrier at the same place expects it.
-template <int BLOCKS>
-__device__ __forceinline__ void copy_bulk_to_all(void* to, const void* from, int bytes, Barrier* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_at(to)),
-        "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)((1 << BLOCKS) - 1))
-        : "memory");
-}
-
-// Arrives at the barrier that this rank's block has at the same place.
-__device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
-    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at];}" ::"r"(
-                     shared_at(barrier)),
-                 "r"(rank)
-                 : "memory");
-}
-
 // Arrives when what this thread copied by `copy_async` is there.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_at(barrier)) : "memory");

@@ -80,11 +80,8 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
 // of x in flight or read. CLUSTER blocks have the same features and rows, and each every so many chunks. Blocks side by
 // side have the same weights. N, of a gate or of all: a multiple of 16. IN_SHARES: a block, without others, sums one share
 // after the other, chunks 0, 8, 16, ..., then 1, 9, 17, ...
-//
-// PEERS: blocks of a cluster that have other features each, and the same rows and chunks: each copies its part of a panel
-// of x to all of them.
 template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER,
-          bool IN_SHARES, int PEERS, int KIND>
+          bool IN_SHARES, int KIND>
 __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
                                           u16* __restrict__ y, int M, int N, int K) {
@@ -93,7 +90,6 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
     static_assert(!IN_SHARES || CLUSTER == 1, "a block of a cluster has every so many chunks");
-    static_assert(PEERS == 1 || CLUSTER == 1, "a cluster shares out features or chunks");
     constexpr int PARTS = WARPS * AHEAD * ROW_TILES, USED = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
     constexpr int BARRIERS = USED > TOKENS * PITCH * 4 ? USED : TOKENS * PITCH * 4;  // bytes before them
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers
@@ -104,18 +100,16 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     Barrier* const empty = full + STAGES;
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % CLUSTER;
-    const int peer = blockIdx.x % PEERS, token_block = blockIdx.x / (CLUSTER * PEERS);
-    const int row0 = (blockIdx.y * PEERS + peer) * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
+    const int token_block = blockIdx.x / CLUSTER, row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
     const int chunks = K / CHUNK, count = (chunks - rank + CLUSTER - 1) / CLUSTER;
     auto after = [&](int c) { return !IN_SHARES ? c + CLUSTER : c + SHARES < chunks ? c + SHARES : c % SHARES + 1; };
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + s, 1);
-            init_barrier(empty + s, WARPS * PEERS);
+            init_barrier(empty + s, WARPS);
         }
         show_barriers();
     }
-    if constexpr (PEERS > 1) sync_cluster();  // barriers are there for all
 
     const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
     const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
@@ -145,13 +139,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     auto copy_x = [&](int s) {
         if (lane == 0) {
             expect_bytes(full + s, STAGE * 2);
-            const u16* const panel = panels + (size_t)x_ahead * STAGE;
-            if constexpr (PEERS > 1) {
-                constexpr int OWN = STAGE / PEERS;
-                copy_bulk_to_all<PEERS>(stages + s * STAGE + peer * OWN, panel + peer * OWN, OWN * 2, full + s);
-            } else {
-                copy_bulk(stages + s * STAGE, panel, STAGE * 2, full + s);
-            }
+            copy_bulk(stages + s * STAGE, panels + (size_t)x_ahead * STAGE, STAGE * 2, full + s);
         }
         x_ahead = after(x_ahead);
     };
@@ -173,13 +161,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             wait_wide<1>();  // those that read the registers written next have ended
-            if (j == 1 && i > 0) {  // and with them all of the chunk before
-                if constexpr (PEERS > 1) {
-                    if (lane < PEERS) arrive_at_rank(empty + before, lane);
-                } else if (lane == 0) {
-                    arrive(empty + before);
-                }
-            }
+            if (j == 1 && i > 0 && lane == 0) arrive(empty + before);  // and with them all of the chunk before
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
             if (j == 0) wait_barrier(full + stage, parity);
@@ -228,191 +210,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     else __syncthreads();
     store_tall<WEIGHTS::POWER, CLUSTER, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, token_block * TOKENS, M,
                                                                         N);
-    if constexpr (CLUSTER * PEERS > 1) sync_cluster();  // nobody ends while others read or reach what it has
-}
-
-// The same sums of all shares, by blocks that stay: clusters of SHARES blocks, each of which takes a tile of features as
-// long as all have one, in turns. What is left has a cluster for each tile, and a block for each share of it. Copies of
-// weights and x run ahead across tiles. In turns the blocks of a cluster copy x for each other.
-template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int LEVELS, int KIND>
-__device__ __forceinline__ void turns_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                           u16* __restrict__ y, int M, int N, int K) {
-    constexpr int TOKENS = TOKEN_TILES * 8, WARPS = WARP_GROUPS * 4, ROWS = WARPS * ROW_TILES * 16, PITCH = pitch_of(ROWS);
-    constexpr int OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS;
-    constexpr int STAGE = TOKENS * CHUNK, OWN = STAGE / SHARES;  // of x, u16: a panel, and what a block copies of it
-    constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
-    constexpr int PARTS = WARPS * AHEAD * ROW_TILES;
-    static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
-    extern __shared__ float sums[];  // [TOKENS][PITCH]; behind it [STAGES][STAGE] of u16, rings and barriers
-    u16* const stages = (u16*)(sums + TOKENS * PITCH);
-    u16* const rings = stages + STAGES * STAGE;
-    u32* const ring_words = (u32*)(rings + PARTS * UNITS);
-    Barrier* const full = (Barrier*)(ring_words + PARTS * WORDS);
-    Barrier* const empty = full + STAGES;
-    Barrier* const done = empty + STAGES;
-    launch_dependents();
-    const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % SHARES;
-    const int cluster = blockIdx.x / SHARES, clusters = gridDim.x / SHARES, blocks = gridDim.x;
-    const int chunks = K / CHUNK, each = (chunks + SHARES - 1) / SHARES, tiles = (N + OUT - 1) / OUT;
-    const int turns = tiles / blocks, left = tiles - turns * blocks;
-    const int count = turns * chunks + (left + clusters - 1 - cluster) / clusters * each;
-    auto row_of = [&](int piece) {
-        return OUT * (piece < turns ? piece * blocks + (int)blockIdx.x
-                                    : turns * blocks + (piece - turns) * clusters + cluster);
-    };
-    // From a chunk to the next one of a tile, or to the first one of the next tile: then it says so. Of a share that has
-    // fewer chunks than others one is beyond all.
-    auto goes_on = [&](int& piece, int& c) {
-        const bool in_turn = piece < turns, last = c + SHARES >= (in_turn ? chunks : each * SHARES);
-        const int next = last && in_turn ? c % SHARES + 1 : c + SHARES;
-        const bool ends = last && (!in_turn || next >= min(SHARES, chunks));
-        piece += ends;
-        c = !ends ? next : piece < turns ? 0 : rank;
-        return ends;
-    };
-    const int first = turns > 0 ? 0 : rank;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            init_barrier(full + s, 1);
-            init_barrier(empty + s, LEVELS == 2 ? SHARES : WARPS * SHARES);
-            init_barrier(done + s, WARPS);
-        }
-        show_barriers();
-    }
-    sync_cluster();  // barriers are there for all
-
-    const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
-    const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
-    const int tile = warp / 4 * (ROW_TILES * 4) + warp % 4;  // of 16 features, the first; the next is 4 further
-    typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
-    auto find = [&](int piece) {
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row_of(piece), (tile + r * 4) * 16, 0, N, K);
-    };
-    find(0);
-    int asked = 0, weights_piece = 0, weights_ahead = first, slot = 0, unit = first_unit, word = first_word;
-    auto copy_weights = [&] {
-        if (asked++ < count) {
-            if (weights_ahead < chunks)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, weights_ahead);
-            if (goes_on(weights_piece, weights_ahead)) find(weights_piece);
-        }
-        end_copies();
-        const bool more = ++slot < AHEAD;
-        slot = more ? slot : 0;
-        unit = more ? unit + ROW_TILES * UNITS : first_unit;
-        word = more ? word + ROW_TILES * WORDS : first_word;
-    };
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) copy_weights();
-
-    wait_for_earlier_kernels();
-    const u16* const panels = x + (size_t)blockIdx.y * chunks * STAGE;
-    int x_piece = 0, x_ahead = first;
-    auto copy_x = [&](int s) {
-        if (lane == 0) {
-            const u16* const panel = panels + (size_t)min(x_ahead, chunks - 1) * STAGE;
-            u16* const to = stages + s * STAGE;
-            expect_bytes(full + s, STAGE * 2);
-            if (x_piece < turns) copy_bulk_to_all<SHARES>(to + rank * OWN, panel + rank * OWN, OWN * 2, full + s);
-            else copy_bulk(to, panel, STAGE * 2, full + s);
-        }
-        goes_on(x_piece, x_ahead);
-    };
-    if (warp == 0)
-        for (int s = 0; s < min(STAGES, count); ++s) copy_x(s);
-
-    float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];  // the latter: of shares
-    clear_sums(d, sum);
-    u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
-    int piece = 0, c = first, stage = 0, parity = 0, before = 0, free = 0, free_parity = 0, told = 0, told_parity = 0;
-    for (int i = 0; i < count; ++i) {
-        wait_for_copies<AHEAD - 1>();
-        typename WEIGHTS::Part a[ROW_TILES];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-            rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
-            if (c >= chunks) a[r].clear();
-        }
-        const u16* const matrices = stages + stage * STAGE;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            wait_wide<1>();  // those that read the registers written next have ended
-            if (j == 1 && i > 0) {  // and all of the chunk before
-                if constexpr (LEVELS == 2) {
-                    if (lane == 0) arrive(done + before);
-                } else if (lane < SHARES) {
-                    arrive_at_rank(empty + before, lane);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
-            if (j == 0) wait_barrier(full + stage, parity);
-            begin_wide();
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
-                                          bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
-            end_wide();
-        }
-        copy_weights();
-        if (LEVELS == 2 && warp == 0 && i >= LATE && i - LATE + STAGES < count) {
-            wait_barrier(done + told, told_parity);
-            if (lane < SHARES) arrive_at_rank(empty + told, lane);
-            const bool more = ++told < STAGES;
-            told_parity = more ? told_parity : told_parity ^ 1;
-            told = more ? told : 0;
-        }
-        constexpr int LATER = LATE + (LEVELS == 2);
-        if (warp == 0 && i >= LATER && i - LATER + STAGES < count) {
-            wait_barrier(empty + free, free_parity);
-            copy_x(free);
-            const bool more = ++free < STAGES;
-            free_parity = more ? free_parity : free_parity ^ 1;
-            free = more ? free : 0;
-        }
-        before = stage;
-        const bool more = ++stage < STAGES;
-        parity = more ? parity : parity ^ 1;
-        stage = more ? stage : 0;
-        const int row0 = row_of(piece);
-        const bool in_turn = piece < turns, share_ends = in_turn && c + SHARES >= chunks, ends = goes_on(piece, c);
-        if (!share_ends && !ends) continue;
-        wait_wide<0>();
-        add_share(sum, d);
-        if (!ends) continue;
-        __syncthreads();  // nobody reads the sums of the tile before
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
-                    const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (n >> 1) * 16 : its * 16 + (n >> 1) * 8;
-                    sums[(m * 8 + t * 2 + (n & 1)) * PITCH + row + g] = sum[r][m][n];
-                    sum[r][m][n] = 0.f;
-                }
-        if (in_turn) {
-            __syncthreads();
-            store_tall<WEIGHTS::POWER, 1, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, blockIdx.y * TOKENS,
-                                                                          M, N);
-        } else {
-            sync_cluster();
-            store_tall<WEIGHTS::POWER, SHARES, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0,
-                                                                               blockIdx.y * TOKENS, M, N);
-            sync_cluster();
-        }
-    }
-    wait_wide<0>();
-    wait_for_copies<0>();
-    sync_cluster();  // nobody ends while others reach its barriers
+    if constexpr (CLUSTER > 1) sync_cluster();
 }
 
 // x [M, K] -> panels, with zeros behind its rows. A warp of 8 has half a chunk of 8 rows.
