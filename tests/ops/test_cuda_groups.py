@@ -10,7 +10,7 @@ import torch
 from gemm_inputs import quantized
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import Shape, TallShape, even_key, key_of, small_m_gemm
+from draftwing.ops.cuda.gemm import Shape, TallShape, cuts_of, has_few_left, key_of, small_m_gemm
 from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
 from draftwing.ops.groups import WHOLE, pack, unpacked
 
@@ -89,29 +89,54 @@ def test_narrow_widths_may_be_cut_otherwise() -> None:
     )
 
 
-def test_a_turn_of_few_blocks_more() -> None:
-    """Gates and ups of 17,408 features are 136 blocks of 64 rows, of which 132 run at once."""
+def test_cuts_that_fill_their_turns() -> None:
+    """Gates and ups of 17,408 features are 136 blocks of 64 rows, of which 132 run at once, and 544 smaller ones, of
+    which 528 do, or 264 of 128 rows."""
     shapes: dict[tuple[str, int], tuple[Any, Shape | TallShape]] = {
         key: (None, shape) for key, shape in shapes_for(8, (9, 0)).items()
     }
-    for features, rows, processors, expected in (
-        (17408, 64, 132, "silu_uneven"), (14336, 64, 132, "silu"), (17408, 64, 144, "silu"),
-        (17408, 32, 132, "silu_uneven"), (14336, 32, 132, "silu"), (17408, 16, 132, "silu"),
-        (27648, 64, 132, "silu"), (128, 64, 132, "silu"),
+    for kind, features, rows, processors, expected in (
+        ("silu", 17408, 64, 132, [("silu_turns", range(16896)), ("silu_uneven", range(16896, 17408))]),
+        ("silu", 17408, 128, 132, [("silu_turns", range(16896)), ("silu_uneven", range(16896, 17408))]),
+        ("silu", 17408, 32, 132, [("silu_uneven", range(17408))]), ("silu", 17408, 16, 132, [("silu", range(17408))]),
+        ("silu", 14336, 32, 132, [("silu", range(14336))]), ("silu", 14336, 64, 132, [("silu", range(14336))]),
+        ("silu", 14336, 128, 132, [("silu", range(14336))]), ("silu", 17408, 64, 144, [("silu_turns", range(17408))]),
+        ("silu", 27648, 64, 132, [("silu", range(27648))]), ("silu", 128, 64, 132, [("silu", range(128))]),
+        ("plain", 17408, 64, 132, [("plain", range(17408))]),
+        ("plain", 16384, 128, 132, [("plain_turns", range(16384))]),
+        ("plain", 17408, 128, 132, [("plain_turns", range(16896)), ("plain", range(16896, 17408))]),
+        ("plain", 6144, 128, 132, [("plain", range(6144))]),
+        # Not so many that the blocks of the other cut are whole.
+        ("silu", 16912, 64, 132, [("silu_uneven", range(16912))]),
     ):  # fmt: skip
-        assert even_key(shapes, ("silu", rows), rows, features, processors) == (expected, rows), (features, rows)
-    assert even_key(shapes, ("plain", 64), 64, 17408, 132) == ("plain", 64), "there is no other cut"
+        found = cuts_of(shapes, (kind, rows), rows, features, processors)
+        assert found == [((name, rows), part) for name, part in expected], (kind, features, rows)
+        assert [one for _, part in found for one in part] == list(range(features))
+
+
+def test_few_blocks_are_left() -> None:
+    shape = TallShape(256, groups=2, row_tiles=1, stages=4, ahead=4)  # 64 features of gates and ups
+    assert has_few_left(shape, "silu", 256, 17408, 132) and has_few_left(shape, "silu", 512, 17408, 132)
+    assert not has_few_left(shape, "silu", 512, 14336, 132) and not has_few_left(shape, "silu", 256, 8192, 132)
+    assert not has_few_left(shape, "silu", 256, 64 * 132, 132) and has_few_left(shape, "silu", 256, 64 * 133, 132)
 
 
 @on_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 100, 128])
 @pytest.mark.parametrize("width", [Width(8, False, 1, True), Width(4, True, 1)])
-@pytest.mark.parametrize("rows", [17, 32, 33, 64])
-def test_bits_of_uneven_cuts(rows: int, width: Width) -> None:
+def test_bits_of_other_cuts(rows: int, width: Width) -> None:
+    """Those for turns of few blocks, and products in two parts, with so many features that they are taken."""
     ours, plain = GroupGemm(device(), torch.bfloat16, width), small_m_gemm(device(), torch.bfloat16)
-    weight = pack(quantized(width, 4352, 1664, 1, 128), torch.bfloat16, device())
-    x, ours.only = random(rows, 1664, seed=2, dtype=torch.bfloat16), ("silu_uneven", 32 if rows <= 32 else 64)
-    assert torch.equal(ours.gated(x, weight, None), plain.gated(x, ours.dense(weight), None))
+    x = random(rows, 704, seed=2, dtype=torch.bfloat16)
+    processors = torch.cuda.get_device_properties(device()).multi_processor_count
+    for outputs in (128 * processors, 128 * processors + 512):
+        weight = pack(quantized(width, 2 * outputs, 704, 1, 128), torch.bfloat16, device())
+        matrix, bias = ours.dense(weight), random(2 * outputs, seed=4, dtype=torch.bfloat16)
+        assert torch.equal(ours.gated(x, weight, bias), plain.gated(x, matrix, bias))
+        extra = random(rows, 2 * outputs, seed=3, dtype=torch.bfloat16)
+        assert torch.equal(ours.linear(x, weight, bias), plain.linear(x, matrix, bias))
+        assert torch.equal(ours.linear(x, weight, bias, extra), plain.linear(x, matrix, bias, extra))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

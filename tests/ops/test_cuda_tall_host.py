@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from gemm_inputs import compiled, exact, launch, pointer, quantized, random, wit
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape
-from draftwing.ops.cuda.gemm_groups import Width, kernel_lines
+from draftwing.ops.cuda.gemm_groups import Width, _from_feature, kernel_lines
 from draftwing.ops.cuda.gemm_groups import shapes_for as few_row_shapes
 from draftwing.ops.cuda.gemm_tall import TallShape, read_source
 from draftwing.ops.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked
@@ -62,6 +63,24 @@ class Host:
         width = w.rows // (2 if kind == "silu" else 1)
         grid, rows = shape.grid(kind, len(x), width), self.ordered(shape, x)
         return self._run(f"{kind}_{most}", shape, grid, rows, len(x), width, w, bias, extra, early)
+
+    def in_parts(
+        self, keys: Sequence[tuple[str, int]], begins: Sequence[int], x: Tensor, w: PackedGroups, bias: Tensor,
+        extra: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """By several kernels, whose features begin at these, as `GroupGemm` does it."""
+        width = w.rows // (2 if keys[0][0] == "silu" else 1)
+        out = torch.full((len(x), width), torch.nan, dtype=torch.bfloat16)
+        for key, begin, end in zip(keys, begins, [*begins[1:], width], strict=True):
+            kind, shape = key[0], SHAPES[key]
+            codes, scales, zeros, *rest = _from_feature(begin, w.codes, w.scales, w.zeros, bias, extra, out)
+            if kind != "add":
+                rest[1] = None
+            self._library.groups(pointer(scales), pointer(zeros), 1)
+            cut = shape.warps * 32, shape.cluster, shape.shared_bytes(self.width.part)
+            sizes = len(x), width, w.columns, *shape.grid(kind, len(x), end - begin)
+            launch(self._library, f"{kind}_{key[1]}", cut, (self.ordered(shape, x), codes, *rest), sizes, LATE)
+        return out
 
     def few(self, kind: str, x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None) -> Tensor:
         """By the kernel of gemm.cu for up to eight rows."""
@@ -140,3 +159,18 @@ def test_against_float64(run: Host, key: tuple[str, int]) -> None:
                 assert torch.equal(got, run.few(kind, x, packed, bias, extra))
             first = got if first is None else first
             assert torch.equal(got, first), early
+
+
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+def test_features_in_two_parts(run: Host, kind: str) -> None:
+    """A product by two cuts has the bits of one."""
+    cuts = [CUTS.index(shape) for shape in CUTS if shape.exact and shape.tokens == 64]
+    whole, rest = (next(i for i in cuts if (CUTS[i].cluster == 1) == alone) for alone in (True, False))
+    keys = [(kind, whole), (kind, rest)]
+    if not shapes_of(run.width).keys() >= set(keys):
+        pytest.skip("larger cuts that add or gate have the other widths")
+    packed = pack(quantized(run.width, 512, 1152, *LAYOUTS[run.width]), torch.bfloat16, "cpu")
+    x, bias = random(9, 1152, seed=0), random(512, seed=2)
+    extra = random(9, 256 if kind == "silu" else 512, seed=3)
+    got = run.in_parts(keys, (0, CUTS[whole].outputs(kind)), x, packed, bias, extra)
+    assert torch.equal(got, run.few(kind, x, packed, bias, extra if kind == "add" else None))

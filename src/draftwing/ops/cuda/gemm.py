@@ -30,11 +30,15 @@ FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32, "medium": 64}
 # And what gemm.cu calls them.
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}
-KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven")}
+KINDS |= {f"{kind}_{width}": name for kind, name in KINDS.items() for width in (*NARROW, "uneven", "turns")}
 # Share of the room in a grid's turns that its blocks take at least: else a matrix is cut as `uneven`, where there is
 # such a cut, since a turn for a few blocks takes as long as another. Not swept: with 0.52 the other cut is faster
 # (docs/dev/gpu_kernels.md), and what is cut well has 0.8 and more.
 _EVEN = 0.6
+# Of a `turns` cut: share of the room in its turns that its blocks take at least where it makes all features, and share
+# of a turn for which another cut makes the rest. Not swept: of Qwen3.5-27B they are 0.97 and 0.03 to 0.06, and the cuts
+# of an 8B model, which are best as they are, would have 0.85 and 0.7.
+_FULL, _LITTLE = 0.9, 0.15
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,13 @@ class Shape:
     sums: int = 0  # bytes of sums where they take the place of all else
     stays: bool = False  # blocks take one tile of features after the other
 
+    def outputs(self, kind: str) -> int:
+        """Returns features of a product of this kind that a block makes, or with it the others of its cluster."""
+        return self.features // (2 if kind == "silu" else 1)
+
     def grid(self, kind: str, rows: int, width: int, processors: int) -> tuple[int, int]:
         """Blocks. width: of the result."""
-        outputs = self.features // (2 if kind == "silu" else 1)  # of a block
-        features, tokens = -(-width // outputs) * self.cluster, -(-rows // self.tokens)
+        features, tokens = -(-width // self.outputs(kind)) * self.cluster, -(-rows // self.tokens)
         if self.stays:
             features = min(features, processors * self.blocks)
         return (tokens, features) if self.tokens_first else (features, tokens)
@@ -104,10 +111,13 @@ class TallShape:
         cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
         return f"tall_gemm, {', '.join(map(str, cut))}"
 
+    def outputs(self, kind: str) -> int:
+        """Returns features of a product of this kind that a block makes, or with it the others of its cluster."""
+        return self.features // (2 if kind == "silu" else 1)
+
     def grid(self, kind: str, rows: int, width: int, processors: int = 0) -> tuple[int, int]:
         """Blocks. width: of the result."""
-        outputs = self.features // (2 if kind == "silu" else 1)
-        return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
+        return -(-rows // self.tokens) * self.cluster, -(-width // self.outputs(kind))
 
     def shared_bytes(self, part: int) -> int:
         """Returns shared memory of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
@@ -324,17 +334,34 @@ def kernels_of(
     return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
 
 
-def even_key(
+def cuts_of(
     kernels: Mapping[tuple[str, int], tuple[Kernel, Shape | TallShape]], key: tuple[str, int], rows: int, width: int,
     processors: int,
-) -> tuple[str, int]:  # fmt: skip
-    """Returns the key, or that of the cut for a grid whose last turn has few blocks. width: of the result."""
-    (kind, tile), shape = key, kernels[key][1]
+) -> list[tuple[tuple[str, int], range]]:  # fmt: skip
+    """Returns the kernels that make a product, and which features each: that of the key, or others whose blocks take
+    the room in their turns better. A `turns` cut is the fastest one where turns are full: it makes all features, or
+    those of whole turns, and a cut with smaller blocks the few that are left. width: of the result."""
+    (kind, tile), shape, everything = key, kernels[key][1], range(width)
+    turns, uneven = (f"{kind}_turns", tile), (f"{kind}_uneven", tile)
+    if turns in kernels:
+        whole = kernels[turns][1]
+        turn = max(processors * whole.blocks // -(-rows // tile), 1) * whole.outputs(kind)  # features
+        if width >= _FULL * -(-width // turn) * turn:
+            return [(turns, everything)]
+        rest, first = (uneven if uneven in kernels else key), width // turn * turn
+        if first > 0 and width - first <= _LITTLE * turn and (width - first) % kernels[rest][1].outputs(kind) == 0:
+            return [(turns, range(first)), (rest, range(first, width))]
     x, y = shape.grid(kind, rows, width, processors)
     room = processors * shape.blocks  # of a turn
-    turns = -(-x * y // room)
-    other = f"{kind}_uneven", tile
-    return other if turns > 1 and x * y < _EVEN * turns * room and other in kernels else key
+    count = -(-x * y // room)
+    return [(uneven if count > 1 and x * y < _EVEN * count * room and uneven in kernels else key, everything)]
+
+
+def has_few_left(shape: Shape | TallShape, kind: str, rows: int, width: int, processors: int) -> bool:
+    """Returns whether there are whole turns of blocks, and then one of few. width: of the result."""
+    x, y = shape.grid(kind, rows, width, processors)
+    room = processors * shape.blocks
+    return x * y > room and 0 < x * y % room <= _LITTLE * room
 
 
 def kind_of(residual: Tensor | None, depth: int) -> str:

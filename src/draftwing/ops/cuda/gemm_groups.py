@@ -19,7 +19,7 @@ from draftwing.ops.cuda.gemm import (
     WARP_GROUPS,
     Shape,
     TallShape,
-    even_key,
+    cuts_of,
     few_rows,
     kernel_lines,
     kernels_of,
@@ -135,6 +135,7 @@ _EXACT: Shapes = {
     ("silu", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
     ("silu_uneven", 32): TallShape(32, groups=1, row_tiles=2, stages=4, ahead=4, cluster=8, blocks=3),
     ("silu_uneven", 64): TallShape(64, groups=1, row_tiles=2, stages=4, ahead=3, cluster=8, blocks=3),
+    ("silu_uneven", 128): TallShape(128, groups=2, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=2),
 }
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
@@ -178,6 +179,9 @@ _HOPPER: dict[int, Shapes] = {
         ("silu_uneven", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=1),
         ("plain_slim", 64): TallShape(64, groups=1, row_tiles=1, stages=4, ahead=4, cluster=8, blocks=3),
         ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=1, blocks=1),
+        ("silu_turns", 64): TallShape(64, groups=1, row_tiles=1, stages=4, ahead=4, blocks=4, in_shares=True),
+        ("silu_turns", 128): TallShape(128, groups=1, row_tiles=1, stages=4, ahead=4, blocks=2, in_shares=True),
+        ("plain_turns", 128): TallShape(128, groups=2, row_tiles=1, stages=6, ahead=6, in_shares=True),
     },
 }
 
@@ -253,20 +257,31 @@ class GroupGemm(PackedGemm[Tensor]):
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        loaded, key = self._loaded, self.only
-        kernels = loaded.kernels
-        if key is None:
+        loaded, kernels = self._loaded, self._loaded.kernels
+        if self.only is not None:
+            cuts = [(self.only, range(width))]
+        else:
             key = key_of(kernels, kind, tile_of(rows, loaded.tiles[kind]), width, self._processors)
-            key = even_key(kernels, key, rows, width, self._processors)
-        kernel, shape = kernels[key]
-        if isinstance(shape, TallShape):
+            cuts = cuts_of(kernels, key, rows, width, self._processors)
+        if isinstance(shape := kernels[cuts[0][0]][1], TallShape):  # so are those of others
             x = ordered(loaded.order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
-        kernel(
-            shape.grid(kind, rows, width, self._processors), x, weight.codes, weight.scales, weight.zeros, bias,
-            residual, out, rows, width, depth,
-        )  # fmt: skip
+        for key, features in cuts:
+            kernel, shape = kernels[key]
+            tensors = weight.codes, weight.scales, weight.zeros, bias, residual, out
+            if features.start:
+                tensors = _from_feature(features.start, *tensors)
+            grid = shape.grid(kind, rows, len(features), self._processors)
+            kernel(grid, x, *tensors, rows, width, depth)
         return out
+
+
+def _from_feature(first: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Codes, scales and zeros [tiles, ...], bias [N], residual and result [M, N] -> the same, as a kernel is to have
+    them whose first feature is this one: all that it reads and writes lies as far behind what it is given."""
+    of_tiles, of_features = tensors[:3], tensors[3:]
+    tiles = [None if part is None else part[first // TALL :] for part in of_tiles]
+    return (*tiles, *(None if part is None else part[..., first:] for part in of_features))
 
 
 def unpack_blocks(rows: int, columns: int, room: int) -> int:

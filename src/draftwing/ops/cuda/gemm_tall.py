@@ -14,6 +14,7 @@ from draftwing.ops.cuda.gemm import (
     FILES,
     WARP_GROUPS,
     TallShape,
+    has_few_left,
     kernel_lines,
     kernel_of,
     key_of,
@@ -38,8 +39,13 @@ _HOPPER: dict[int, TallShapes] = {
         ("add", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
         ("silu", 192): TallShape(192, 2, 1, 4, 4, 1, 1),
         ("silu", 1024): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("silu_uneven", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
         ("add_long", 256): TallShape(128, 2, 1, 4, 4, 8, 2),
         ("add_long_narrow", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add_long_medium", 256): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("add_long", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("add_long_narrow", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("add_long_medium", 512): TallShape(192, 2, 1, 4, 4, 1, 1),
         ("add_long", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
     },
     4: {
@@ -96,7 +102,9 @@ class TallGemm(PackedGemm[Tensor | None]):
         key = next((key for key in self._shapes if key[0] == kind and rows <= key[1]), None)
         if key is None:
             return self._key("add", rows, width) if kind == "add_long" else None
-        return key_of(self._shapes, *key, width, self._processors)
+        key = key_of(self._shapes, *key, width, self._processors)
+        few = has_few_left(self._shapes[key], kind, rows, width, self._processors)
+        return other if few and (other := (f"{key[0]}_uneven", key[1])) in self._shapes else key
 
 
 def read_source(width: Width, shapes: TallShapes) -> str:

@@ -27,11 +27,10 @@ from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
 
-# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory: as
-# many for chunks as for trees, which then are the same code but for stages (tokens whose inputs are fetched ahead, and
-# one). A chunk's few programs are spread over the multiprocessors by an ordinary launch: those that came up early would
-# crowd where the kernel in front leaves room.
-_STATE, _TREE_STAGES, _CHUNK_STAGES = 4096, 2, 4
+# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
+# stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
+# the multiprocessors by an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
+_TREE_STATE, _TREE_STAGES, _CHUNK_STATE, _CHUNK_STAGES = 4096, 2, 2048, 6
 _ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
@@ -324,7 +323,7 @@ def delta_net(
     )  # fmt: skip
     walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
-    elements = _STATE // 2 if spec.value_dim % 4 else _STATE
+    elements = _CHUNK_STATE if plan.of_chunks or spec.value_dim % 4 else _TREE_STATE
     columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
     best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
     o = torch.empty(count, values, device=device)
