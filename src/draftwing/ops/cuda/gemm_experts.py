@@ -130,8 +130,8 @@ def grid(cut: Cut | Stream, kind: str, tiles: int, width: int, multiprocessors: 
 
 
 def best_of(cuts: Sequence[Cut | Stream], kind: str, tiles: int, width: int, multiprocessors: int) -> int:
-    """Returns which of these cuts has blocks do the fewest features one after the other; of equal ones that with the most
-    at a time. width: of the result."""
+    """Returns which of these cuts has blocks do the fewest features one after the other; of equal ones that with the
+    most at a time. width: of the result."""
 
     def features(cut: Cut | Stream) -> int:
         parts = -(-width // (cut.row_tiles * (16 if kind == "plain" else 8)))
@@ -174,8 +174,8 @@ def cuts_for(layout: Layout) -> Cuts:
         # part of the little that there is to read: a step of Qwen3-30B-A3B in fp8 took 2.05 ms with it, not 1.94.
         cuts |= {(kind, 1): kept[kind, _TILES[0]] for kind in KINDS}
     if layout.kind == FP8:
-        # A second round of blocks takes as long as the first, however few there are, and 2 us more to begin. Measured on
-        # an H100 and an H200.
+        # A second round of blocks takes as long as the first, however few there are, and 2 us more to begin. Measured
+        # on an H100 and an H200.
         tried = [_CUT._replace(row_tiles=row_tiles) for row_tiles in (3, 4, 5, 6)]
         for kind in ("plain", "silu"):
             others = [cut for cut in tried if cut != cuts[kind, 1]]
