@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
     rows: Tensor  # [C] row of each chunk
-    tiles: dict[HeadShape, Tensor]  # [T, 5] int32, as `Batch.tiles`
+    tiles: dict[HeadShape, Tensor]  # [T, 6] int32, as `Batch.tiles`
     walks: tuple[Tensor, Tensor] | None  # as `Batch.walks`, of `_SAVES` segments a chunk
 
 
@@ -227,12 +227,11 @@ class PrefillGraphs:
         return min(size, MAX_CHUNKS)
 
     def _tiles(self, size: int, shape: HeadShape) -> int:
-        tiles = self._attn.max_tiles(size, self._chunks(size), shape)
-        return tiles + tiles % 2
+        return self._attn.max_tiles(size, self._chunks(size), shape)
 
     def _parts(self, size: int) -> list[int]:
         """Returns words of each part of the buffer."""
-        tiles = [self._tiles(size, shape) * 5 // 2 for shape in self._shapes]
+        tiles = [self._tiles(size, shape) * 3 for shape in self._shapes]
         chunks = self._chunks(size)
         walks = [(chunks * 5 + 1) // 2, chunks * _SAVES] if self._has_walks else []
         return [size, size, chunks, *walks, *tiles]
@@ -247,7 +246,7 @@ class PrefillGraphs:
             spans, segments, *words = words
             chunks = self._chunks(size)
             walks = spans.view(torch.int32)[: chunks * 5].view(-1, 5), segments.view(torch.int32).view(-1, 2)
-        tiles = [part.view(torch.int32).view(-1, 5) for part in words]
+        tiles = [part.view(torch.int32).view(-1, 6) for part in words]
         return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)), walks)
 
     def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
@@ -264,7 +263,7 @@ class PrefillGraphs:
             walks = self._attn.chunk_walks(spans_of(chunks), size)
             parts += [_words_of(part, words) for part, words in zip(walks, self._parts(size)[3:5], strict=True)]
         for shape in self._shapes:
-            words = self._tiles(size, shape) * 5 // 2
+            words = self._tiles(size, shape) * 3
             parts.append(_words_of(self._attn.chunk_tiles(spans_of(whole), shape), words))
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
