@@ -14,9 +14,8 @@ leave what `commit` reads. So their memory is another than that of the stages.
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,6 +51,7 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # still. Swept in docs/dev/mixed_steps.md.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
+FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -138,18 +138,19 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, as 896 rows of an 8B model do on an H100; prompts are padded
-        past them. Those below `MIXED_QUERIES` are not looked at. Nothing may run."""
-        least = math.inf
-        for size in [size for size in reversed(self.sizes) if size >= MIXED_QUERIES]:
-            self._fill(size, ())
-            seconds = min(self._device.timed(self._graphs[size][0], TIMES))
-            if seconds >= least:
-                log.debug("%d tokens of prompts take as long as more: they have no graph", size)
-                self.sizes.remove(size)
-                self.mixed_sizes.remove(size)
-                del self._graphs[size]
-            least = min(least, seconds)
+        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows of
+        an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are
+        not looked at. Nothing may run."""
+        times = dict[int, float]()
+        for size in reversed(self.sizes):
+            if size >= MIXED_QUERIES:
+                self._fill(size, ())
+                times[size] = min(self._device.timed(self._graphs[size][0], TIMES))
+        for size in slow_sizes(times):
+            log.debug("%d tokens of prompts take too long: they have no graph", size)
+            self.sizes.remove(size)
+            self.mixed_sizes.remove(size)
+            del self._graphs[size]
         self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
@@ -293,6 +294,20 @@ class PrefillGraphs:
             query_rows=token_rows,
             walks=walks,
         )
+
+
+def slow_sizes(times: Mapping[int, float]) -> list[int]:
+    """Returns sizes that are not worth a graph, never the largest. times: seconds by size."""
+    return [
+        size
+        for size, seconds in times.items()
+        if size < max(times)
+        and any(
+            seconds >= other if its > size else seconds / size > FEWER * other / its
+            for its, other in times.items()
+            if its != size
+        )
+    ]
 
 
 def _words_of(found: Tensor, words: int) -> IntArray:
