@@ -138,9 +138,9 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows of
-        an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are
-        not looked at. Nothing may run."""
+        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows
+        of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are not looked
+        at. Nothing may run."""
         times = dict[int, float]()
         for size in reversed(self.sizes):
             if size >= MIXED_QUERIES:

@@ -19,6 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.attention import AttentionKind
 from draftwing.ops.triton.attention import Workspace
+from draftwing.ops.triton.attention_groups import FETCHING, MULTIPLYING, hopper_groups_kernel
+from draftwing.ops.triton.attention_groups import WARPS as GROUP_WARPS
+from draftwing.ops.triton.attention_hopper_parts import merged, of_piece, scores, weights
 from draftwing.ops.triton.attention_tiles import PIECES
 from draftwing.ops.triton.common import keep_cache, launch_options
 
@@ -39,24 +42,6 @@ def _copy(kv_head, slots, dim, into, PITCH: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_smem, k_smem, ROWS: gl.constexpr, UNIT: gl.constexpr, S: gl.constexpr):
-    """Begins the product [ROWS, UNIT]."""
-    zeros = gl.zeros([ROWS, UNIT], gl.float32, S)
-    return hopper.warpgroup_mma(q_smem, k_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _weights(s, scale, top, den):
-    """s: scores [ROWS, UNIT], -inf where a key is not the row's -> weights as a factor of values, what is summed so far
-    fades by, the new maximum and denominator [ROWS]"""
-    new = gl.maximum(top, gl.max(s, 1) * scale)
-    fade = gl.exp2(top - new)
-    weight = gl.exp2(s * scale - gl.expand_dims(new, 1))
-    den = den * fade + gl.sum(weight, 1)
-    return weight, fade, new, den
-
-
-@gluon.jit
 def _step(
     unit, q_smem, k_smem, v_smem, kv_head, table_row, end, last, scale, place, dim, columns,
     k_slots, v_slots, top, den, acc, p,
@@ -66,7 +51,7 @@ def _step(
     """Does scores of a unit, and values of the one before, of which p are the weights. Lets keys come of the unit that
     is STAGES - 1 further, whose slots are k_slots, and values of the one before that."""
     async_copy.wait_group(STAGES - 2)
-    s = _scores(q_smem, k_smem.index(unit % STAGES), ROWS, UNIT, S)
+    s = scores(q_smem, k_smem.index(unit % STAGES), ROWS, UNIT, S)
     acc = hopper.warpgroup_mma(p, v_smem.index((unit - 1) % STAGES), acc, is_async=True)
     _copy(kv_head, k_slots, dim, k_smem.index((unit + STAGES - 1) % STAGES), PITCH)
     _copy(kv_head + DIM, v_slots, dim, v_smem.index((unit + STAGES - 2) % STAGES), PITCH)
@@ -76,7 +61,7 @@ def _step(
     s = hopper.warpgroup_mma_wait(1, (s,))
     if MASKED:
         s = gl.where(gl.expand_dims(unit * UNIT + columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
-    weight, fade, top, den = _weights(s, scale, top, den)
+    weight, fade, top, den = weights(s, scale, top, den)
     p_next = gl.convert_layout(weight.to(p.dtype), gl.DotOperandLayout(0, ACC, 2))
     acc, p = hopper.warpgroup_mma_wait(0, (acc, p))
     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC)), 1)
@@ -88,39 +73,6 @@ def _store_mean(acc, den, v_scale, at, valid, ACC: gl.constexpr, COPY: gl.conste
     """Stores sums of weighted values, each divided by its row's denominator."""
     mean = acc / gl.expand_dims(gl.convert_layout(den, gl.SliceLayout(1, ACC)), 1) * v_scale
     gl.store(at, gl.convert_layout(mean.to(at.dtype.element_ty), COPY), mask=valid)
-
-
-@gluon.jit
-def _partial(parts, stats, place, ROWS: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr):
-    """Pointers to a piece's maxima and denominators [ROWS], and its sums [ROWS, DIM]."""
-    of_row = stats + place * (2 * ROWS) + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, ACC)), gl.arange(0, DIM, gl.SliceLayout(0, ACC))
-    return (
-        of_row,
-        of_row + ROWS,
-        parts + place * (ROWS * DIM) + gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0),
-    )
-
-
-@gluon.jit
-def _merged(
-    place, pieces, parts, stats,
-    STEP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """Denominators and sums of all pieces of a tile, of which the first is at `place`, in their order."""
-    at_top, at_den, at_acc = _partial(parts, stats, place, ROWS, DIM, S, ACC)
-    top, den = gl.load(at_top, cache_modifier=".cg"), gl.load(at_den, cache_modifier=".cg")
-    acc = gl.load(at_acc, cache_modifier=".cg")
-    for piece in range(1, pieces):
-        at_top, at_den, at_acc = _partial(parts, stats, place + piece * STEP, ROWS, DIM, S, ACC)
-        its_top = gl.load(at_top, cache_modifier=".cg")
-        new = gl.maximum(top, its_top)
-        fade, its_fade = gl.exp2(top - new), gl.exp2(its_top - new)
-        top, den = new, den * fade + gl.load(at_den, cache_modifier=".cg") * its_fade
-        acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC)), 1)
-        its = gl.load(at_acc, cache_modifier=".cg")
-        acc = acc + its * gl.expand_dims(gl.convert_layout(its_fade, gl.SliceLayout(1, ACC)), 1)
-    return den, acc
 
 
 @gluon.jit(do_not_specialize_on_alignment=["rows", "tiles"])
@@ -185,11 +137,11 @@ def _hopper_prefill_kernel(
     async_copy.wait_group(STAGES - 1)
     hopper.fence_async_shared()
     gl.thread_barrier()
-    s = hopper.warpgroup_mma_wait(0, (_scores(q_smem, k_smem.index(0), ROWS, UNIT, S),))
+    s = hopper.warpgroup_mma_wait(0, (scores(q_smem, k_smem.index(0), ROWS, UNIT, S),))
     s = gl.where(gl.expand_dims(columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     den = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    weight, _, top, den = _weights(s, scale, top, den)
+    weight, _, top, den = weights(s, scale, top, den)
     p = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, ACC, 2))
     acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
     for unit in range(1, whole):
@@ -212,15 +164,15 @@ def _hopper_prefill_kernel(
     if pieces == 1:
         _store_mean(acc, den, v_scale, at_out, valid, ACC, COPY)
     else:
-        partial = (cut // 1024 * KV_HEADS).to(gl.int64) + head
-        at_top, at_den, at_acc = _partial(parts, stats, partial + piece * KV_HEADS, ROWS, DIM, S, ACC)
+        first_place = (cut // 1024 * KV_HEADS).to(gl.int64) + head
+        at_top, at_den, at_acc = of_piece(parts, stats, first_place + piece * KV_HEADS, ROWS, DIM, S, ACC)
         gl.store(at_top, top)
         gl.store(at_den, den)
         gl.store(at_acc, acc)
         gl.thread_barrier()
-        if gl.atomic_add(tickets + partial, 1, sem="acq_rel") == pieces - 1:
-            gl.store(tickets + partial, 0)
-            den, acc = _merged(partial, pieces, parts, stats, KV_HEADS, ROWS, DIM, S, ACC)
+        if gl.atomic_add(tickets + first_place, 1, sem="acq_rel") == pieces - 1:
+            gl.store(tickets + first_place, 0)
+            den, acc = merged(first_place, pieces, parts, stats, KV_HEADS, ROWS, DIM, S, ACC)
             _store_mean(acc, den, v_scale, at_out, valid, ACC, COPY)
 
 
@@ -237,17 +189,21 @@ def reads(kv: Tensor) -> bool:
 
 def hopper_prefill_attention(
     q: Tensor, kv: Tensor, table: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, workspace: Workspace, scale: float,
-    v_scale: float, unit: int, stages: int,
+    v_scale: float, unit: int, stages: int, groups: bool,
 ) -> None:  # fmt: skip
     """As `attention_prefill.prefill_attention`, whose tiles are of `ROWS`. scale: of scores, in powers of 2. unit:
-    positions that share one maximum; stages: units in shared memory."""
+    positions that share one maximum; stages: units in shared memory; groups: by `attention_groups`."""
     kv_heads, dim = kv.shape[1], kv.shape[3]
     parts = workspace.take("prompts' parts", PIECES * ROWS * dim, torch.float32)
     stats = workspace.take("prompts' stats", PIECES * ROWS * 2, torch.float32)
-    tickets = workspace.take("prompts' tickets", PIECES, torch.int32)
-    launched = _hopper_prefill_kernel[(tiles.shape[0] * kv_heads,)](
-        q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q.stride(0), table.stride(0),
-        HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages, num_warps=WARPS,
-        **launch_options(q.device),
-    )  # fmt: skip
+    tickets = workspace.take("prompts' tickets", 2 * PIECES, torch.int32)
+    args = (q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q.stride(0), table.stride(0))
+    sizes = dict(HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages)
+    grid, options = (tiles.shape[0] * kv_heads,), launch_options(q.device)
+    if groups:
+        launched = hopper_groups_kernel[grid](
+            *args, **sizes, LAST=MULTIPLYING, FETCHING=FETCHING, num_warps=GROUP_WARPS, **options
+        )
+    else:
+        launched = _hopper_prefill_kernel[grid](*args, **sizes, num_warps=WARPS, **options)
     keep_cache(launched)

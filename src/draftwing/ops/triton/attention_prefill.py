@@ -124,7 +124,18 @@ def prefill_attention(
     scale, v_scale = scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1]
     if not exact and tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
         hopper_prefill_attention(
-            q, kv, table, rows, tiles, out, workspace, scale, v_scale, tiling.overlap_unit, tiling.overlap_stages
+            q,
+            kv,
+            table,
+            rows,
+            tiles,
+            out,
+            workspace,
+            scale,
+            v_scale,
+            tiling.overlap_unit,
+            tiling.overlap_stages,
+            tiling.overlap_groups,
         )
         return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
