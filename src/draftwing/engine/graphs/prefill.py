@@ -113,6 +113,7 @@ class PrefillGraphs:
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self._sizes = Sizes.of(max_queries, table.length, rows)
         self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
+        self.seconds: dict[int, float] = {}  # of prompts alone, by queries, where that was measured
         self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
         self._has_walks = table.states is not None
         words = max((self._words(size) for size in self.sizes), default=0)
@@ -141,16 +142,15 @@ class PrefillGraphs:
         """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows
         of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are not looked
         at. Nothing may run."""
-        times = dict[int, float]()
         for size in reversed(self.sizes):
             if size >= MIXED_QUERIES:
                 self._fill(size, ())
-                times[size] = min(self._device.timed(self._graphs[size][0], TIMES))
-        for size in slow_sizes(times):
+                self.seconds[size] = min(self._device.timed(self._graphs[size][0], TIMES))
+        for size in slow_sizes(self.seconds):
             log.debug("%d tokens of prompts take too long: they have no graph", size)
             self.sizes.remove(size)
             self.mixed_sizes.remove(size)
-            del self._graphs[size]
+            del self._graphs[size], self.seconds[size]
         self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
