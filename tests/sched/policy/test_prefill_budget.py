@@ -153,8 +153,8 @@ def test_prefills_beside_trees_teach_prices(tokens: int) -> None:
 
 @pytest.mark.parametrize("first", [0.025, 0.06, 0.15])
 def test_what_was_measured_before_the_first_request_stands_against_one_slow_prefill(first: float) -> None:
-    """A prefill that loads kernels, as the first of its kind in operation, two long ones, and then none but those beside
-    trees, of about one length: an 8B model on an H200 whose four requests have 15,800 tokens."""
+    """A prefill that loads kernels, as the first of its kind in operation, two long ones, and then those beside trees,
+    of about one length: an 8B model on an H200 whose four requests have 15,800 tokens."""
 
     def seconds(tokens: int, start: int) -> float:
         return 0.0045 + 1.6e-5 * tokens + 1.2e-9 * tokens * (start + tokens / 2)
