@@ -10,6 +10,7 @@ from plain_attention import brute_force
 from torch import Tensor
 
 from draftwing.ops.attention import FULL, AttentionKind
+from draftwing.ops.triton.attention_tiles import prefill_tiles
 
 attention = pytest.importorskip("draftwing.ops.triton.attention")
 common = pytest.importorskip("draftwing.ops.triton.attention_common")
@@ -142,6 +143,8 @@ def prefill(
     out = q.new_full((q.shape[0], q.shape[1] * (kind.values or q.shape[2])), torch.nan)
     rows = torch.tensor([row], device=q.device)
     group = q.shape[1] // kv.shape[1]
-    tiles = chunked.prefill_tiles([(0, 0, start, q.shape[0])], group, chunked.prefill_rows(kv, True, tiling))
-    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling, scales, kind)
+    tiles = prefill_tiles([(0, 0, start, q.shape[0])], group, chunked.prefill_rows(kv, True, tiling))
+    chunked.prefill_attention(
+        q, kv, table, rows, tiles.to(q.device), out, attention.Workspace(q.device), True, tiling, scales, kind
+    )
     return out

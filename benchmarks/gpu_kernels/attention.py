@@ -299,9 +299,12 @@ CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096), (768, 2700), (1024, 12000
 
 
 def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    from draftwing.ops.triton.attention import Workspace
     from draftwing.ops.triton.attention_common import pick_tiling
-    from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
+    from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_room, prefill_rows
+    from draftwing.ops.triton.attention_tiles import WHOLE, prefill_tiles
 
+    workspace = Workspace(torch.device("cuda"))
     work = Work(1, start + length, 1, 1, layers=4)
     tiling = pick_tiling(work.kv[0])
     q = torch.randn(length, HEADS, DIM, device="cuda").bfloat16()
@@ -309,13 +312,15 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
     slots = work.table[0, : start + length]
     mask = torch.ones(length, start + length, dtype=torch.bool, device="cuda").tril(start)
 
-    def ours(exact: bool, **changes: int) -> float:
+    def ours(exact: bool, whole: bool = False, **changes: int) -> float:
         changed = tiling._replace(**changes)
-        rows = prefill_rows(work.kv[0], exact, changed)
-        tiles = prefill_tiles([(0, 0, start, length)], HEADS // KV_HEADS, rows).cuda()
-        return replayed_layers(
-            lambda i: prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, exact, changed), work.layers
-        )
+        rows, room = prefill_rows(work.kv[0], exact, changed), prefill_room(work.kv[0], exact, changed)
+        tiles = prefill_tiles([(0, 0, start, length)], HEADS // KV_HEADS, rows, WHOLE if whole else room).cuda()
+
+        def call(i: int) -> None:
+            prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, workspace, exact, changed)
+
+        return replayed_layers(call, work.layers)
 
     def torch_call(i: int) -> torch.Tensor:
         k, v = work.kv[i][slots].permute(2, 1, 0, 3).unsqueeze(1)
@@ -331,6 +336,7 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
     name = f"prefill {length} after {start}"
     yield f"{name}, exact", ours(True)
     yield f"{name}, default", ours(False)
+    yield f"{name}, default, tiles whole", ours(False, True)
     if tiling.overlap_unit:
         yield f"{name}, default by Triton", ours(False, overlap_unit=0)
     yield f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)

@@ -18,6 +18,7 @@ from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan
+from draftwing.ops.triton.attention_tiles import Room, prefill_tiles
 
 paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
 rope = pytest.importorskip("draftwing.ops.triton.rope")
@@ -246,8 +247,10 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
     spans = [(1, 0, 0, 19), (0, 19, 53, 10), (1, 29, 19, 3)]  # chunks of two rows, one with an earlier chunk
     q = torch.randn(32, 6, 32, generator=torch.Generator().manual_seed(3)).to(device)
     out = torch.full((32, 6 * 32), torch.nan, device=device)
-    tiles = chunked.prefill_tiles(spans, 3, chunked.prefill_rows(case.kv, exact, TINY)).to(device)
-    chunked.prefill_attention(q, case.kv, case.table, case.rows, tiles, out, exact, TINY)
+    # As of a graph whose other layers can take pieces of tiles, with tiles that are none.
+    tiles = prefill_tiles(spans, 3, chunked.prefill_rows(case.kv, exact, TINY), Room(16, 7, 8)).to(device)
+    tiles = torch.cat((tiles, torch.zeros_like(tiles[:3])))
+    chunked.prefill_attention(q, case.kv, case.table, case.rows, tiles, out, None, exact, TINY)
     for row, offset, start, length in spans:
         for i in range(length):
             slots = case.table[case.rows[row], : start + i + 1]
@@ -260,22 +263,29 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
 @pytest.mark.skipif(not GPU, reason="needs a GPU: no interpreter for Gluon")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads, dim", [((32, 8), 128), ((6, 2), 64), ((5, 5), 128)])
+@pytest.mark.parametrize("at_once", [0, 16, 40])
+@pytest.mark.parametrize("groups", [False, True])
 def test_overlapped_chunks_against_brute_force(
-    heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
+    heads: tuple[int, int], dim: int, at_once: int, groups: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Chunks that begin and end around the borders of tiles and units, in one launch; with page tables in 64 and in 32
-    bits: the same bits."""
-    if not common.pick_tiling(torch.empty(1, heads[1], 2, dim, dtype=dtype, device=device)).overlap_unit:
+    """Chunks that begin and end around the borders of tiles and units, in one launch, their tiles whole or in pieces;
+    with page tables in 64 and in 32 bits: the same bits."""
+    tiling = common.pick_tiling(torch.empty(1, heads[1], 2, dim, dtype=dtype, device=device))
+    if not tiling.overlap_unit:
         pytest.skip("the device has no such kernel")
-    case = make_case([1100, 700, 130, 70, 0], 1, device, heads, dim, dtype)
-    spans = [(0, 0, 1000, 100), (1, 100, 0, 257), (2, 357, 127, 1), (3, 358, 63, 5), (2, 363, 0, 128)]
+    tiling = tiling._replace(overlap_groups=groups)
+    case = make_case([3100, 700, 130, 70, 0], 1, device, heads, dim, dtype)
+    spans = [(0, 0, 3000, 100), (1, 100, 0, 257), (2, 357, 127, 1), (3, 358, 63, 5), (2, 363, 0, 128)]
     count = 491
     q = torch.randn(count, heads[0], dim, generator=torch.Generator().manual_seed(3)).to(device, dtype)
-    tiles = chunked.prefill_tiles(spans, heads[0] // heads[1], chunked.prefill_rows(case.kv, False)).to(device)
+    room = Room(128, at_once, 64 if at_once else 0)
+    tiles = prefill_tiles(spans, heads[0] // heads[1], chunked.prefill_rows(case.kv, False), room).to(device)
+    assert bool((tiles[:, 5] % 32 > 1).any()) == bool(at_once)
     tiles = torch.cat((tiles, torch.zeros_like(tiles[:3])))  # as graphs have where there are none
     outs = [torch.full((count, heads[0] * dim), torch.nan, device=device, dtype=dtype) for _ in range(2)]
+    workspace = attention.Workspace(device)
     for out, table in zip(outs, (case.table, case.table.int()), strict=True):
-        chunked.prefill_attention(q, case.kv, table, case.rows, tiles, out, False)
+        chunked.prefill_attention(q, case.kv, table, case.rows, tiles, out, workspace, False, tiling)
     assert torch.equal(*outs)
     for row, offset, start, length in spans:
         for i in {0, length // 2, length - 1}:

@@ -346,6 +346,7 @@ def _scheduler_config(
         mixes=mixes,
         prefill_sizes=() if prefills is None else tuple(prefills.sizes),
         mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),
+        prefill_seconds=() if prefills is None else tuple(sorted(prefills.seconds.items())),
         at_once=1 if prefills is None else AT_ONCE,
     )
     if drafter is None:

@@ -223,7 +223,7 @@ class Batch(NamedTuple):
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
-    # Chunks that only the device knows: [T, 5] int32 for each shape of attention, by `TiledAttention.chunk_tiles`; the
+    # Chunks that only the device knows: [T, 6] int32 for each shape of attention, by `TiledAttention.chunk_tiles`; the
     # row of each query, [M] int64; and where there are states of rows, what `TiledAttention.chunk_walks` gives.
     tiles: Mapping[HeadShape, Tensor] | None = None
     query_rows: Tensor | None = None

@@ -33,4 +33,5 @@ class SchedulerConfig:
     mixes: Mixes | None = None
     prefill_sizes: tuple[int, ...] = ()  # tokens that a prefill is padded to, ascending; of more it is not
     mixed_sizes: tuple[int, ...] = ()  # queries that both together are padded to
+    prefill_seconds: tuple[tuple[int, float], ...] = ()  # of prefills of so many tokens, none before them, measured
     at_once: int = 1  # tokens of prompts: fewer attend to their keys in the time of so many

@@ -58,7 +58,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
-        self._prefills = PrefillBudget(config.at_once)
+        self._prefills = PrefillBudget(config.at_once, config.prefill_seconds)
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()

@@ -190,6 +190,19 @@ def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, mon
         assert prefills.run([Chunk(0, 0, 20, True)]) is not None and prefills.replays == before + 1
 
 
+def test_sizes_that_make_fewer_tokens_a_second_are_left_out():
+    """Milliseconds of the products of an 8B model on an H200, of its forward on an H100, and what is no rule."""
+    sizes = (256, 384, 512, 640, 768, 896, 1024)
+    for times, slow in (
+        ((6.05, 7.87, 9.85, 12.33, 14.41, 17.55, 18.57), [896]),
+        ((7.8, 9.0, 10.5, 13.0, 15.3, 20.0, 19.5), [896]),
+        ((3, 4, 5, 6, 7, 8, 9), []),
+        ((3, 4, 5, 5, 5, 5, 20), [512, 640, 768]),
+    ):
+        assert prefill_graphs.slow_sizes(dict(zip(sizes, times, strict=True))) == slow
+    assert prefill_graphs.slow_sizes({}) == []
+
+
 def batch_of(slots, chunks):
     rows = torch.tensor([chunk.row for chunk in chunks], device=slots.page_table.device)
     token_rows = torch.cat([torch.full((chunk.length,), chunk.row) for chunk in chunks]).to(rows)

@@ -151,6 +151,30 @@ def test_prefills_beside_trees_teach_prices(tokens: int) -> None:
     assert budget.token_seconds(0) == pytest.approx(2e-5, rel=0.15)
 
 
+@pytest.mark.parametrize("first", [0.025, 0.06, 0.15])
+def test_what_was_measured_before_the_first_request_stands_against_one_slow_prefill(first: float) -> None:
+    """A prefill that loads kernels, as the first of its kind in operation, two long ones, and then those beside trees,
+    of about one length: an 8B model on an H200 whose four requests have 15,800 tokens."""
+
+    def seconds(tokens: int, start: int) -> float:
+        return 0.0045 + 1.6e-5 * tokens + 1.2e-9 * tokens * (start + tokens / 2)
+
+    measured = [(size, seconds(size, 0)) for size in (256, 384, 512, 640, 768, 1024)]
+    budget, rng = PrefillBudget(256, measured), random.Random(0)
+    budget.record(part(1200), first)
+    for _ in range(30):
+        budget.record_step(0.0045)
+    for start in (0, 8192):
+        budget.record(part(8000, start), seconds(8000, start))
+    for _ in range(4):
+        for start in range(0, 15_000, 1_000):
+            tokens = 1008 - rng.randrange(10)
+            budget.record(part(tokens, start), seconds(tokens, start) + 8 * 1.6e-5, 8)
+    assert budget.start == pytest.approx(0.0045, rel=0.35)
+    assert budget.token_seconds(0) == pytest.approx(1.6e-5, rel=0.2)
+    assert budget.max_seconds([0.3] * 4, 4) < 1.3 * PART * 0.0045
+
+
 def test_half_of_a_part_is_left_where_trees_take_long() -> None:
     budget = learnt(0.005, 4e-5)
     alone = budget.max_seconds([0.3] * 40, 8)

@@ -14,9 +14,8 @@ leave what `commit` reads. So their memory is another than that of the stages.
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,6 +51,7 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # still. Swept in docs/dev/mixed_steps.md.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
+FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
     rows: Tensor  # [C] row of each chunk
-    tiles: dict[HeadShape, Tensor]  # [T, 5] int32, as `Batch.tiles`
+    tiles: dict[HeadShape, Tensor]  # [T, 6] int32, as `Batch.tiles`
     walks: tuple[Tensor, Tensor] | None  # as `Batch.walks`, of `_SAVES` segments a chunk
 
 
@@ -113,6 +113,7 @@ class PrefillGraphs:
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self._sizes = Sizes.of(max_queries, table.length, rows)
         self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
+        self.seconds: dict[int, float] = {}  # of prompts alone, by queries, where that was measured
         self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
         self._has_walks = table.states is not None
         words = max((self._words(size) for size in self.sizes), default=0)
@@ -138,18 +139,18 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, as 896 rows of an 8B model do on an H100; prompts are padded
-        past them. Those below `MIXED_QUERIES` are not looked at. Nothing may run."""
-        least = math.inf
-        for size in [size for size in reversed(self.sizes) if size >= MIXED_QUERIES]:
-            self._fill(size, ())
-            seconds = min(self._device.timed(self._graphs[size][0], TIMES))
-            if seconds >= least:
-                log.debug("%d tokens of prompts take as long as more: they have no graph", size)
-                self.sizes.remove(size)
-                self.mixed_sizes.remove(size)
-                del self._graphs[size]
-            least = min(least, seconds)
+        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows
+        of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are not looked
+        at. Nothing may run."""
+        for size in reversed(self.sizes):
+            if size >= MIXED_QUERIES:
+                self._fill(size, ())
+                self.seconds[size] = min(self._device.timed(self._graphs[size][0], TIMES))
+        for size in slow_sizes(self.seconds):
+            log.debug("%d tokens of prompts take too long: they have no graph", size)
+            self.sizes.remove(size)
+            self.mixed_sizes.remove(size)
+            del self._graphs[size], self.seconds[size]
         self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
@@ -227,12 +228,11 @@ class PrefillGraphs:
         return min(size, MAX_CHUNKS)
 
     def _tiles(self, size: int, shape: HeadShape) -> int:
-        tiles = self._attn.max_tiles(size, self._chunks(size), shape)
-        return tiles + tiles % 2
+        return self._attn.max_tiles(size, self._chunks(size), shape)
 
     def _parts(self, size: int) -> list[int]:
         """Returns words of each part of the buffer."""
-        tiles = [self._tiles(size, shape) * 5 // 2 for shape in self._shapes]
+        tiles = [self._tiles(size, shape) * 3 for shape in self._shapes]
         chunks = self._chunks(size)
         walks = [(chunks * 5 + 1) // 2, chunks * _SAVES] if self._has_walks else []
         return [size, size, chunks, *walks, *tiles]
@@ -247,7 +247,7 @@ class PrefillGraphs:
             spans, segments, *words = words
             chunks = self._chunks(size)
             walks = spans.view(torch.int32)[: chunks * 5].view(-1, 5), segments.view(torch.int32).view(-1, 2)
-        tiles = [part.view(torch.int32).view(-1, 5) for part in words]
+        tiles = [part.view(torch.int32).view(-1, 6) for part in words]
         return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)), walks)
 
     def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
@@ -264,7 +264,7 @@ class PrefillGraphs:
             walks = self._attn.chunk_walks(spans_of(chunks), size)
             parts += [_words_of(part, words) for part, words in zip(walks, self._parts(size)[3:5], strict=True)]
         for shape in self._shapes:
-            words = self._tiles(size, shape) * 5 // 2
+            words = self._tiles(size, shape) * 3
             parts.append(_words_of(self._attn.chunk_tiles(spans_of(whole), shape), words))
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
@@ -294,6 +294,20 @@ class PrefillGraphs:
             query_rows=token_rows,
             walks=walks,
         )
+
+
+def slow_sizes(times: Mapping[int, float]) -> list[int]:
+    """Returns sizes that are not worth a graph, never the largest. times: seconds by size."""
+    return [
+        size
+        for size, seconds in times.items()
+        if size < max(times)
+        and any(
+            seconds >= other if its > size else seconds / size > FEWER * other / its
+            for its, other in times.items()
+            if its != size
+        )
+    ]
 
 
 def _words_of(found: Tensor, words: int) -> IntArray:

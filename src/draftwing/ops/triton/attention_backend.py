@@ -20,7 +20,8 @@ from draftwing.ops.attention import (
     KernelAttend,
 )
 from draftwing.ops.triton.attention import Workspace, tree_attention
-from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
+from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_room, prefill_rows
+from draftwing.ops.triton.attention_tiles import Room, prefill_tiles
 from draftwing.ops.triton.delta_net import delta_net
 from draftwing.ops.triton.delta_plan import Walks, chunk_walks, plan_chunks, plan_trees
 from draftwing.ops.triton.rope import rope_and_write, write_latents
@@ -40,7 +41,7 @@ class PagedAttention:
         self.pool = pool
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)
-        self._tiles: dict[HeadShape, tuple[int, int]] = {}
+        self._tiles: dict[HeadShape, tuple[int, int, Room]] = {}
         # Which query of the newest batch wrote a slot, for `short_conv.sources_of`.
         has_states = any(kv.dim() == 2 and kv.shape[1] for kv in pool.kv)
         self.owners = pool.kv[0].new_zeros(pool.slots + 1 if has_states else 0, dtype=torch.int32)
@@ -49,22 +50,22 @@ class PagedAttention:
         return TritonAttend(self, batch, first_layer, inputs_ready)
 
     def chunk_tiles(self, spans: Sequence[ChunkSpan], shape: HeadShape) -> Tensor:
-        group, rows = self._tile(shape)
-        return prefill_tiles([span[:4] for span in spans], group, rows)
+        return prefill_tiles([span[:4] for span in spans], *self._tile(shape))
 
     def max_tiles(self, queries: int, chunks: int, shape: HeadShape) -> int:
-        group, rows = self._tile(shape)
-        return queries * group // rows + chunks
+        group, rows, room = self._tile(shape)
+        return queries * group // rows + chunks + room.pieces
 
     def chunk_walks(self, spans: Sequence[ChunkSpan], queries: int) -> tuple[Tensor, Tensor]:
         return chunk_walks(spans, queries)
 
-    def _tile(self, shape: HeadShape) -> tuple[int, int]:
-        """Heads per key head, and rows of a tile."""
+    def _tile(self, shape: HeadShape) -> tuple[int, int, Room]:
+        """Heads per key head, rows of a tile, and what there is for tiles."""
         if shape not in self._tiles:
             of_shape = shape.kv_heads, shape.head_dim
             kv = next(kv for kv in self.pool.kv if kv.dim() == 4 and kv.shape[1::2] == of_shape)
-            self._tiles[shape] = shape.heads // shape.kv_heads, prefill_rows(kv, self.exact)
+            rows, room = prefill_rows(kv, self.exact), prefill_room(kv, self.exact)
+            self._tiles[shape] = shape.heads // shape.kv_heads, rows, room
         return self._tiles[shape]
 
 
@@ -118,7 +119,9 @@ class TritonAttend(KernelAttend):
         if batch.chunks or batch.tiles is not None:
             shape = HeadShape(heads, kv.shape[1], kv.shape[3])
             tiles = self._chunk_tiles(shape) if batch.tiles is None else batch.tiles[shape]
-            prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact, None, scales, kind)
+            prefill_attention(
+                q, kv, batch.table, batch.rows, tiles, out, backend.workspace, backend.exact, None, scales, kind
+            )
         else:
             assert batch.path is not None and batch.path_len is not None
             tree_attention(

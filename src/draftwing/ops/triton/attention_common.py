@@ -60,6 +60,7 @@ class Tiling(NamedTuple):
     fast_rows: int = 128  # prefill where bits may differ from decode's
     overlap_unit: int = 0  # positions of a unit of `attention_hopper`, which is this where it can be; 0: it is not
     overlap_stages: int = 0  # its units in shared memory
+    overlap_groups: bool = False  # whether its kernel is that of `attention_groups`
 
 
 TILING = Tiling()

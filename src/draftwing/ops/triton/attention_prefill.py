@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.attention import FULL, AttentionKind
+from draftwing.ops.triton.attention import Workspace
 from draftwing.ops.triton.attention_common import (
     ROUNDING,
     Tiling,
@@ -28,7 +29,8 @@ from draftwing.ops.triton.attention_common import (
     warps_of,
     with_unit,
 )
-from draftwing.ops.triton.attention_hopper import ROWS, hopper_prefill_attention, takes
+from draftwing.ops.triton.attention_hopper import ROWS, hopper_prefill_attention, reads, takes
+from draftwing.ops.triton.attention_tiles import WHOLE, Room
 from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 
@@ -39,15 +41,16 @@ def _prefill_kernel(
     DIM_PAD: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr,
     LONG: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV_HEADS). tiles [T, 5] int32: batch row, first query of the chunk in q, its position, the chunk's
-    length, first row of the tile; rows are (query of the chunk, head of the group). WINDOW, sinks: as `AttentionKind`
-    has them. EXACT: in splits, as decode."""
+    """Grid (tiles, KV_HEADS). tiles [T, 6] int32: as of `prefill_tiles`; rows are (query of the chunk, head of the
+    group). The first piece of a tile does all of it. WINDOW, sinks: as `AttentionKind` has them. EXACT: in splits, as
+    decode."""
     start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    tiles += tl.program_id(0) * 5
+    tiles += tl.program_id(0) * 6
     head = tl.program_id(1)
     table_row = table + tl.load(rows + tl.load(tiles)) * table_stride
     first, position, length = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+    length = tl.where(tl.load(tiles + 5) // 32 % 32 == 0, length, 0)
     flat = tl.load(tiles + 4) + tl.arange(0, ROWS)
     query = flat // GROUP
     valid = query < length
@@ -81,22 +84,19 @@ def _prefill_kernel(
     store_mean(out, row * HEADS + own_head, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, dim, DIM)
 
 
-def prefill_tiles(spans: list[tuple[int, int, int, int]], group: int, rows: int) -> Tensor:
-    """spans: (batch row, first query, start, length) of each chunk -> the tiles of `prefill_attention`, [T, 5] int32
-    on the CPU, those with most keys first: they take longest."""
-    tiles = [
-        (row, offset, at, length, first)
-        for row, offset, at, length in spans
-        for first in range(0, length * group, rows)
-    ]
-    tiles.sort(key=lambda tile: tile[2] + tile[4] // group, reverse=True)
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 5)
-
-
 def prefill_rows(kv: Tensor, exact: bool, tiling: Tiling | None = None) -> int:
     """Returns rows of a tile of `prefill_attention` over this layer of the pool."""
     tiling = tiling or pick_tiling(kv)
     return tiling.prefill_rows if exact else tiling.fast_rows
+
+
+def prefill_room(kv: Tensor, exact: bool, tiling: Tiling | None = None) -> Room:
+    """Returns what there is for the tiles of this layer of the pool."""
+    tiling = tiling or pick_tiling(kv)
+    if exact or not tiling.overlap_unit or tiling.fast_rows != ROWS or not reads(kv) or kv.device.type != "cuda":
+        return WHOLE
+    processors = torch.cuda.get_device_properties(kv.device).multi_processor_count
+    return Room.of(tiling.overlap_unit, processors, kv.shape[1])
 
 
 def prefill_attention(
@@ -106,14 +106,15 @@ def prefill_attention(
     rows: Tensor,
     tiles: Tensor,
     out: Tensor,
+    workspace: Workspace,
     exact: bool = True,
     tiling: Tiling | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     kind: AttentionKind = FULL,
 ) -> None:
     """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * values] as for
-    `attention.tree_attention`, as `scales` and `kind` are; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on
-    the device, made for `prefill_rows`."""
+    `attention.tree_attention`, as `workspace`, `scales` and `kind` are; rows [B] int64; tiles [T, 6] int32 from
+    `prefill_tiles`, on the device, made for `prefill_rows`."""
     tiling = tiling or pick_tiling(kv)
     dim, more = key_parts(kv, kind)
     kv_heads, heads = kv.shape[1], out.shape[1] // dim
@@ -123,7 +124,18 @@ def prefill_attention(
     scale, v_scale = scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1]
     if not exact and tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
         hopper_prefill_attention(
-            q, kv, table, rows, tiles, out, scale, v_scale, tiling.overlap_unit, tiling.overlap_stages
+            q,
+            kv,
+            table,
+            rows,
+            tiles,
+            out,
+            workspace,
+            scale,
+            v_scale,
+            tiling.overlap_unit,
+            tiling.overlap_stages,
+            tiling.overlap_groups,
         )
         return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](

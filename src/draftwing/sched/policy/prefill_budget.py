@@ -35,8 +35,10 @@ class PrefillBudget:
     """Seconds of a prefill: so many for each token and for each key that a token attends to, on top of those of the
     shortest, which reads all weights, too."""
 
-    def __init__(self, at_once: int = 1) -> None:
-        """at_once: tokens that attend to their keys in the time that fewer take."""
+    def __init__(self, at_once: int = 1, measured: Sequence[tuple[int, float]] = ()) -> None:
+        """at_once: tokens that attend to their keys in the time that fewer take.  measured: tokens and seconds of
+        prefills before the first request. The first one of a request may load kernels, and would be believed as long
+        as prefills are beside trees."""
         self._at_once = at_once
         self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
         self._waited = 0  # steps in a row that were right behind a prefill, with more prompts waiting
@@ -47,6 +49,8 @@ class PrefillBudget:
         self._prefills = self._beside = 0.0  # how many these are, and were beside trees
         self._start = self._token = self._key = 0.0  # seconds
         self._read = 0.0  # the start of prefills by themselves
+        for size, seconds in measured:
+            self.record([Chunk(0, 0, size, True)], seconds)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
