@@ -59,7 +59,11 @@ HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Ne
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-    """Every hostile value of every key, each key left out, and a few of several keys at once."""
+    """Every hostile value of every key, each key left out, and a few of several keys at once; of a model that is one
+    part of a config, of that part, too."""
+    inner = config.get("text_config")
+    if inner is not None:
+        yield from ({**config, "text_config": one} for one in mutants(inner, seed))
     keys = [*dict.fromkeys((*config, *MORE_KEYS))]
     for key in keys:
         yield {name: value for name, value in config.items() if name != key}
