@@ -65,6 +65,11 @@ class ContentBlocks(ABC):
         """Returns the events of a block's end. answer: None where another block follows."""
 
 
+def why_aborted(answer: Answer) -> str:
+    """Returns in words that an answer was aborted, and why where that is known."""
+    return f"the request was aborted: {(answer.finish_reason or {}).get('message', '')}".rstrip(": ")
+
+
 def text_of(part: Part) -> str:
     """Returns what a part adds to its block: reasoning, text or arguments."""
     return part.text if isinstance(part, Thought) else part if isinstance(part, str) else part.arguments

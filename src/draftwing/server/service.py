@@ -227,6 +227,24 @@ class Service:
             raise RequestError(f"one request takes at most {limit} answers; found {count}", "n")
         self.engine.quota.check(client_name(), count, held)
 
+    async def complete(
+        self,
+        body: GenerationBody,
+        prompt: str | list[Any],
+        add_special_tokens: bool = True,
+        ignored: Sequence[str] = (),
+    ) -> Generation:
+        """Asks for the answers to prompts as they are, in any of the forms of `encode`. ignored: as of `submit`. Raises
+        as `submit` and `check_grammars`."""
+        params = await self.sampling(body, partial(body.sampling, self.engine.info.defaults))
+        self.check_room(params.n * len(split_prompts("prompt", prompt)[0]))
+        logprobs = body.wanted_logprobs()
+        await self.check_grammars([(params, body.grammar_field)])
+        every, _ = await self.encode("prompt", prompt, add_special_tokens)
+        return await self.submit(
+            [GenerationRequest("", ids, params, logprobs=logprobs) for ids in every], body, ignored
+        )
+
     async def submit(
         self, requests: Sequence[GenerationRequest], body: GenerationBody, ignored: Sequence[str] = ()
     ) -> Generation:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.content_blocks import ContentBlocks, Event, text_of
+from draftwing.server.content_blocks import ContentBlocks, Event, text_of, why_aborted
 from draftwing.server.http import named_event
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.parsers.message import MessageReader, Part, Thought
@@ -79,9 +79,8 @@ class Message:
 
     def _check(self) -> None:
         """Raises EngineDead for an aborted answer: the API has no word for it."""
-        reason = self._answer.finish_reason or {}
-        if reason.get("type") == "abort":
-            raise EngineDead(f"the request was aborted: {reason.get('message', '')}".rstrip(": "))
+        if (self._answer.finish_reason or {}).get("type") == "abort":
+            raise EngineDead(why_aborted(self._answer))
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.errors import RequestError
-from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
 from draftwing.server.http import (
     json_response,
@@ -59,7 +57,7 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
             if not getattr(body, body.source):
                 return _loaded(body, service, content())
             if isinstance(body, OllamaGenerateRequest) and body.raw:
-                generation, style = await unless_disconnected(request, _complete(service, body)), MessageStyle()
+                generation, style = await unless_disconnected(request, _raw(service, body)), MessageStyle()
             else:
                 generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
             name = service.name_for(body.model)
@@ -74,17 +72,13 @@ def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Resp
     return with_ignored_header(json_response(encode(loaded)), body.ignored)
 
 
-async def _complete(service: Service, body: OllamaGenerateRequest) -> Generation:
+async def _raw(service: Service, body: OllamaGenerateRequest) -> Generation:
     """Returns the answer to a raw prompt. Raises RequestError, as Ollama does, for what only a template could put into
     it."""
     if body.system:
         raise RequestError("system cannot be given with raw, whose prompt is used as it is", "system")
-    params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
-    service.check_room(params.n)
-    await service.check_grammars([(params, body.grammar_field)])
-    (ids,) = await service.tokenize([body.prompt or ""], "prompt")
-    ignored = () if body.think is None else ("think",)
-    return await service.submit([GenerationRequest("", ids, params, logprobs=body.wanted_logprobs())], body, ignored)
+    assert body.prompt
+    return await service.complete(body, body.prompt, ignored=() if body.think is None else ("think",))
 
 
 def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:

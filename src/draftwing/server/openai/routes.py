@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
 from draftwing.server.http import error_response, json_response, read_generation, respond, schema, unless_disconnected
 from draftwing.server.json_encoding import encode
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
-from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
 
@@ -38,16 +35,8 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/completions", openapi_extra=schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         async with read_generation(request, CompletionRequest) as body:
-            check = partial(body.sampling, service.engine.info.defaults)
-            params = await unless_disconnected(request, service.sampling(body, check))
-            service.check_room(params.n * len(split_prompts("prompt", body.prompt)[0]))
-            logprobs = body.wanted_logprobs()
-            await unless_disconnected(request, service.check_grammars([(params, body.grammar_field)]))
-            specials = body.add_special_tokens is not False
-            every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt, specials))
-            generation = await service.submit(
-                [GenerationRequest("", ids, params, logprobs=logprobs) for ids in every], body
-            )
+            asked = service.complete(body, body.prompt, body.add_special_tokens is not False)
+            generation = await unless_disconnected(request, asked)
         return await respond(request, Completion(generation, service, body, bool(body.echo)), body.stream)
 
 

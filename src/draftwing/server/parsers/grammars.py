@@ -12,6 +12,8 @@ from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
 
+_ANY = {"type": "any_text"}
+
 
 @dataclass(frozen=True)
 class Function:
@@ -35,7 +37,7 @@ class Function:
     @property
     def content(self) -> dict[str, Any]:
         """Returns the arguments as a format of a structural tag."""
-        return self.form or {"type": "json_schema", "json_schema": self.schema}
+        return self.form or _json(self.schema)
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,14 @@ def harmony_grammar(
         wanted = [f if f.strict else Function(f.name) for f in functions]
     answers: list[dict[str, Any]] = []
     if choice.mode in ("auto", "none"):
-        text = {"type": "any_text"} if otherwise is None else _form(otherwise)
+        text = _ANY if otherwise is None else _form(otherwise)
         answers.append(_sequence(_text(f"{CHANNEL}final{MESSAGE}"), text))
     if choice.mode != "none":
         answers += [
             _tag(f"{CHANNEL}commentary to=functions.{f.name} <|constrain|>json{MESSAGE}", f.content, "") for f in wanted
         ]
     begin = f"{CHANNEL}analysis{MESSAGE}"
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": f"{END}{START}assistant"}
+    thought = _tag(begin, _ANY, f"{END}{START}assistant")
     return _structural(_sequence({"type": "optional", "content": thought}, {"type": "or", "elements": answers}))
 
 
@@ -103,7 +105,7 @@ def after_reasoning(grammar: Grammar, style: ReasoningStyle, start: Start) -> Gr
         return grammar
     begin = "" if start == "open" else style.begin
     space = {"type": "regex", "pattern": r"\s{0,4}"}
-    block = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": style.end}
+    block = _tag(begin, _ANY, style.end)
     if start == "open":
         return _structural(_sequence(block, space, _form(grammar)))
     return _structural(_sequence({"type": "optional", "content": _sequence(block, space)}, _form(grammar)))
@@ -113,17 +115,16 @@ def _form(grammar: Grammar) -> dict[str, Any]:
     """Returns the grammar as a format of a structural tag. Its text may be wrong: compiling it says so."""
     match grammar.kind:
         case "json_object":
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
+            return _json({"type": "object"})
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
     value = json.loads(grammar.text)
     if grammar.kind == "json_schema":
-        return {"type": "json_schema", "json_schema": value}
+        return _json(value)
     if "format" in value:
-        form: dict[str, Any] = value["format"]
-        return form
+        return dict(value["format"])
     tags = [_tag(s["begin"], _json(s["schema"]), s["end"]) for s in value["structures"]]
     return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
 

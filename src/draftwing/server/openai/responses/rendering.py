@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.content_blocks import ContentBlocks, Event, text_of
+from draftwing.server.content_blocks import ContentBlocks, Event, text_of, why_aborted
 from draftwing.server.http import named_event
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.tools import Toolbox, shown_tools
@@ -144,7 +144,7 @@ class ResponseObject:
         answer, body, params = self._answer, self._body, self._answer.request.params
         status = "failed" if lost is not None else _status(answer)
         if status == "failed":
-            lost = lost or f"the request was aborted: {(answer.finish_reason or {}).get('message', '')}".rstrip(": ")
+            lost = lost or why_aborted(answer)
         ended = status in ("completed", "incomplete")
         return {
             "id": f"resp_{self.generation.id}",
