@@ -159,7 +159,7 @@ def test_the_language_model_of_a_model_for_images(tmp_path: Path, kind: str, cap
     save_file(tensors, tmp_path / "model.safetensors")
     with caplog.at_level(logging.INFO):
         model = load_model(tmp_path, torch.float32, "cpu")
-    assert "1 tensors that read images or sound are left aside" in caplog.text and "not used" not in caplog.text
+    assert "1 tensors for images or sound are not loaded" in caplog.text and "not used" not in caplog.text
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
     torch.testing.assert_close(whole_logits(model, ids), expected, atol=1e-4, rtol=1e-4)

@@ -39,9 +39,9 @@ def test_answers_of_a_client_and_of_all() -> None:
             waiting.add([asked(client + str(i), client)])
     with waiting.reserve("a", 1), pytest.raises(QueueFull, match="4 answers of this key wait"), waiting.reserve("a", 1):
         pass  # what is being made counts
-    with pytest.raises(QueueFull, match=r"3 answers of this key wait.*are 4; found 2 more") as own:
+    with pytest.raises(QueueFull, match=r"3 answers of this key wait, of at most 4 .*for 2 more") as own:
         waiting.reserve("a", 2).__enter__()
-    with pytest.raises(QueueFull, match=r"9 answers wait.*are 10; found 2 more") as others:
+    with pytest.raises(QueueFull, match=r"9 answers wait, of at most 10 .*for 2 more") as others:
         waiting.reserve("", 2).__enter__()  # without keys nobody has a limit of its own
     assert own.value.own and not others.value.own
     waiting.started("a0")
@@ -106,7 +106,7 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
         await waits(16)
         refused = await ask("bob", 6)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-        assert "(--max-queued-requests) are 20" in refused.json()["message"]
+        assert "at most 20 (--max-queued-requests)" in refused.json()["message"]
         # carol's eight answers were eight requests of her ten in a minute.
         more = ask("carol", 4)
         assert (await more).status_code in (429, 503)

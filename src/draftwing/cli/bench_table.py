@@ -6,21 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftwing.core import TreeShape
-from draftwing.sched.explain import described
+from draftwing.sched.explain import described, number_of
 
 Record = Mapping[str, Any]
-
-
-def counted_requests(count: int, noun: str = "request") -> str:
-    """Returns a number of requests, or of others, in words."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def table(record: Record) -> list[str]:
     """Returns the lines of a table for one concurrency: a figure in each line, with drafts and without, and how many
     times as good it is with drafts."""
     plain: Record | None = record.get("without_drafts")
-    head = [f"{counted_requests(record['concurrency'])} at once", record.get("drafter") or "measured"]
+    head = [f"{number_of(record['concurrency'])} at once", record.get("drafter") or "measured"]
     rows = [head if plain is None else [*head, "without drafts", "speedup"]]
     for name, figure, better in FIGURES:
         value = figure(record)
@@ -59,11 +54,11 @@ def footer(records: Sequence[Record], remote: bool) -> str:
     prompts = first["requests"] // first["rounds"]
     compared = "without_drafts" in first
     how = f", {first['rounds']} rounds with drafts and {first['rounds']} without, alternately" if compared else ""
-    counted = f"{counted_requests(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
+    measured = f"{number_of(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
     if compared:
-        return f"{counted} on each side"
+        return f"{measured} on each side"
     why = "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
-    return f"{counted}\nno column without drafts: {why}"
+    return f"{measured}\nno column without drafts: {why}"
 
 
 def sweep_lines(record: Record) -> list[str]:
@@ -72,4 +67,4 @@ def sweep_lines(record: Record) -> list[str]:
     name = described(shape) if record["fixed"] else "chosen by the engine"
     rate = f"{record['throughput']:.1f} tokens/s, acceptance length {record['accept_length']:.2f}"
     where = f"{record['point']} of {record['points']}"
-    return [f"{where}: {name}, {counted_requests(record['batch_size'])} at once: {rate}"]
+    return [f"{where}: {name}, {number_of(record['batch_size'])} at once: {rate}"]

@@ -16,6 +16,7 @@ from draftwing.errors import ConfigError, DraftwingError, RequestError
 from draftwing.files import load_json
 from draftwing.requests.refusals import check_text, show, suggestion
 from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
+from draftwing.sched.explain import number_of
 
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D or /exit leaves"
 ROLES = ("system", "user", "assistant")
@@ -260,7 +261,7 @@ class Stopwatch:
 
     def line(self, usage: Usage, stopped: bool = False) -> str:
         """Returns in words how an answer was made."""
-        parts = [f"{usage.tokens} token{'' if usage.tokens == 1 else 's'}"]
+        parts = [number_of(usage.tokens, "token")]
         if self._first is not None:
             at, before = self._first
             if usage.tokens > before and self._end > at:

@@ -257,11 +257,12 @@ def _opened(
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
-    from draftwing.cli.bench_table import counted_requests, footer, sweep_lines, table
+    from draftwing.cli.bench_table import footer, sweep_lines, table
     from draftwing.cli.card_check import check_card
     from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
     from draftwing.engine.benchmark import Local
+    from draftwing.sched.explain import number_of
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
@@ -299,7 +300,7 @@ def run_bench(arguments: dict[str, Any]) -> None:
             grid = Grid(own["steps"], own["topk"], own["draft_tokens"], own["concurrency"])
             found = sweep(arguments, grid, prompts, params, emit, progress)
             for batch, point in found.best.items():
-                print(f"best for {counted_requests(batch)} at once: {flags(point)}")
+                print(f"best for {number_of(batch)} at once: {flags(point)}")
             for lines_of_choice in found.choices.values():
                 print("\n".join(lines_of_choice))
             if folder is not None:

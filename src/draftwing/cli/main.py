@@ -79,7 +79,9 @@ def _serve(arguments: dict[str, Any]) -> None:
     _open_standard_files()
     unread = [f"{name} ({fields.flag(ours)})" for name, ours in of_others(os.environ, fields.names_of(Options)).items()]
     if unread:
-        logger.info("variables of other servers are not read here; the options instead: %s", ", ".join(unread))
+        logger.info(
+            "environment variables of other servers have no effect here; use the options instead: %s", ", ".join(unread)
+        )
     options = serve_options(arguments).resolve()
     from draftwing.server.run import serve
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from draftwing.cli.bench_table import counted_requests
+from draftwing.sched.explain import number_of
 
 Record = Mapping[str, Any]
 Series = tuple[str, Sequence[float | None]]  # a name, and a value for each group
@@ -57,7 +57,7 @@ def plot(records: Sequence[Record], title: str) -> str:
 
 def _run(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
     """Returns names of the groups, and the records of each series in their order."""
-    return [counted_requests(record["concurrency"]) for record in records], [("", list(records))]
+    return [number_of(record["concurrency"]) for record in records], [("", list(records))]
 
 
 def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[Record]]]]:
@@ -75,7 +75,7 @@ def _swept(records: Sequence[Record]) -> tuple[list[str], list[tuple[str, list[R
             if some:
                 found[name].append(max(some, key=lambda record: record["throughput"]))
     complete = [(name, kept) for name, kept in found.items() if len(kept) == len(sizes)]
-    return list(map(counted_requests, sizes)), complete
+    return list(map(number_of, sizes)), complete
 
 
 def _charts(groups: list[str], series: Sequence[tuple[str, list[Record]]]) -> list[tuple[str, list[str], list[Series]]]:
@@ -130,7 +130,7 @@ def _heat_maps(records: Sequence[Record]) -> list[Map]:
             for record in trees
         }
         names = ["chain" if topk == 1 else f"top {topk}, {nodes}" for topk, nodes in columns]
-        title = f"Throughput against no drafts, {counted_requests(size)} at once"
+        title = f"Throughput against no drafts, {number_of(size)} at once"
         maps.append((title, [f"depth {depth}" for depth in rows], names, values))
     return maps
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.cli.bench import counted
-from draftwing.cli.bench_table import counted_requests
 from draftwing.cli.progress import Progress
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.fields import flag
@@ -27,7 +26,7 @@ from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.errors import ConfigError
-from draftwing.sched.explain import table
+from draftwing.sched.explain import number_of, table
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -105,7 +104,7 @@ def sweep(
             if engine.explainer is not None:
                 engine.explainer.forget()
             number = next(numbers)
-            where = f"{number} of {total}, {counted_requests(batch)} at once"
+            where = f"{number} of {total}, {number_of(batch)} at once"
             samples, seconds = timed_run(target, ids, params, batch, ended=counted(progress, where, len(ids)))
             progress.clear()
             record = record_of(target, batch, samples, seconds)
@@ -128,7 +127,7 @@ def sweep(
 
 def _choice(engine: Engine, batch: int, throughput: float, best: float) -> list[str]:
     """Returns lines on what the engine did by itself. best: throughput of the best fixed shape, or of no drafts."""
-    load = f"{counted_requests(batch)} at once"
+    load = f"{number_of(batch)} at once"
     lines = [f"chosen by the engine at {load}: {throughput / best:.2f} of the best fixed throughput"]
     if engine.explainer is None or engine.explainer.busiest is None:
         return lines

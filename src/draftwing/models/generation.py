@@ -58,7 +58,7 @@ def sampling_defaults(path: str | Path, model: str = "") -> dict[str, Any]:
         try:
             defaults[name] = getattr(SamplingParams.read({name: given[name]}), name)
         except RequestError as error:
-            logger.warning("%s is not followed: %s", source, error)
+            logger.warning("a sampling default of %s is not used: %s", source, error)
     return defaults | dict(ALIASES[model].sampling if model in ALIASES else {})
 
 

@@ -60,13 +60,15 @@ def summary(entries: Sequence[Entry], requests: int, suspended: bool = False) ->
         return "nothing is drafted: there is nothing to propose, or drafts are too large for so many requests"
     best = chosen if chosen["shape"] != PLAIN else max(with_rate, key=lambda entry: entry["rate"])
     if not best["gain"] and chosen["shape"] == PLAIN:
-        return f"nothing is drafted: for none of {_count(requests)} is there anything to propose"
+        return f"nothing is drafted: for none of {number_of(requests)} is there anything to propose"
     cost, brings = best["price_ms"] / plain["price_ms"], (requests + best["gain"]) / requests
     shape = best["shape"]
     if chosen["shape"] == PLAIN and best["late"]:
         why = "prompts wait at every step" if suspended else "a prompt was prefilled right before this step"
         return f"nothing is drafted: {why}, and drafts would make requests that are answered wait longer"
-    what = f"verifying {shape.queries} nodes a request at {_count(requests)} costs {cost:.2f}x and brings {brings:.2f}x"
+    what = (
+        f"verifying {shape.queries} nodes a request at {number_of(requests)} costs {cost:.2f}x and brings {brings:.2f}x"
+    )
     if chosen["shape"] != PLAIN:
         tried = ", to learn what they bring" if chosen["tried"] else ""
         return f"{described(shape)} are drafted{tried}: {what}"
@@ -120,8 +122,9 @@ def _why(entry: Entry, chosen: Entry | None) -> str:
     return f"{100 * (entry['rate'] / chosen['rate'] - 1):+.1f}% tokens per second"
 
 
-def _count(requests: int) -> str:
-    return f"{requests} request" + "s" * (requests > 1)
+def number_of(count: int, noun: str = "request") -> str:
+    """Returns a number of requests, or of others, in words."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -57,11 +57,11 @@ class AdmissionQuota:
             _, name, past = self._abandoned.popleft()
             self._less(name, past)
         if client and (there := self._counts[client] - held) + count > self._max_per_key:
-            limit = f"the most of a key (--max-queued-requests-per-key) are {self._max_per_key}"
-            raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
+            limit = f"of at most {self._max_per_key} (--max-queued-requests-per-key)"
+            raise QueueFull(f"{there} answers of this key wait, {limit}: there is no room for {count} more", own=True)
         if (there := len(self) + self._made - held) + count > self._max_answers:
-            limit = f"the most (--max-queued-requests) are {self._max_answers}"
-            raise QueueFull(f"{there} answers wait, {limit}; found {count} more", own=False)
+            limit = f"of at most {self._max_answers} (--max-queued-requests)"
+            raise QueueFull(f"{there} answers wait, {limit}: there is no room for {count} more", own=False)
 
     def add(self, requests: Iterable[GenerationRequest]) -> None:
         for request in requests:

@@ -52,7 +52,7 @@ class Mapped(InferenceDense):
         self._kept = value
         del self.layer.weight
         size = (value if isinstance(value, Tensor) else value.data).nbytes
-        logger.info("%.2f GB of embeddings by layer are read row by row, from where they are stored", size / 1e9)
+        logger.info("embeddings by layer, %.2f GB, stay in the model's file and are read row by row", size / 1e9)
         return True
 
     @property

@@ -32,7 +32,7 @@ def load_extension() -> Notable | None:
     if isa is None:
         if os.environ.get("DRAFTWING_NATIVE") != "0":
             logger.warning(
-                "the C extension is not here, so torch does its work on the CPU, several times slower: install "
+                "the C extension was not built, so torch does its work on the CPU, several times slower: install "
                 "draftwing from a wheel, or again where a C compiler and Python's headers are"
             )
         return None

@@ -52,7 +52,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                logger.error("no connection can be taken: %s", error)
+                logger.error("no connection can be accepted: %s", error)
                 self._close_for(FULL_SECONDS)
                 return
             if _is_there(connection):
