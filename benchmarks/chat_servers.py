@@ -10,9 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,21 +119,11 @@ class Server:
             yield response
 
     def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
-        """All prompts at once; (seconds until the last has its answer, answers in the order they came)."""
-        answers: list[Answer] = []
-        threads = [
-            threading.Thread(target=lambda prompt=prompt: answers.append(self.ask(prompt, tokens)))
-            for prompt in prompts
-        ]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.perf_counter() - start
-        if len(answers) < len(prompts):
-            raise RuntimeError(f"{self.contender.name}: {len(prompts) - len(answers)} requests failed: see {self.log}")
-        return seconds, answers
+        """All prompts at once; (seconds until the last has its answer, answers)."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            start = time.perf_counter()
+            answers = list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
+            return time.perf_counter() - start, answers
 
     def memory(self) -> list[dict[str, Any]]:
         """Bytes in use, of the server's process and then of its children: see MEMORY, and proc_pid_smaps(5)."""

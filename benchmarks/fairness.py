@@ -23,9 +23,9 @@ import os
 import random
 import shlex
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,11 +204,8 @@ def _ask(port: int, name: str, kind: str, seed: int, gone: Any, there: Any, coun
             counts[0] += answers - client.refusals
             counts[1] += client.refusals
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(connections)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(work, range(connections)))
 
 
 def watch(port: int, seconds: float, rng: random.Random) -> tuple[list[float], list[float]]:

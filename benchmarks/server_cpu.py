@@ -16,8 +16,8 @@ import json
 import os
 import platform
 import shlex
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,8 @@ def stream(port: int, number: int, tokens: int) -> tuple[int, int]:
 
 def load(port: int, clients: int, tokens: int) -> list[tuple[int, int]]:
     """As many streams at once as there are clients."""
-    done: list[tuple[int, int]] = []
-    threads = [
-        threading.Thread(target=lambda number=i: done.append(stream(port, number, tokens))) for i in range(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(done) < clients:
-        raise RuntimeError(f"{clients - len(done)} of {clients} streams failed")
-    return done
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda number: stream(port, number, tokens), range(clients)))
 
 
 def measure(server: Process, port: int, clients: int, tokens: int) -> dict[str, Any]:

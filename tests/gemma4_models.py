@@ -14,6 +14,7 @@ import transformers
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from moe_models import quantised
+from tiny_gguf import finish
 from torch import Tensor
 
 VOCAB = 101
@@ -131,10 +132,7 @@ def write_gguf(
             writer.add_tensor(made, stored, raw_dtype=table)
             continue
         writer.add_tensor(made, quantised(value.float().contiguous().numpy(), own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -11,6 +11,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from moe_models import quantised
+from tiny_gguf import finish
 from torch import Tensor
 
 ARCHITECTURES = {
@@ -71,10 +72,7 @@ def write(
             wide |= any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd"))
             own = Type.F32 if wide else kind
             writer.add_tensor(theirs, quantised(made.contiguous().numpy(), own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
+from tiny_gguf import finish
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
@@ -198,10 +199,7 @@ def write_gguf(
             _add(writer, theirs, made, kind)
     for theirs, each in experts.items():
         _add(writer, theirs, torch.stack(each), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -92,11 +92,16 @@ def write(
             values = permuted(values, HEADS if ".attn_q." in name else KV_HEADS)
         raw = kind if values.ndim > 1 and "gate_inp" not in name else Type.F32  # a router stays as it is
         writer.add_tensor(name, quantize(values, raw), raw_dtype=raw)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf_package.GGUFWriter) -> None:
+    """Writes what was added, and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

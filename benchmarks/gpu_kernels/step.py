@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,6 +25,9 @@ import torch
 from timing import read_rate
 
 from draftwing.ops.contracts import Routing
+
+sys.path.append(str(Path(__file__).parents[1]))
+from load_runs import options_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -212,18 +216,6 @@ def profile(name: str, replay: Any) -> None:
         span = max(end for _, end, _ in kernels) - min(begin for begin, _, _ in kernels)
         print(f"   from the first kernel's start to the last one's end {span:.0f} us")
         timeline(kernels)
-
-
-def options_of(words: list[str]) -> dict[str, Any]:
-    """Options of the engine from `name=value`, whose values are JSON or texts."""
-    given: dict[str, Any] = {}
-    for word in words:
-        name, _, value = word.partition("=")
-        try:
-            given[name] = json.loads(value)
-        except json.JSONDecodeError:
-            given[name] = value
-    return given
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import transformers
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
+from tiny_gguf import finish
 from torch import Tensor
 
 from draftwing.gguf_file import open_gguf
@@ -94,10 +95,7 @@ def written(path: Path, model: transformers.PreTrainedModel, kind: Type) -> Path
             add(f"blk.{layer}.ffn_{part}_exps.bias", bias[:, start::2])
         add(f"blk.{layer}.ffn_down_exps.weight", state[f"{theirs}.mlp.experts.down_proj"].transpose(1, 2), kind)
         add(f"blk.{layer}.ffn_down_exps.bias", state[f"{theirs}.mlp.experts.down_proj_bias"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from delta_steps import PARENTS, ROWS, DeltaSteps
@@ -16,20 +14,16 @@ from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.cpu.tape import Recording, record
 from draftwing.ops.torch.ops import TorchOps
 
-pytestmark = pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
+pytestmark = [
+    pytest.mark.skipif(load_extension() is None, reason="the C extension was not built"),
+    pytest.mark.usefixtures("same_threads"),
+]
 CPU = torch.device("cpu")
 SPECS = {
     "grouped": DeltaSpec(2, 6, 16, 80, 4),
     "tiled": DeltaSpec(3, 6, 32, 48, 3, tiled=True),
     "even": DeltaSpec(4, 4, 128, 128, 4),
 }
-
-
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=list(SPECS))

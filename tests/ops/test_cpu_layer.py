@@ -3,7 +3,7 @@ bit. (`test_cpu_gemm.py` has those in bfloat16; the GEMM itself is in `test_bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,10 @@ from draftwing.ops.types import BlockRows, NoiseKey
 from draftwing.parallel.ranks import ALONE
 
 KERNELS = load_extension()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C extension was not built")
+pytestmark = [
+    pytest.mark.skipif(KERNELS is None, reason="the C extension was not built"),
+    pytest.mark.usefixtures("same_threads"),
+]
 CPU = torch.device("cpu")
 OPS = make_ops(CPU)
 ENTRIES = 80  # of a row's page table
@@ -46,13 +49,6 @@ CONFIG = decoder_config(
     ffn_size=288, vocab_size=50, max_positions=ENTRIES, weight_format=BlockFormat("Q8_0", OPS),
 )  # fmt: skip
 BIASED = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
-
-
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +29,6 @@ Doubles = npt.NDArray[np.float64]
 @pytest.fixture
 def kernels() -> CpuOps:
     return CpuOps(torch.device("cpu"))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def noise64(seed: Tensor, position: Tensor, vocab: int) -> Doubles:
@@ -101,7 +93,8 @@ def test_noise_of_one_function_is_that_of_the_other(kernels: CpuOps) -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_see_the_others(kernels: CpuOps, threads: None, dtype: torch.dtype, top_p: float) -> None:
+@pytest.mark.usefixtures("same_threads")
+def test_a_row_does_not_see_the_others(kernels: CpuOps, dtype: torch.dtype, top_p: float) -> None:
     logits, positions, seed, temperature, generator = random_rows(40, 5003, dtype, 7)
     temperature[::4] = 0.0
     own = params(temperature, seed, top_p=top_p)
