@@ -1,7 +1,15 @@
 """The errors a user can meet. Each says what was expected, what was found, and what to do about it."""
 
+from collections.abc import Sequence
+
 # Clients know by these words, or by the code "context_length_exceeded", that a conversation has to be made shorter.
 TOO_LONG = "this model's maximum context length is"
+
+
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """Returns the first names for an error message, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 class DraftwingError(Exception):

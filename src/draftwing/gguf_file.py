@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, listed
 
 DECODE_ELEMENTS = 1 << 18  # decoded at once; temporaries fit the cache
 
@@ -224,8 +224,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     paths = [folder / f"{match['model']}-{part:05}-of-{match['count']}.gguf" for part in range(1, count + 1)]
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise CheckpointError(f"parts of {path} that are not next to it: {', '.join(missing[:4])}{more}, of {count}")
+        raise CheckpointError(f"parts of {path} that are not next to it: {listed(missing, 4)}, of {count}")
     return _together(*map(_open_one, paths))
 
 

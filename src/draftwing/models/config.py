@@ -292,15 +292,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
     for key, neutral in NEUTRAL_VALUES.items():
-        value = config.get(key)
-        if value is not None and value not in neutral and not _reads(family, key):
-            raise _refused(key, value, name)
+        if not _reads(family, key):
+            fields.check(key, neutral)
     if family.keys is not None:
         fields = Fields({**config, **family.keys(fields)}, fields.where)
     key, known = _ACTIVATIONS[family.activation]
     activation = fields.text(key, known[0])
     if activation not in known:
-        raise _refused(key, activation, name)
+        raise fields.unsupported(key, activation)
     trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
     hidden = fields.whole("hidden_size", high=WIDEST)
     attention = _attention(fields, family, hidden)
@@ -403,10 +402,6 @@ def _family(config: Fields) -> tuple[str, Family]:
     if missing is not None:
         raise CheckpointError(f"{found} has {missing}, which is not served yet; expected one of {', '.join(FAMILIES)}")
     raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
-
-
-def _refused(key: str, value: object, architecture: str) -> CheckpointError:
-    return CheckpointError(f"config of {architecture}: {key} = {show(value)} is not supported")
 
 
 # The key that names an MLP's activation, and its names.

@@ -16,6 +16,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.groups import Groups
 from draftwing.models.config import ModelConfig
+from draftwing.models.fields import Fields
 from draftwing.models.language_model import language_model
 from draftwing.models.quantised.config import Scheme
 from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX
@@ -122,7 +123,8 @@ def draft_weights(
     """
     if kind == "mtp" and (raw.get("num_nextn_predict_layers") or language_model(raw).get("mtp_num_hidden_layers")):
         return mtp_weights(raw, path)
-    hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
+    fields = Fields(raw, f"draft model {path}")
+    hidden, layers = fields.whole("hidden_size"), fields.whole("num_hidden_layers")
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -176,7 +178,8 @@ def _block_weights(
     if rows != target.vocab_size:
         weights["d2t"] = _spread(rows, target.vocab_size, path)
     if raw.get("projector_type") == "domino":
-        memory, rank = _positive(raw, "gru_hidden_dim", path, 1024), _positive(raw, "emb_dim", path, 256)
+        fields = Fields(raw, f"draft model {path}")
+        memory, rank = fields.whole("gru_hidden_dim", default=1024), fields.whole("emb_dim", default=256)
         weights |= {"prefix_gru.weight_hh_l0": meta(3 * memory, memory), "embed_proj.0.weight": meta(rank, 1)}
     elif markov:
         rank = raw.get("markov_rank") or 256
@@ -194,12 +197,5 @@ def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     names = {*(own.get("architectures") or ())}
     if own.get("mtp_num_hidden_layers") or names & {"Qwen3NextForCausalLM", *NEXTN_MODELS}:
         return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")}
-    layers = _positive(raw, "num_nextn_predict_layers", path)
+    layers = Fields(raw, f"draft model {path}").whole("num_nextn_predict_layers")
     return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}
-
-
-def _positive(raw: Mapping[str, Any], name: str, path: Path, default: int | None = None) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"draft model {path}: expected a positive integer {name}, found {value!r}")
-    return value

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.fields import WIDEST, Fields, max_experts
-from draftwing.models.positions import refused
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 
@@ -66,7 +65,7 @@ def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:
     """deepseek: by keys of DeepSeek and GLM; else of MiniMax."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(key, only) != only:
-            raise refused(fields, key, fields.get(key))
+            raise fields.unsupported(key, fields.get(key))
     key = "n_routed_experts" if deepseek else "num_local_experts"
     count = fields.whole(key, high=max_experts(layers))
     top_k = fields.whole("num_experts_per_tok", high=count)
@@ -88,12 +87,12 @@ def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:
 def _deepseek_v2(fields: Fields, layers: int) -> ExpertConfig:
     """By a softmax of all, which is not renormalised."""
     if fields.text("scoring_func", "softmax") != "softmax":
-        raise refused(fields, "scoring_func", fields.get("scoring_func"))
+        raise fields.unsupported("scoring_func", fields.get("scoring_func"))
     if fields.flag("norm_topk_prob"):  # libraries differ in what it does
-        raise refused(fields, "norm_topk_prob", True)
+        raise fields.unsupported("norm_topk_prob", True)
     method, groups, top_groups = fields.text("topk_method", "greedy"), 1, 1
     if method not in ("greedy", "group_limited_greedy"):
-        raise refused(fields, "topk_method", method)
+        raise fields.unsupported("topk_method", method)
     count = fields.whole("n_routed_experts", high=max_experts(layers))
     if method != "greedy":
         groups = fields.whole("n_group", high=count)
@@ -120,7 +119,7 @@ def dense_layers(fields: Fields, kind: Kind, layers: int) -> frozenset[int]:
     `mlp_only_layers` and `decoder_sparse_step`."""
     if kind in DEEPSEEKS:
         if fields.whole("moe_layer_freq", default=1) != 1:
-            raise refused(fields, "moe_layer_freq", fields.get("moe_layer_freq"))
+            raise fields.unsupported("moe_layer_freq", fields.get("moe_layer_freq"))
         kinds = fields.texts("mlp_layer_types")
         if kinds:
             if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
@@ -154,10 +153,10 @@ def minimax_keys(fields: Fields) -> dict[str, Any]:
     """Returns the share of a head that is turned, of which MiniMax-M2 says the size."""
     for key, known in _MINIMAX.items():
         if fields.get(key) not in (None, *known):
-            raise refused(fields, key, fields.get(key))
+            raise fields.unsupported(key, fields.get(key))
     kinds = fields.get("attn_type_list")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == 1 for kind in kinds)):
-        raise refused(fields, "attn_type_list", kinds)
+        raise fields.unsupported("attn_type_list", kinds)
     if fields.get("rotary_dim") is None:
         return {}
     head_dim = fields.whole("head_dim", high=WIDEST, default=MINIMAX_HEAD_DIM)

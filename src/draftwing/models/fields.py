@@ -3,8 +3,10 @@ was expected and what was found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
+
+import numpy as np
 
 from draftwing.errors import CheckpointError
 from draftwing.requests.refusals import show
@@ -103,6 +105,19 @@ class Fields:
             raise self.unlike(key, "a token id, or a list of them")
         return tuple(every)
 
+    def check(self, key: str, served: Collection[Any]) -> None:
+        """Raises CheckpointError for a value that is none of those that are served."""
+        value = self.get(key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in served):
+            raise self.unsupported(key, value)
+
     def unlike(self, key: str, expected: str) -> CheckpointError:
-        name = f"{self.inside}{self.prefix}{key}"
-        return CheckpointError(f"{self.where}: {name}: expected {expected}, found {show(self.get(key))}")
+        """Returns the error of a value that is wrong."""
+        return CheckpointError(f"{self._named(key)}: expected {expected}, found {show(self.get(key))}")
+
+    def unsupported(self, key: str, value: Any) -> CheckpointError:
+        """Returns the error of a value that is right, and for which there is no code here."""
+        return CheckpointError(f"{self._named(key)} = {show(value)} is not supported")
+
+    def _named(self, key: str) -> str:
+        return f"{self.where}: {self.inside}{self.prefix}{key}"

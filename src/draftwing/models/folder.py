@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, listed
 from draftwing.files import load_json
 from draftwing.models.gguf import Progress
 from draftwing.models.weight_map import PER_LAYER, canonical
@@ -58,7 +58,7 @@ def folder_tensors(
     files = weight_files(folder)
     aside = [name for name in _like_weights(folder) if folder / name not in (_chosen(folder), *files)]
     if aside:
-        logger.info("weights are those of %s; left aside: %s", _chosen(folder), ", ".join(aside))
+        logger.info("weights come from %s; these files are not read: %s", _chosen(folder), ", ".join(aside))
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         read = _safetensors if file.suffix == ".safetensors" else _pickled
@@ -126,10 +126,8 @@ def _shards(folder: Path, index: str) -> list[Path]:
     files = [folder / name for name in sorted(set(names))]
     missing = [file.name for file in files if file.parent != folder or not os.path.isfile(file)]  # which takes any name
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise CheckpointError(
-            f"{index} names shards that are not in {folder}: {', '.join(map(show, missing[:4]))}{more} of {len(files)}"
-        )
+        shown = listed(list(map(show, missing)), 4)
+        raise CheckpointError(f"{index} names shards that are not in {folder}: {shown} of {len(files)}")
     return files
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, listed
 from draftwing.ops.types import MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 from draftwing.parallel.cut import Cut
@@ -67,7 +67,7 @@ def taken_apart(
         missing = sorted(
             f"{name}{part}" for name, parts in waiting.items() for part in {"_blocks", "_scales"} - set(parts)
         )
-        raise CheckpointError(f"tensors missing from the checkpoint: expected {', '.join(missing[:8])}")
+        raise CheckpointError(f"tensors missing from the checkpoint: expected {listed(missing)}")
 
 
 def _parts(whole: Tensor | MXRows, expert: int, matrix: str, halves: bool) -> Iterator[tuple[str, Tensor | MXRows]]:

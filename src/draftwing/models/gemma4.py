@@ -10,7 +10,7 @@ from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.models.positions import FULL, SLIDING, refused
+from draftwing.models.positions import FULL, SLIDING
 
 _PATTERN = 6  # one in so many layers has no window, where `layer_types` does not say
 _ROPES = {  # where a config has none
@@ -22,7 +22,7 @@ _ROPES = {  # where a config has none
 def gemma4_keys(fields: Fields) -> dict[str, Any]:
     """Returns the rotary embeddings of a config that has none. Raises CheckpointError for what is not served."""
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images' tokens alone
-        raise refused(fields, "use_bidirectional_attention", fields.get("use_bidirectional_attention"))
+        raise fields.unsupported("use_bidirectional_attention", fields.get("use_bidirectional_attention"))
     return {} if fields.get("rope_parameters") is not None else {"rope_parameters": _ROPES}
 
 
@@ -30,7 +30,7 @@ def gemma4_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[Layer
     """Returns the layers; layer: one with a window and experts, where there are any."""
     kinds = fields.texts("layer_types") or [SLIDING if (i + 1) % _PATTERN else FULL for i in range(count)]
     for kind in set(kinds) - {FULL, SLIDING}:
-        raise refused(fields, "layer_types", kind)
+        raise fields.unsupported("layer_types", kind)
     if len(kinds) != count:
         raise fields.unlike("layer_types", f"one for each of {count} layers")
     kinds = [*kinds[:-1], FULL]  # as the model's own code has it
@@ -62,7 +62,7 @@ def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionCo
     own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
     for key, value in own.items():
         if key not in ("head_dim", "num_key_value_heads"):
-            raise refused(fields, f"per_layer_config.{index}.{key}", value)
+            raise fields.unsupported(f"per_layer_config.{index}.{key}", value)
     alike, size, heads = kind == FULL and fields.flag("attention_k_eq_v"), mixer.head_dim, mixer.kv_heads
     if kind == FULL and fields.get("per_layer_config") is None:
         size = fields.whole("global_head_dim", 1, WIDEST, 512)

@@ -307,9 +307,8 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 
 def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
-        value = fields.get(key)
-        if value is not None and key != READ.get(arch) and (isinstance(value, np.ndarray) or value not in neutral):
-            raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
+        if key != READ.get(arch):
+            fields.check(key, neutral)
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
@@ -348,7 +347,7 @@ def _rope(file: GGUFFile, fields: Fields, arch: str, default: float) -> RopeConf
     if kind == "yarn":
         return _yarn(fields, theta, factor, arch)
     if kind != "none":
-        raise CheckpointError(f"{file.path}: {arch}.rope.scaling.type = {show(kind)} is not supported")
+        raise fields.unsupported("rope.scaling.type", kind)
     return RopeConfig(theta, divisors=divisors)
 
 

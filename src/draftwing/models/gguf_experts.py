@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.config import Family
 from draftwing.models.expert_fields import DEEPSEEKS
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts
 from draftwing.ops.contracts import Routing
-from draftwing.requests.refusals import show
 
 OSS_LIMIT = 7.0  # of the activation of gpt-oss, which files do not say
 # Values of `expert_gating_func`: none said, a softmax, sigmoids, and a softmax of those chosen, which is one of all,
@@ -37,12 +32,13 @@ def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> 
     deepseek = family.experts in DEEPSEEKS
     gating = (_UNSAID, SIGMOID) if by_sigmoids else (_UNSAID, _SOFTMAX, *[_SOFTMAX_OF_CHOSEN] * oss)
     neutral = {} if by_sigmoids else _NEUTRAL_IN_V2 if deepseek else _NEUTRAL
-    _check(file, fields, {"expert_gating_func": gating, **neutral})
+    for key, served in {"expert_gating_func": gating, **neutral}.items():
+        fields.check(key, served)
     count = fields.whole("expert_count", 0, max_experts(fields.whole("block_count", high=MAX_LAYERS)), 0)
     if not count:
         return None
     if not family.experts:
-        raise CheckpointError(f"{file.path}: {fields.prefix}expert_count = {count} is not supported")
+        raise fields.unsupported("expert_count", count)
     top_k = fields.whole("expert_used_count", high=count)
     ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if dense_ffn else 0
     shared = shared_width(file, fields) if family.shared or by_sigmoids or deepseek else 0
@@ -58,14 +54,6 @@ def experts(file: GGUFFile, fields: Fields, family: Family, dense_ffn: bool) -> 
         wide_router=by_sigmoids or deepseek,
         beside=family.experts == "gemma",
     )
-
-
-def _check(file: GGUFFile, fields: Fields, served: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses what has no code here. served: keys, with the values that have."""
-    for key, known in served.items():
-        value = fields.get(key)
-        if value is not None and (isinstance(value, np.ndarray) or value not in known):
-            raise CheckpointError(f"{file.path}: {fields.prefix}{key} = {show(value)} is not supported")
 
 
 def _of_groups(fields: Fields, top_k: int, sigmoid: bool) -> Routing:

@@ -11,7 +11,6 @@ from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.mixer import MixerConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.models.positions import refused
 
 ATTENTION, DELTA, CONV = "full_attention", "linear_attention", "conv"
 MOST_TAPS = 64  # of a convolution: published ones have 3 or 4
@@ -22,7 +21,7 @@ def qwen_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: boo
     """Returns the layers of Qwen3.5: gated delta nets, and attention in every fourth or as the config says.
     by_key_head: those of Qwen3-Next, stored in other matrices."""
     if not fields.flag("attn_output_gate", True):
-        raise refused(fields, "attn_output_gate", False)
+        raise fields.unsupported("attn_output_gate", False)
     every = fields.whole("full_attention_interval", default=EVERY)
     kinds = [DELTA if (i + 1) % every else ATTENTION for i in range(count)]
     net = DeltaNetConfig(
@@ -52,7 +51,7 @@ def _by_kind(
     """kinds: of each layer, where `layer_types` does not say."""
     given = fields.texts("layer_types")
     for kind in set(given) - set(mixers):
-        raise refused(fields, "layer_types", kind)
+        raise fields.unsupported("layer_types", kind)
     if given and len(given) < len(kinds):
         raise fields.unlike("layer_types", f"one for each of {len(kinds)} layers")
     kinds = (given or kinds)[: len(kinds)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, listed
 from draftwing.gguf_file import dequantized, open_gguf
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear, operations
@@ -223,7 +223,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
         elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value
     if aside:
-        logger.info("%d tensors that read images or sound are left aside, %.2f GB", aside, size / 1e9)
+        logger.info("%d tensors for images or sound are not loaded, %.2f GB", aside, size / 1e9)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
@@ -299,9 +299,9 @@ def fill_parameters(
             label, dequantised[label, "out"] / 1e9, dequantised[label, "in"] / 1e9,
         )  # fmt: skip
     if missing:
-        raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
+        raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}")
     if unused:
-        logger.warning("tensors of the checkpoint that are not used: %s", _listed(unused))
+        logger.warning("tensors of the checkpoint that are not used: %s", listed(sorted(unused)))
 
 
 def _shape(value: Stored) -> list[int]:
@@ -319,9 +319,3 @@ def allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.dev
     param = nn.Parameter(values, meta.is_floating_point())  # others take no gradient
     setattr(module.get_submodule(owner), leaf, param)
     return param
-
-
-def _listed(names: Iterable[str], limit: int = 8) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

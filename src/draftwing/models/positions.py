@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from draftwing.errors import CheckpointError
 from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, yarn_attention_factor
 from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
@@ -27,7 +26,7 @@ def windows(
     """
     kinds = fields.texts("layer_types")
     for kind in set(kinds) - {FULL, SLIDING}:
-        raise refused(fields, "layer_types", kind)
+        raise fields.unsupported("layer_types", kind)
     window = fields.whole("sliding_window", 0, 2**40, -1) if fields.has("sliding_window") else default or -1
     if default is None or (switch and not fields.flag("use_sliding_window")):
         return ()
@@ -61,7 +60,7 @@ def ropes(
     theta = fields.number("rope_theta", 1, 1e15, theta)
     if local_theta is None:
         if any(isinstance(value, Mapping) for value in given.values()):
-            raise refused(fields, f"{key} per layer type", dict(given.items()))
+            raise fields.unsupported(f"{key} per layer type", dict(given.items()))
         return rope(given, theta, max_positions, partial), None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
@@ -101,12 +100,12 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
     if kind == "proportional":
         return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
     if not partial and share != 1:
-        raise refused(scaling, "partial_rotary_factor", share)
+        raise scaling.unsupported("partial_rotary_factor", share)
     # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.
     if kind == "default" or (kind == "dynamic" and scaling.get("alpha") is None):
         return RopeConfig(theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise refused(scaling, "rope_type", kind)
+        raise scaling.unsupported("rope_type", kind)
     factor = scaling.number("factor", 1e-3, 1e6)
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
@@ -146,8 +145,3 @@ def context(rope: RopeConfig, max_positions: int) -> int:
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
     return min(max_positions, MAX_POSITIONS)
-
-
-def refused(fields: Fields, key: str, value: object) -> CheckpointError:
-    """Returns a value that has no code here."""
-    return CheckpointError(f"{fields.where}: {fields.inside}{key} = {show(value)} is not supported")

@@ -72,8 +72,7 @@ def block_config(
     for what cannot be served."""
     fields, vocab = Fields(raw, "config"), target.config.vocab_size
     for key, neutral in _NEUTRAL.items():
-        if raw.get(key) is not None and raw[key] != neutral:
-            raise CheckpointError(f"config: {key} = {show(raw[key])} is not supported")
+        fields.check(key, (neutral,))
     markov = _markov(raw, weights)
     anchored = from_anchor(raw)
     windows, causal = _reach(fields, raw, config.num_layers)

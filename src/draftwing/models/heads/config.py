@@ -13,6 +13,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.fields import Fields
 from draftwing.models.heads.eagle3 import Eagle3Config
 from draftwing.requests.refusals import show
 
@@ -45,10 +46,9 @@ def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{name}: expected an object, found {show(own)}")
         for key, value in own.items():
             flat.setdefault(key, value)
+    fields = Fields(flat, "config")
     for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
-        value = flat.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{key}: expected a positive integer, found {show(value)}")
+        fields.whole(key, default=0)
     return flat
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, listed
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.layouts import read_matrix
 from draftwing.ops.types import QuantizedRows
@@ -73,9 +73,8 @@ def assembled(
         for part in _missing(scheme_of(module), parts)
     )
     if missing:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise CheckpointError(
-            f"tensors missing from the checkpoint: expected {', '.join(missing[:8])}{more}, as quantization_config "
+            f"tensors missing from the checkpoint: expected {listed(missing)}, as quantization_config "
             f"({quantization.method}) has it"
         )
 
