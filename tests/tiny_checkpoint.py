@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import tokenizers
 import torch
 from safetensors.torch import save_file
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_tokenizers import byte_level
 
 VOCAB = 258  # 256 bytes, <eos>, <pad>
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -56,10 +55,5 @@ def write_checkpoint(
 
 def write_tokenizer(folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json: a token per byte, <eos> 256, <pad> 257."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in ("<eos>", "<pad>")])
-    backend.save(str(folder / "tokenizer.json"))
+    byte_level("<eos>", "<pad>").save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))

@@ -12,6 +12,16 @@ from draftwing.text.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"
 
 
+def byte_level(*specials: str) -> tokenizers.Tokenizer:
+    """A token for each byte, and then special ones, from id 256 on."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(special, special=True) for special in specials])
+    return backend
+
+
 def sentencepiece(decoder: Any = None) -> Tokenizer:
     """Pieces with a visible leading space, byte fallback, two special tokens, an empty and a replacement piece."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]

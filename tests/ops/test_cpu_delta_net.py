@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_steps import PARENTS, ROWS, DeltaSteps
+from delta_steps import PARENTS, ROWS, DeltaSteps, check_dead_nodes
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec
@@ -98,12 +98,4 @@ def put(to: Batch | DeltaInputs, what: Batch | DeltaInputs) -> None:
 
 
 def test_dead_nodes_give_zeros(spec: DeltaSpec) -> None:
-    steps = steps_of(CpuOps(CPU), spec)
-    tree = steps.trees([0, 0, 0])
-    assert tree.path is not None and tree.path_len is not None
-    dead = tree._replace(
-        path_len=torch.tensor([[1, 2, 1]] * ROWS), path=torch.tensor([[[0, 0], [0, 1], [2, 2]]] * ROWS)
-    )
-    inputs = steps.inputs(ROWS * 3)
-    found, expected = steps.run(dead, inputs).view(ROWS, 3, -1), steps.run(tree, inputs).view(ROWS, 3, -1)
-    assert torch.equal(found[:, :2], expected[:, :2]) and not found[:, 2].any()
+    check_dead_nodes(steps_of(CpuOps(CPU), spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_steps import ACCEPTED, NODES, PARENTS, ROWS, SLOTS, DeltaSteps
+from delta_steps import ACCEPTED, NODES, PARENTS, ROWS, SLOTS, DeltaSteps, check_dead_nodes
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec
@@ -73,14 +73,7 @@ def _softplus_kernel(out, x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 def test_dead_nodes_give_zeros(spec: DeltaSpec, device: torch.device) -> None:
-    steps = steps_of(TritonOps(device), spec, torch.bfloat16)
-    tree = steps.trees([0, 0, 0])
-    dead = tree._replace(
-        path_len=torch.tensor([[1, 2, 1]] * ROWS), path=torch.tensor([[[0, 0], [0, 1], [2, 2]]] * ROWS)
-    )
-    inputs = steps.inputs(ROWS * 3)
-    found, expected = steps.run(dead, inputs).view(ROWS, 3, -1), steps.run(tree, inputs).view(ROWS, 3, -1)
-    assert torch.equal(found[:, :2], expected[:, :2]) and not found[:, 2].any()
+    check_dead_nodes(steps_of(TritonOps(device), spec, torch.bfloat16))
 
 
 @pytest.mark.parametrize("spec", LARGE)

@@ -474,22 +474,21 @@ def places_given_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HiddenStateBuffer, "_new", around)
 
 
-def skipped_as_seen(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: RecomputeFromTokens, req: Req, length: int, final: bool) -> Any:
+def parts_as_seen(patch: pytest.MonkeyPatch, cls: type[RecomputeFromTokens] | type[HiddenStatePool]) -> None:
+    def around(method: Any, self: Any, req: Req, length: int, final: bool) -> Any:
         kept = method(self, req, length, final)
         self._seen[req.slots[: req.sent + length]] = True
         return kept
 
-    wrap(patch, RecomputeFromTokens, "plan", around)
+    wrap(patch, cls, "plan", around)
+
+
+def skipped_as_seen(patch: pytest.MonkeyPatch) -> None:
+    parts_as_seen(patch, RecomputeFromTokens)
 
 
 def rested_as_seen(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: HiddenStatePool, req: Req, length: int, final: bool) -> Any:
-        kept = method(self, req, length, final)
-        self._seen[req.slots[: req.sent + length]] = True
-        return kept
-
-    wrap(patch, HiddenStatePool, "plan", around)
+    parts_as_seen(patch, HiddenStatePool)
 
 
 def answers_as_seen(patch: pytest.MonkeyPatch) -> None:

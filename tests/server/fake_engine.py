@@ -18,8 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_tokenizers import byte_level
 
 from draftwing.config.options import Options
 from draftwing.core import Output, TokenLogprobs, TracedNode, TracedStep
@@ -43,12 +42,7 @@ EOS = 256
 
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, and <eos> with id 256, which nothing else in the vocabulary contains."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
-    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, TEMPLATE)
+    tokenizer = Tokenizer(byte_level("<eos>"), {"eos_token": "<eos>"}, TEMPLATE)
     assert tokenizer.eos_id == EOS
     return tokenizer
 

@@ -106,7 +106,7 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
         await waits(16)
         refused = await ask("bob", 6)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-        assert "(--max-queued-requests) are 20" in refused.json()["message"]
+        assert "at most 20 (--max-queued-requests)" in refused.json()["message"]
         # carol's eight answers were eight requests of her ten in a minute.
         more = ask("carol", 4)
         assert (await more).status_code in (429, 503)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftwing.core import TreeShape
-from draftwing.sched.explain import described, number_of
+from draftwing.sched.explain import aligned, described, number_of
 
 Record = Mapping[str, Any]
 
@@ -24,8 +24,7 @@ def table(record: Record) -> list[str]:
             other = figure(plain)
             cells += [_number(other), f"{(value / other) ** better:.2f}x" if better and value and other else ""]
         rows.append(cells)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))).rstrip() for row in rows] + [""]
+    return [*aligned(rows), ""]
 
 
 def _quantile(key: str, name: str) -> Callable[[Record], float | None]:

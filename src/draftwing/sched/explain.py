@@ -88,8 +88,14 @@ def table(report: Mapping[str, Any]) -> list[str]:
                 _number(option["expected_tokens_per_second"], 0),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return ["  ".join((row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)))) for row in rows]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows as lines with columns of equal width, the first one's texts on the left, the others' on the
+    right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))).rstrip() for row in rows]
 
 
 def _option(entry: Entry, chosen: Entry | None) -> dict[str, Any]:

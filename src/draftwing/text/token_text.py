@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from draftwing.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -67,7 +69,6 @@ class TokenTexts:
 
 def _byte_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level vocabularies: printable bytes are themselves, the others are 256 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+    letters = ByteLevel.alphabet()
+    others = [byte for byte in range(256) if chr(byte) not in letters]
+    return {letter: ord(letter) if ord(letter) < 256 else others[ord(letter) - 256] for letter in letters}
