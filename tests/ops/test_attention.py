@@ -291,16 +291,16 @@ def test_kept_buffers_carry_nothing_over(backend: Backend, dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", [(8, 2, 256), (9, 3, 64), (3, 3, 40)])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_long_rows_equal_brute_force(nodes: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Chunks are fetched in one piece where their slots lie one after the other. A row of 11 chunks beside one of
+    """Chunks are fetched in one piece where their slots lie one after the other. A row of 13 chunks beside one of
     three, wherever their slots are, in one thread and in several."""
-    prefix, paths = [2600, 530], [[[0], [0, 1], [0, 2]][:nodes]] * 2
+    prefix, paths = [3300, 530], [[[0], [0, 1], [0, 2]][:nodes]] * 2
     counts = [length + nodes for length in prefix]
     generator, before = torch.Generator().manual_seed(nodes), torch.get_num_threads()
     orders = [torch.arange(sum(counts)), torch.randperm(sum(counts), generator=generator)]
-    orders.append(torch.cat((orders[0][700:], orders[0][:700])))  # a chunk of the long row in two pieces
+    orders.append(orders[0].roll(1700))  # a chunk of the long row in two pieces
     old, new, outs = make_tokens(sum(prefix), shape, dtype, 1), make_tokens(2 * nodes, shape, dtype, 2), []
     try:
-        for threads, order in ((1, orders[0]), (2, orders[0]), (2, orders[1]), (3, orders[2])):
+        for threads, order in ((1, orders[0]), *((2, order) for order in orders), (3, orders[0])):
             torch.set_num_threads(threads)
             pool, own = make_pool(shape, dtype), (order + 1).split(counts)
             table = torch.zeros(2, counts[0], dtype=torch.int64)

@@ -54,8 +54,8 @@ static int64_t thread_floats(const Attention *a) {
     return round_up(scratch_of(&t, a, NULL) - (float *)NULL, LANES);
 }
 
-/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, its heads of keys (one or all),
-   floats of a chunk's parts. */
+/* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, its heads of keys (one, or
+   all), floats of a chunk's parts. */
 typedef struct {
     int64_t tile, tiles, per, heads, size;
 } Plan;
@@ -120,7 +120,8 @@ static Plan plan_of(const Attention *a) {
         if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
         p.tile = (p.tile + 1) / 2;
     }
-    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= a->kv_heads * wanted;
+    const int64_t fewest = most(2 * wanted, SWEPT_CHUNKS * a->count * p.tiles); /* of a head */
+    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads;
     p.size = parts_size(p.tile * group, a->padded);
     p.heads = sweeps ? a->kv_heads : 1;
     p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);

@@ -11,7 +11,8 @@
 #define UNITS 4        /* of a thread, so that all end at about the same time */
 #define TICKETS 1024   /* tiles that may be several units */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
-#define SWEPT_ROWS 24  /* a tile of so many or less waits for memory, not for products; not swept */
+#define SWEPT_ROWS 24  /* query heads: a tile of so many or less waits for memory, see `Sweep`; measured: 3 to 16 */
+#define SWEPT_CHUNKS 4 /* of a tile, on average: the first of a unit is fetched by nobody; not swept */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
 #if defined(__AVX512BF16__)
@@ -24,7 +25,7 @@
 #if PART == 16
 #define SCORE_PARTS(rows) 4
 #define VALUE_PARTS(rows) 4
-#define SWEPT_LINES 4
+#define SWEPT_LINES 4 /* of a turn; measured: 1, 2, 4 */
 #elif PART == 8
 #define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
