@@ -266,11 +266,10 @@ class GroupGemm(PackedGemm[Tensor]):
         if isinstance(shape := kernels[cuts[0][0]][1], TallShape):  # so are those of others
             x = ordered(loaded.order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
+        whole = weight.codes, weight.scales, weight.zeros, bias, residual, out
         for key, features in cuts:
             kernel, shape = kernels[key]
-            tensors = weight.codes, weight.scales, weight.zeros, bias, residual, out
-            if features.start:
-                tensors = _from_feature(features.start, *tensors)
+            tensors = _from_feature(features.start, *whole) if features.start else whole
             grid = shape.grid(kind, rows, len(features), self._processors)
             kernel(grid, x, *tensors, rows, width, depth)
         return out
