@@ -23,7 +23,8 @@ from draftwing.sched.policy.cost import StepCost
 
 GRAPH_SECONDS = 4.0  # for replays of graphs
 REPLAYS = 3  # of a step with graphs, whose median counts
-CONTEXTS = (1024, 4096)  # tokens of each row
+# Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
+CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
 STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
 SIZES = (4, 16)  # batches beside that of one row

@@ -148,7 +148,7 @@ def _fetch_queries(q, first, begin, length, head, q_stride, into, HEADS: gl.cons
 
 
 @gluon.jit(do_not_specialize_on_alignment=["rows", "tiles"])
-def hopper_groups_kernel(
+def _hopper_groups_kernel(
     q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q_stride, table_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr,
     STAGES: gl.constexpr, LAST: gl.constexpr, FETCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.attention import AttentionKind
 from draftwing.ops.triton.attention import Workspace
-from draftwing.ops.triton.attention_groups import FETCHING, MULTIPLYING, hopper_groups_kernel
+from draftwing.ops.triton.attention_groups import FETCHING, MULTIPLYING, _hopper_groups_kernel
 from draftwing.ops.triton.attention_groups import WARPS as GROUP_WARPS
 from draftwing.ops.triton.attention_hopper_parts import merged, of_piece, scores, weights
 from draftwing.ops.triton.attention_tiles import PIECES
@@ -201,7 +201,7 @@ def hopper_prefill_attention(
     sizes = dict(HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages)
     grid, options = (tiles.shape[0] * kv_heads,), launch_options(q.device)
     if groups:
-        launched = hopper_groups_kernel[grid](
+        launched = _hopper_groups_kernel[grid](
             *args, **sizes, LAST=MULTIPLYING, FETCHING=FETCHING, num_warps=GROUP_WARPS, **options
         )
     else:
