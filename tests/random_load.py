@@ -116,7 +116,8 @@ def check(harness: Any, model: Any, seed: int) -> None:
 
 def _round(rng: random.Random, rig: Any, requests: list[Asked], expected: Any, name: str) -> None:
     """Submits all of them in another order, at once or one every few turns."""
-    waiting, every, gone = rng.sample(range(len(requests)), len(requests)), rng.choice((0, 1, 3)), set()
+    waiting, every = rng.sample(range(len(requests)), len(requests)), rng.choice((0, 1, 3))
+    gone: set[int] = set()
 
     def between(turn: int) -> None:
         for i in waiting[: 1 if every else None] if not every or turn % every == 0 else ():
@@ -131,7 +132,7 @@ def _round(rng: random.Random, rig: Any, requests: list[Asked], expected: Any, n
             for i in gone:
                 rig.sched.abort(f"{name}.{i}")
 
-    answers = None
+    answers: Any = None
     while waiting or not rig.loop.idle:
         between(0)
         answers = rig.run(answers, between=between)
