@@ -32,7 +32,7 @@ from draftwing.server.native.schema import (
     TokenizeRequest,
 )
 from draftwing.server.schema import split_prompts
-from draftwing.server.service import Service
+from draftwing.server.service import Generation, Service
 
 # Of a model with recurrent layers.
 STATE_NUMBERS = ("state_slots", "snapshots", "snapshot_bytes", "snapshot_hits", "snapshot_evictions")
@@ -49,24 +49,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
         async with read_generation(request, GenerateRequest) as body:
-            info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
-            names = _names(body.rid, count)
-            check = partial(body.each_sampling, count, info.sampling)
-            asked = await unless_disconnected(request, service.sampling(body, check))
-            service.check_room(sum(params.n for params, _ in asked))
-            every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
-            await unless_disconnected(
-                request, service.check_grammars([(one, _grammar_field(one, body)) for one, _ in asked])
-            )
-            requests = [
-                GenerationRequest(
-                    "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
-                )
-                for ids, (one, given), name, logprobs in zip(
-                    every, asked, names, body.each_logprobs(len(every)), strict=True
-                )
-            ]
-            generation = await service.submit(requests, body)
+            generation, batched = await unless_disconnected(request, _asked(service, body))
             texts = service.texts if body.return_text_in_logprobs else None
         return await respond(request, Generated(generation, batched, texts), body.stream)
 
@@ -83,6 +66,23 @@ def _add_generate(app: FastAPI, service: Service) -> None:
             raise RequestError("give rid, or abort_all: true", "rid")
         service.engine.abort(None if body.abort_all else body.rid)
         return Response(status_code=200)
+
+
+async def _asked(service: Service, body: GenerateRequest) -> tuple[Generation, bool]:
+    """Returns the answers to all prompts, and whether these came as a batch. Raises as `Service.submit`."""
+    info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
+    names = _names(body.rid, count)
+    asked = await service.sampling(body, partial(body.each_sampling, count, info.sampling))
+    service.check_room(sum(params.n for params, _ in asked))
+    every, batched = await service.encode(*body.prompt())
+    await service.check_grammars([(one, _grammar_field(one, body)) for one, _ in asked])
+    requests = [
+        GenerationRequest(
+            "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
+        )
+        for ids, (one, given), name, logprobs in zip(every, asked, names, body.each_logprobs(len(every)), strict=True)
+    ]
+    return await service.submit(requests, body), batched
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
