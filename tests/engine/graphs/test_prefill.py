@@ -198,6 +198,9 @@ def test_sizes_that_make_fewer_tokens_a_second_are_left_out():
         ((7.8, 9.0, 10.5, 13.0, 15.3, 20.0, 19.5), [896]),
         ((3, 4, 5, 6, 7, 8, 9), []),
         ((3, 4, 5, 5, 5, 5, 20), [512, 640, 768]),
+        # A device that 256 tokens fill: attention makes each token of more a little slower. 300 are not to take 41 ms.
+        ((10, 15.7, 21, 26.4, 31.9, 37.4, 43), []),
+        ((10, 15.7, 21, 26.4, 31.9, 40, 43), [896]),
     ):
         assert prefill_graphs.slow_sizes(dict(zip(sizes, times, strict=True))) == slow
     assert prefill_graphs.slow_sizes({}) == []

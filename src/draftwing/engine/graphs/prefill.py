@@ -14,6 +14,7 @@ leave what `commit` reads. So their memory is another than that of the stages.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +52,9 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # still. Swept in docs/dev/mixed_steps.md.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
-FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
+# Times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise. And times its own
+# seconds, that the next larger size may take in its place: a prompt that ends there cannot be cut, and is padded.
+FEWER, PADDED = 1.02, 1.1
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -139,9 +142,9 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows
-        of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are not looked
-        at. Nothing may run."""
+        """Drops sizes that take as long as a larger one, or little less and make fewer tokens a second than a smaller
+        one, as 896 rows of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES`
+        are not looked at. Nothing may run."""
         for size in reversed(self.sizes):
             if size >= MIXED_QUERIES:
                 self._fill(size, ())
@@ -297,17 +300,15 @@ class PrefillGraphs:
 
 
 def slow_sizes(times: Mapping[int, float]) -> list[int]:
-    """Returns sizes that are not worth a graph, never the largest. times: seconds by size."""
-    return [
-        size
-        for size, seconds in times.items()
-        if size < max(times)
-        and any(
-            seconds >= other if its > size else seconds / size > FEWER * other / its
-            for its, other in times.items()
-            if its != size
-        )
-    ]
+    """Returns sizes that are not worth a graph, ascending, never the largest. times: seconds by size."""
+    slow, above = list[int](), math.inf  # seconds of the next larger size that has a graph
+    for size, seconds in sorted(times.items(), reverse=True):
+        fewer = any(seconds / size > FEWER * its / smaller for smaller, its in times.items() if smaller < size)
+        if above <= (PADDED if fewer else 1.0) * seconds:
+            slow.append(size)
+        else:
+            above = seconds
+    return slow[::-1]
 
 
 def _words_of(found: Tensor, words: int) -> IntArray:
