@@ -18,7 +18,9 @@ from torch import Tensor
 COLUMNS = 6  # of a tile
 PIECES = 512  # blocks that leave partial results, at most: 64 KB each, of 128 rows and head_dim
 CUTS = (2, 3, 4, 6, 8)  # into how many pieces the longest is cut
-LEAST = 4  # units of a piece
+# Units of the longest piece, at least. Others of its tile then have three or more, and each row a key in each of them:
+# without one its maximum would be -inf, and its sums not numbers.
+LEAST = 4
 ENDS = 2.0  # units that take as long as to begin and to end a block
 WORTH = 0.98  # of the time, at most, that more pieces must leave
 
