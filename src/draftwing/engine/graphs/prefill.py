@@ -49,12 +49,12 @@ MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
-# still. Swept in docs/dev/mixed_steps.md.
+# still. Swept in docs/dev/mixed_steps.md, before tiles were cut into pieces (`attention_tiles`), of which fewer tokens
+# have enough.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
-# Times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise. And times its own
-# seconds, that the next larger size may take in its place: a prompt that ends there cannot be cut, and is padded.
-FEWER, PADDED = 1.02, 1.1
+FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
+PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones

@@ -1,8 +1,8 @@
 """How the attention of prefill chunks is cut into blocks, on the host.
 
 A tile is so many rows of a chunk, with all of their keys. A multiprocessor runs one, and with eight key heads 640
-tokens of an 8B model are 160: 132 run at once, and then 28, for as long. Behind 12,000 tokens these take as long as
-1,024. So the keys of the tiles that would come last are cut into pieces, which fill the device. Each piece has a
+tokens of an 8B model are 160: 132 run at once, and then 28, for as long. Behind 12,000 tokens, 640 take as long as
+1,024 do. So the keys of the tiles that would come last are cut into pieces, which fill the device. Each piece has a
 softmax of its own; whoever of a tile's pieces ends last merges them, in their order.
 """
 
