@@ -63,9 +63,9 @@ def test_every_key_is_some_pieces(seed: int) -> None:
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 def test_each_row_has_a_key_in_each_piece(group: int) -> None:
     """The maximum of none is -inf, and what it makes of sums is no number."""
-    cuts = set[int]()
+    cuts, room = set[int](), Room(128, 40, 512)
     for start, length in itertools.product(range(0, 3000, 37), (1, 63, 129, 400)):
-        for *_, at, count, first, cut in prefill_tiles([(0, 0, start, length)], group, 128, Room(128, 40, 512)).tolist():
+        for *_, at, count, first, cut in prefill_tiles([(0, 0, start, length)], group, 128, room).tolist():
             piece, pieces = cut // 32 % 32, cut % 32
             units = -(-(at + min((first + 127) // group + 1, count)) // 128)
             assert units * piece // pieces * 128 <= at + first // group
