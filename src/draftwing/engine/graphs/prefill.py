@@ -49,8 +49,8 @@ MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
-# still. Swept in docs/dev/mixed_steps.md, before tiles were cut into pieces (`attention_tiles`), of which fewer tokens
-# have enough.
+# still. Swept in docs/dev/mixed_steps.md. Where tiles are cut into pieces (`attention_tiles`) some 64 fill a device; in
+# mixed steps that makes no difference.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
 FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
