@@ -58,6 +58,8 @@ def test_every_key_is_some_pieces(seed: int) -> None:
             assert not own & places
             places |= own
     assert not places or max(places) < room.pieces
+    queries = sum(length for *_, length in spans)
+    assert len(found) <= queries * 4 // 128 + len(spans) + room.pieces, "more than `max_tiles` of a backend"
 
 
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
