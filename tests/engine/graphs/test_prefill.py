@@ -190,6 +190,25 @@ def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, mon
         assert prefills.run([Chunk(0, 0, 20, True)]) is not None and prefills.replays == before + 1
 
 
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_what_sizes_take_includes_recurrent_layers(harness, monkeypatch, kind):
+    """They leave padding out: a graph of nothing else would take less than prompts do."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    rig = rig_of(harness, model, monkeypatch, (16, 24), states=StateSizes(20, 4, 4))
+    states, ran = rig.executor.table.states, []
+
+    def timed(fn, times):
+        states.clear_dummy()
+        fn()
+        ran.append(all(layer.conv[states.dummy].any() for layer in states.layers.values()))
+        return [1.0]
+
+    monkeypatch.setattr(rig.executor.device, "timed", timed)
+    rig.executor.prefills.drop_slow()
+    assert ran == [True, True] and all(layer.state.isfinite().all() for layer in states.layers.values())
+
+
 def test_sizes_that_make_fewer_tokens_a_second_are_left_out():
     """Milliseconds of the products of an 8B model on an H200, of its forward on an H100, and what is no rule."""
     sizes = (256, 384, 512, 640, 768, 896, 1024)
