@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 
@@ -51,12 +52,27 @@ def test_every_key_is_some_pieces(seed: int) -> None:
         _, _, start, length, first = tile
         units = -(-(start + min((first + 127) // 4 + 1, length)) // room.unit)
         borders = [units * piece // pieces for piece in range(pieces + 1)]
-        assert pieces == 1 or min(b - a for a, b in pairwise(borders)) >= 3, "see the kernel"
+        assert pieces == 1 or min(b - a for a, b in pairwise(borders)) >= 3
         if pieces > 1:
             own = set(range(place, place + pieces))
             assert not own & places
             places |= own
     assert not places or max(places) < room.pieces
+    queries = sum(length for *_, length in spans)
+    assert len(found) <= queries * 4 // 128 + len(spans) + room.pieces, "more than `max_tiles` of a backend"
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+def test_each_row_has_a_key_in_each_piece(group: int) -> None:
+    """The maximum of none is -inf, and what it makes of sums is no number."""
+    cuts, room = set[int](), Room(128, 40, 512)
+    for start, length in itertools.product(range(0, 3000, 37), (1, 63, 129, 400)):
+        for *_, at, count, first, cut in prefill_tiles([(0, 0, start, length)], group, 128, room).tolist():
+            piece, pieces = cut // 32 % 32, cut % 32
+            units = -(-(at + min((first + 127) // group + 1, count)) // 128)
+            assert units * piece // pieces * 128 <= at + first // group
+            cuts.add(pieces)
+    assert max(cuts) > 2
 
 
 @pytest.mark.parametrize(

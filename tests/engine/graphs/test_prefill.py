@@ -190,6 +190,25 @@ def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, mon
         assert prefills.run([Chunk(0, 0, 20, True)]) is not None and prefills.replays == before + 1
 
 
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_what_sizes_take_includes_recurrent_layers(harness, monkeypatch, kind):
+    """They leave padding out: a graph of nothing else would take less than prompts do."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
+    rig = rig_of(harness, model, monkeypatch, (16, 24), states=StateSizes(20, 4, 4))
+    states, ran = rig.executor.table.states, []
+
+    def timed(fn, times):
+        states.clear_dummy()
+        fn()
+        ran.append(all(layer.conv[states.dummy].any() for layer in states.layers.values()))
+        return [1.0]
+
+    monkeypatch.setattr(rig.executor.device, "timed", timed)
+    rig.executor.prefills.drop_slow()
+    assert ran == [True, True] and all(layer.state.isfinite().all() for layer in states.layers.values())
+
+
 def test_sizes_that_make_fewer_tokens_a_second_are_left_out():
     """Milliseconds of the products of an 8B model on an H200, of its forward on an H100, and what is no rule."""
     sizes = (256, 384, 512, 640, 768, 896, 1024)
@@ -198,6 +217,9 @@ def test_sizes_that_make_fewer_tokens_a_second_are_left_out():
         ((7.8, 9.0, 10.5, 13.0, 15.3, 20.0, 19.5), [896]),
         ((3, 4, 5, 6, 7, 8, 9), []),
         ((3, 4, 5, 5, 5, 5, 20), [512, 640, 768]),
+        # A device that 256 tokens fill: attention makes each token of more a little slower. 300 are not to take 41 ms.
+        ((10, 15.7, 21, 26.4, 31.9, 37.4, 43), []),
+        ((10, 15.7, 21, 26.4, 31.9, 40, 43), [896]),
     ):
         assert prefill_graphs.slow_sizes(dict(zip(sizes, times, strict=True))) == slow
     assert prefill_graphs.slow_sizes({}) == []

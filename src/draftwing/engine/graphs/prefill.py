@@ -14,6 +14,7 @@ leave what `commit` reads. So their memory is another than that of the stages.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,10 +49,12 @@ MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
-# still. Swept in docs/dev/mixed_steps.md.
+# still. Swept in docs/dev/mixed_steps.md. Where tiles are cut into pieces (`attention_tiles`) some 64 fill a device; in
+# mixed steps that makes no difference.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
 FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
+PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -139,12 +142,12 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, or make fewer tokens a second than a smaller one, as 896 rows
-        of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES` are not looked
-        at. Nothing may run."""
+        """Drops sizes that take as long as a larger one, or little less and make fewer tokens a second than a smaller
+        one, as 896 rows of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES`
+        are not looked at. Nothing may run."""
         for size in reversed(self.sizes):
             if size >= MIXED_QUERIES:
-                self._fill(size, ())
+                self._fill(size, [Chunk(self._table.rows, 0, size, True)])  # recurrent layers run for no padding
                 self.seconds[size] = min(self._device.timed(self._graphs[size][0], TIMES))
         for size in slow_sizes(self.seconds):
             log.debug("%d tokens of prompts take too long: they have no graph", size)
@@ -297,17 +300,15 @@ class PrefillGraphs:
 
 
 def slow_sizes(times: Mapping[int, float]) -> list[int]:
-    """Returns sizes that are not worth a graph, never the largest. times: seconds by size."""
-    return [
-        size
-        for size, seconds in times.items()
-        if size < max(times)
-        and any(
-            seconds >= other if its > size else seconds / size > FEWER * other / its
-            for its, other in times.items()
-            if its != size
-        )
-    ]
+    """Returns sizes that are not worth a graph, ascending, never the largest. times: seconds by size."""
+    slow, above = list[int](), math.inf  # seconds of the next larger size that has a graph
+    for size, seconds in sorted(times.items(), reverse=True):
+        fewer = any(seconds / size > FEWER * its / smaller for smaller, its in times.items() if smaller < size)
+        if above <= (PADDED if fewer else 1.0) * seconds:
+            slow.append(size)
+        else:
+            above = seconds
+    return slow[::-1]
 
 
 def _words_of(found: Tensor, words: int) -> IntArray:

@@ -26,7 +26,7 @@ REPLAYS = 3  # of a step with graphs, whose median counts
 # Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
-STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
+STEPS = 3  # without graphs, or turns of them: the first ones make constants and memory, so the fast ones count
 SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
 

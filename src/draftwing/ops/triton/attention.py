@@ -35,8 +35,8 @@ PARTIAL_BYTES = 256 << 20  # most memory for partial results; where they need mo
 
 
 class Workspace:
-    """Partial results and tickets of `tree_attention`: made once, shared by all layers and graphs. Launches that share
-    one must follow each other on one stream."""
+    """Partial results and tickets of attention, of trees and of prompts: made once, shared by all layers and
+    graphs. Launches that share some, by their names, must follow each other on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

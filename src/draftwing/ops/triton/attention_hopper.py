@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.attention import AttentionKind
 from draftwing.ops.triton.attention import Workspace
+from draftwing.ops.triton.attention_common import Tiling
 from draftwing.ops.triton.attention_groups import FETCHING, MULTIPLYING, _hopper_groups_kernel
 from draftwing.ops.triton.attention_groups import WARPS as GROUP_WARPS
 from draftwing.ops.triton.attention_hopper_parts import merged, of_piece, scores, weights
@@ -189,18 +190,18 @@ def reads(kv: Tensor) -> bool:
 
 def hopper_prefill_attention(
     q: Tensor, kv: Tensor, table: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, workspace: Workspace, scale: float,
-    v_scale: float, unit: int, stages: int, groups: bool,
+    v_scale: float, tiling: Tiling,
 ) -> None:  # fmt: skip
-    """As `attention_prefill.prefill_attention`, whose tiles are of `ROWS`. scale: of scores, in powers of 2. unit:
-    positions that share one maximum; stages: units in shared memory; groups: by `attention_groups`."""
+    """As `attention_prefill.prefill_attention`, whose tiles are of `ROWS`. scale: of scores, in powers of 2."""
     kv_heads, dim = kv.shape[1], kv.shape[3]
     parts = workspace.take("prompts' parts", PIECES * ROWS * dim, torch.float32)
     stats = workspace.take("prompts' stats", PIECES * ROWS * 2, torch.float32)
     tickets = workspace.take("prompts' tickets", 2 * PIECES, torch.int32)
     args = (q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q.stride(0), table.stride(0))
-    sizes = dict(HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS, UNIT=unit, STAGES=stages)
+    sizes = dict(HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS)
+    sizes |= dict(UNIT=tiling.overlap_unit, STAGES=tiling.overlap_stages)
     grid, options = (tiles.shape[0] * kv_heads,), launch_options(q.device)
-    if groups:
+    if tiling.overlap_groups:
         launched = _hopper_groups_kernel[grid](
             *args, **sizes, LAST=MULTIPLYING, FETCHING=FETCHING, num_warps=GROUP_WARPS, **options
         )

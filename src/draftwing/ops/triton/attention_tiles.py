@@ -1,8 +1,8 @@
 """How the attention of prefill chunks is cut into blocks, on the host.
 
 A tile is so many rows of a chunk, with all of their keys. A multiprocessor runs one, and with eight key heads 640
-tokens of an 8B model are 160: 132 run at once, and then 28, for as long. Behind 12,000 tokens these take as long as
-1,024. So the keys of the tiles that would come last are cut into pieces, which fill the device. Each piece has a
+tokens of an 8B model are 160: 132 run at once, and then 28, for as long. Behind 12,000 tokens, 640 take as long as
+1,024 do. So the keys of the tiles that would come last are cut into pieces, which fill the device. Each piece has a
 softmax of its own; whoever of a tile's pieces ends last merges them, in their order.
 """
 
@@ -18,7 +18,9 @@ from torch import Tensor
 COLUMNS = 6  # of a tile
 PIECES = 512  # blocks that leave partial results, at most: 64 KB each, of 128 rows and head_dim
 CUTS = (2, 3, 4, 6, 8)  # into how many pieces the longest is cut
-LEAST = 4  # units of a piece
+# Units of the longest piece, at least. Others of its tile then have three or more, and each row a key in each of them:
+# without one its maximum would be -inf, and its sums not numbers.
+LEAST = 4
 ENDS = 2.0  # units that take as long as to begin and to end a block
 WORTH = 0.98  # of the time, at most, that more pieces must leave
 
