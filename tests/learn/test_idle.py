@@ -108,23 +108,23 @@ def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: Id
     assert end(training) and not training.out.exists() and not training.active
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGRTMIN + 3, "failed"])
 def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
-    training: IdleTraining, clock: Clock, how: str
+    training: IdleTraining, clock: Clock, how: int | str
 ) -> None:
     training.start("parent")
     until(lambda: count(training) > 0)
-    if how == "killed":
+    if isinstance(how, int):
         assert training._process is not None
-        training._process.send_signal(signal.SIGKILL)
+        training._process.send_signal(how)
     else:
         (training.out / "end").write_text("2")
     assert not end(training)
     clock.now += IDLE
     assert not training.due(), "not at once"
     clock.now += RETRY_SECONDS
-    assert training.due() and training.work_left() == (how == "killed")
-    assert training.out.exists() == (how == "killed")
+    assert training.due() and training.work_left() == (how != "failed")
+    assert training.out.exists() == (how != "failed")
 
 
 def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class IdleTraining:
         self._process = None
         self._ended = code >= 0  # what was killed goes on
         if code:
-            how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+            how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
             logger.warning("learning: training ended %s; its messages are above", how)
             self._not_before = self._clock() + RETRY_SECONDS
         return code == 0

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         if not lacks_memory(error):
             raise
+        if memory == resource.RLIM_INFINITY:
+            sys.exit("learning: training needs more memory than there is")
         sys.exit(f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory "
                  "that was free when the server was ready")  # fmt: skip
 
