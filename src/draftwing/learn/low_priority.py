@@ -16,6 +16,7 @@ PR_SET_PDEATHSIG = 1
 _NO_MEMORY = (
     "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
     "failed to map segment", "annot map zero-fill pages", "bad_alloc",
+    "without setting an exception", "error return without exception set",
 )  # fmt: skip
 
 
