@@ -108,23 +108,27 @@ def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: Id
     assert end(training) and not training.out.exists() and not training.active
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGRTMIN + 3, "failed"])
 def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
-    training: IdleTraining, clock: Clock, how: str
+    training: IdleTraining, clock: Clock, how: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.start("parent")
     until(lambda: count(training) > 0)
-    if how == "killed":
+    if isinstance(how, int):
         assert training._process is not None
-        training._process.send_signal(signal.SIGKILL)
+        training._process.send_signal(how)
     else:
         (training.out / "end").write_text("2")
     assert not end(training)
+    assert (
+        f"{'exit code 2' if how == 'failed' else f'signal {int(how)}'}; its messages are above. It may take 8,590 MB"
+        in caplog.text
+    )
     clock.now += IDLE
     assert not training.due(), "not at once"
     clock.now += RETRY_SECONDS
-    assert training.due() and training.work_left() == (how == "killed")
-    assert training.out.exists() == (how == "killed")
+    assert training.due() and training.work_left() == (how != "failed")
+    assert training.out.exists() == (how != "failed")
 
 
 def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:
@@ -184,6 +188,7 @@ def test_too_little_memory_is_said_in_a_sentence(tmp_path: Path, megabytes: int)
 
 def test_other_faults_are_not_taken_for_a_lack_of_memory() -> None:
     assert not lacks_memory(ValueError("expected a head")) and lacks_memory(MemoryError())
+    assert lacks_memory(SystemError("error return without exception set"))
     try:
         try:
             raise RuntimeError("can't start new thread")

@@ -11,6 +11,8 @@ from typing import Any
 import moe_models
 import pytest
 from fake_engine import FakeEngine
+from gguf import GGMLQuantizationType as Type
+from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, with_layer
 from scripted import client_of, wait_until
 
@@ -293,6 +295,15 @@ def test_training_begins_with_the_layers_of_a_model_without_a_head(tmp_path: Pat
         assert words[words.index("--algorithm") + 1] == "MTP"
         engine: Any = Engine(tmp_path, model=folder, speculative_algorithm=algorithm, speculative_draft_model_path=None)
         assert Learning(engine, tmp_path)._folder_of(None) == folder
+    # In a file next to the model's, which EAGLE drafts with, too.
+    beside = write(tmp_path / "Q-Q8_0.gguf", theirs.config, dict(theirs.state_dict()), Type.Q8_0)
+    both = {**theirs.state_dict(), **layer_weights(theirs)}
+    side = write(tmp_path / "mtp-Q-Q8_0.gguf", theirs.config, both, Type.Q8_0, only_mtp=True)
+    for algorithm in ("NEXTN", "EAGLE", "EAGLE+NGRAM"):
+        asked = Options.from_kwargs(
+            model=str(beside), speculative_algorithm=algorithm, speculative_draft_model_path=str(side)
+        )
+        assert arguments(asked)[:2] == ["--algorithm", "MTP"]
     theirs = moe_models.reference("glm4-moe")
     weights = moe_models.published(theirs, moe_models.predicting(theirs))
     experts = moe_models.with_layer(tmp_path / "experts", theirs, weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from draftwing.train.domains import BEGINNING, domains
 from draftwing.train.judge import SMALL
@@ -43,6 +44,26 @@ def test_one_kind_of_prompt_is_one_domain() -> None:
     assert set().union(*counted(*questions)) == {"a, domain 1"}, "whose first words are alike"
     assert counted([[*TEMPLATE, 5, 6]] * 20) == [{"a, domain 1": 20}]
     assert counted([[*TEMPLATE, 5, 6]] * 20 + [TEMPLATE] * 20) == [{"a, domain 1": 40}]
+
+
+def turns(system: list[int], count: int, seed: int, end: list[int]) -> list[list[int]]:
+    """The prompts of one conversation. end: of each of them, which is not there where the next one goes on."""
+    draw, text, found = np.random.default_rng(seed), [*TEMPLATE, *system], []
+    for _ in range(count):
+        text = [*text, *draw.integers(100, 5000, size=20).tolist(), 7, 8]
+        found.append([*text, *end])
+    return found
+
+
+@pytest.mark.parametrize("end", [[], [40, 41]])
+def test_turns_of_a_conversation_are_one_kind(end: list[int]) -> None:
+    support, rust = [30, 31, 32, 33, 34, 35, 36, 37], [30, 31, 40, 41, 42, 43, 44, 45, 46, 47]
+    assert counted(turns(support, 40, 1, end)) == [{"a, domain 1": 40}]
+    of_support = [turns(support, 20, seed, end) for seed in range(5)]
+    assert set().union(*counted(*of_support)) == {"a, domain 1"}, "of one system prompt"
+    both = counted(*of_support, *(turns(rust, 20, seed, end) for seed in range(5, 8)))
+    assert both == [{"a, domain 1": 20}] * 5 + [{"a, domain 2": 20}] * 3
+    assert counted([[1]], *of_support, [[]])[1:-1] == [{"a, domain 1": 20}] * 5, "nothing goes on from nothing"
 
 
 def test_each_client_has_domains_of_its_own() -> None:

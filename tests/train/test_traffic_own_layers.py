@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import gemma4_models
 import moe_models
 import pytest
 import torch
@@ -24,8 +25,9 @@ from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.models.heads.mtp import check_trainable
 from draftwing.models.heads.own_layers import layers_to_learn
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_config, load_model
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import load_head
 
@@ -157,6 +159,9 @@ def test_layers_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
     two = mimo(3, layers=2).write(tmp_path / "two")
     with pytest.raises(ConfigError, match="takes one prediction layer, MiMoForCausalLM has 2"):
         layers_to_learn(Options.from_kwargs(model=str(two)).resolve())
+    gemma4_models.reference("dense").save_pretrained(tmp_path / "windows")
+    with pytest.raises(ConfigError, match="found attention with a window"):
+        check_trainable(load_config(tmp_path / "windows"), 1)
     theirs = reference("qwen3.5")
     theirs.save_pretrained(tmp_path / "plain")
     assert layers_to_learn(Options.from_kwargs(model=str(tmp_path / "plain")).resolve()) is None

@@ -239,9 +239,11 @@ def test_a_head_that_forgets_is_merged_with_less_of_what_was_trained(
 ) -> None:
     # What is found for each weight. Where less of it ends all gain, the weight before stays.
     least_of_it = [(1.1, 0.975), (1.05, 0.975), (1.04, 0.985)]
-    gains = iter([*least_of_it, (1.1, 0.975), (1.0, 0.99), *least_of_it])
+    gains = iter([*least_of_it, (1.1, 0.975), (1.0, 0.99), *least_of_it, (1.1, 1.0)])
+    kept = []
 
-    def judged(*_: object) -> Judgement:
+    def judged(*given: Any) -> Judgement:
+        kept.append(given[-1])
         traffic, general = (Comparison(40, 2.0, 2.0 * gain, gain, 0.001) for gain in next(gains))
         return Judgement(traffic, {}, general)
 
@@ -268,3 +270,10 @@ def test_a_head_that_forgets_is_merged_with_less_of_what_was_trained(
     found = load_head(most.folder, target, "EAGLE3")
     torch.testing.assert_close(found.norm.weight, 0.2 * before["norm.weight"] + 0.8 * trained["norm.weight"])
     assert least.figures["taken"] and least.sha256 == record.sha256
+    # What is trained from it has to make up for what it has forgotten.
+    out, rest = (
+        str(served.folder / "forgetful next"),
+        ("--general-share", "0.05", "--epochs", "0.1", "--max-tokens", "16"),
+    )
+    served.train("forgetful", "--out", out, *rest, head=record.folder)
+    assert kept[:-1] == [1.0] * 8 and kept[-1] == record.figures["kept"] == 0.985

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from resource import RLIM_INFINITY
 
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import RUN, TrafficStore
@@ -107,8 +108,10 @@ class IdleTraining:
         self._process = None
         self._ended = code >= 0  # what was killed goes on
         if code:
-            how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-            logger.warning("learning: training ended %s; its messages are above", how)
+            how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+            # Not all that finds no memory says so: libraries end the process.
+            limit = "" if self._memory == RLIM_INFINITY else f". It may take {self._memory / 1e6:,.0f} MB of memory"
+            logger.warning("learning: training ended %s; its messages are above%s", how, limit)
             self._not_before = self._clock() + RETRY_SECONDS
         return code == 0
 

@@ -16,6 +16,7 @@ PR_SET_PDEATHSIG = 1
 _NO_MEMORY = (
     "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
     "failed to map segment", "annot map zero-fill pages", "bad_alloc",
+    "without setting an exception", "error return without exception set",
 )  # fmt: skip
 
 
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         if not lacks_memory(error):
             raise
+        if memory == resource.RLIM_INFINITY:
+            sys.exit("learning: training needs more memory than there is")
         sys.exit(f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory "
                  "that was free when the server was ready")  # fmt: skip
 

@@ -135,8 +135,9 @@ class Learning(Watcher):
         if training.due() and await asyncio.to_thread(training.work_left):
             costs = (await self._engine.stats())["chain_seconds"]
             await asyncio.to_thread(write_json, self._folder / COSTS, costs)
+            head = await asyncio.to_thread(self._folder_of, self.head)  # which may read a model's files
             if not self._stops and not self._engine.active:
-                training.start(self._folder_of(self.head))
+                training.start(head)
 
     def _folder_of(self, number: int | None) -> str:
         """Raises ConfigError where there is none."""
@@ -203,7 +204,8 @@ def arguments(options: Options) -> list[str]:
     drafters whose heads, and prediction layers, are not trained."""
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
-    if KIND in heads and options.speculative_draft_model_path is None:
+    path = options.speculative_draft_model_path
+    if KIND in heads and (path is None or path.endswith(".gguf")):  # which EAGLE drafts with, too
         layers_to_learn(options)  # refuses those that are not trained
         heads = (KIND,)
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from draftwing.train.judge import SMALL
 
 BEGINNING = 4  # tokens in which prompts of a kind agree at least: questions mostly do not, whose first words are alike
+LEAST = 2  # conversations of a kind: the turns of a single one begin alike, too
 
 Prompts = Sequence[tuple[str, Sequence[int]]]  # keys and token ids
 
@@ -20,8 +23,26 @@ def domains(prompts: Mapping[str, Sequence[int]], clients: Mapping[str, str]) ->
         of_client.setdefault(clients[key], []).append((key, ids))
     found = dict[str, str]()
     for client, own in of_client.items():
-        for number, group in enumerate(sorted(_split(own, SMALL * len(own)), key=len, reverse=True), 1):
-            found |= {key: f"{client}, domain {number}" for key, _ in group}
+        turns = _conversations(own)
+        kinds = _split([(key, prompts[key]) for key in turns], max(LEAST, SMALL * len(turns)))
+        groups = [[key for first, _ in kind for key in turns[first]] for kind in kinds]
+        for number, group in enumerate(sorted(groups, key=len, reverse=True), 1):
+            found |= dict.fromkeys(group, f"{client}, domain {number}")
+    return found
+
+
+def _conversations(group: Prompts) -> dict[str, list[str]]:
+    """Returns the keys of all prompts by that of the first one of the same conversation, which they go on from. Some
+    templates end a prompt with what a later one does not have there, such as an empty thought."""
+    end = _shared([(key, ids[: -BEGINNING - 1 : -1]) for key, ids in group], 0)
+    # Bytes that sort as the token ids do, so that what goes on from a prompt follows it.
+    begun = [(np.asarray(ids[: max(len(ids) - end, 0)], dtype=">u4").tobytes(), key) for key, ids in group]
+    found: dict[str, list[str]] = {}
+    last, shortest = b"", 4 * BEGINNING
+    for text, key in sorted(begun):
+        if len(last) <= shortest or text == last or not text.startswith(last):
+            last, first = text, key
+        found.setdefault(first, []).append(key)
     return found
 
 

@@ -91,7 +91,7 @@ class Judgement:
 
     def forgets(self, least: float) -> bool:
         """Whether less of general text is left than `least`, and less than the parent has."""
-        return self.general is not None and self.kept < least and self.general.gain <= 1
+        return self.general is not None and self.kept < least and self.general.gain < 1
 
     @property
     def taken(self) -> bool:

@@ -59,6 +59,14 @@ def test_custom_calls_with_and_without_stream(api: openai.OpenAI, scripted: Scri
     assert edit in scripted.prompt and f"<tool>done by edit for {whole[0]['id']}</tool>" in scripted.prompt
 
 
+def test_a_stop_string_within_an_input_makes_no_call(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    """Or a client would apply a part of a patch. What stands behind the input cuts nothing."""
+    scripted.script = f"{written(('edit', {'input': TEXT}))} end"
+    for stop, reason in (("é", "stop"), ("+", "stop"), ("end", "tool_calls")):
+        said = api.chat.completions.create(model="m", messages=ASKED, tools=[EDIT], stop=stop).choices[0]
+        assert (said.finish_reason, streamed(api, tools=[EDIT], stop=stop)[1]) == (reason, reason), stop
+
+
 def test_the_format_is_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     scripted.script = "Fine."
     api.chat.completions.create(model="m", messages=ASKED, tools=[NOW, EDIT])

@@ -158,8 +158,14 @@ def check_trainable(config: ModelConfig, count: int) -> None:
     if count != 1:
         raise ConfigError(f"training takes one prediction layer, {config.architecture} has {count}")
     layer = _layer_of(config)
-    if layer.experts is not None or not isinstance(layer.mixer, AttentionConfig):
-        found = "experts" if layer.experts is not None else "attention over latents"
+    mixer, found = layer.mixer, ""
+    if layer.experts is not None:
+        found = "experts"
+    elif not isinstance(mixer, AttentionConfig):
+        found = "attention over latents"
+    elif mixer.window or mixer.sinks or mixer.scalar:
+        found = "attention with a window, sinks or a scale of its own"
+    if found:
         raise ConfigError(
             f"the prediction layers of {config.architecture} cannot be trained: expected plain attention and one MLP, "
             f"found {found}"

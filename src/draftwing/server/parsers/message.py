@@ -75,7 +75,8 @@ class MessageReader:
             None if style.tools is None else ToolParser(style.tools, style.names, style.parallel, style.constrained)
         )
         self._held = ""  # reasoning that is not streamed
-        self._input: InputReader | None = None  # of the newest call, where that is of a custom tool
+        self._written: list[str] = []  # arguments of the newest call, also where it is of a custom tool
+        self._input: InputReader | None = None  # of that, where it is of a custom tool
         self._counted = False
 
     @property
@@ -92,9 +93,7 @@ class MessageReader:
 
         stop: what ended the answer, as `Answer.matched_stop`.
         """
-        if not self.calls or not isinstance(stop, str) or self.calls[-1].custom:
-            return bool(self.calls)
-        return _is_json(self.calls[-1].arguments)
+        return bool(self.calls) and (not isinstance(stop, str) or _is_json("".join(self._written)))
 
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
         """Takes the next piece of text; returns what became certain. ids: all tokens of the answer so far."""
@@ -122,7 +121,7 @@ class MessageReader:
     def _given(self, parts: Iterable[Part], final: bool) -> list[Part]:
         """Joins texts, and reasoning, that follow each other, and keeps what is given out."""
         found: list[Part] = []
-        for kind, group in groupby(self._with_inputs(parts, final) if self._style.customs else parts, type):
+        for kind, group in groupby(self._with_inputs(parts, final), type):
             texts: list[str] = []
             for part in group:
                 if not isinstance(part, CallPiece):
@@ -146,6 +145,9 @@ class MessageReader:
             if not isinstance(part, CallPiece) or part.name is not None:
                 yield from self._end_input()
             if isinstance(part, CallPiece):
+                if part.name is not None:
+                    self._written = []
+                self._written.append(part.arguments)
                 if part.name in self._style.customs:
                     self._input = InputReader()
                 if self._input is not None:

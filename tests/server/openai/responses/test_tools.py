@@ -288,6 +288,24 @@ def test_hints_are_accepted_and_named(url: str, scripted: ScriptedEngine, body: 
     assert ignored(url, **body) == ([name] if name else [])
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "computer_call", "id": "c", "call_id": "c", "action": {}, "pending_safety_checks": []},
+        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot", "image_url": "u"}},
+        {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [{"name": "x", "input_schema": {}}]},
+        {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True, "reason": "r"},
+        {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "", "stderr": "", "outcome": {}}]},
+        {"type": "image_generation_call", "id": "i", "status": "completed", "result": "aGk=", "revised_prompt": "x"},
+    ],
+    ids=lambda item: str(item["type"]),
+)
+def test_items_of_other_kinds_are_refused_by_their_type(url: str, item: dict[str, Any]) -> None:
+    answer = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": [item]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input.0.type") and repr(item["type"]) in error["message"]
+
+
 def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: ScriptedEngine) -> None:
     scripted.script = "Fine."
     hidden = {"encrypted_content": "gAAA", "status": "completed"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, model_validator
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import no_text, show
@@ -39,6 +39,13 @@ INCLUDED = (
 _BOOKKEEPING = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
+_KINDS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "additional_tools", "item_reference",
+)  # fmt: skip
+_PASSED_OVER = ("web_search_call",)  # of another server, whose answer is in the message behind it
+
+
 class Content(
     Body,
     hints="prompt_cache_breakpoint",
@@ -52,11 +59,7 @@ class Content(
     refusal: str | None = None
 
 
-class Item(
-    Body,
-    other_kinds="action code container_id error execution operation outputs queries result results server_label",
-    bookkeeping=" ".join(_BOOKKEEPING),
-):
+class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
     """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
 
     type: str | None = None
@@ -72,6 +75,13 @@ class Item(
     tools: list[ResponsesTool] | None = None
     encrypted_content: str | None = None
     id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fields_of_other_kinds(cls, item: Any) -> Any:
+        """Leaves of an item of another kind its type, by which it is refused or passed over: its fields may be any."""
+        kind = item.get("type") if isinstance(item, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in _KINDS else item
 
     @property
     def kind(self) -> str:
@@ -228,6 +238,8 @@ def _conversation(items: Sequence[tuple[str, Item]], instructions: str | None) -
 def _add(found: Conversation, item: Item, where: str) -> None:
     """Adds an item of the field `where` to a conversation. Raises RequestError for what it cannot be."""
     kind = item.kind
+    if kind in _PASSED_OVER:
+        return
     if kind == "reasoning":
         _only(item, ("content", "summary", "encrypted_content"), where)
         if thought := _thought(item, where):
@@ -245,8 +257,6 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
     elif kind == "additional_tools":
         _only(item, ("role", "tools"), where)
-    elif kind == "web_search_call":
-        _only(item, ("action", "results"), where)  # of another server, whose answer is in the message behind it
     elif kind == "message" and item.role is not None:
         _only(item, ("role", "content"), where)
         if item.role == "assistant":
