@@ -76,6 +76,7 @@ class MessageReader:
         )
         self._held = ""  # reasoning that is not streamed
         self._input: InputReader | None = None  # of the newest call, where that is of a custom tool
+        self._cut = False  # whether the newest of these inputs ended before its end
         self._counted = False
 
     @property
@@ -92,9 +93,9 @@ class MessageReader:
 
         stop: what ended the answer, as `Answer.matched_stop`.
         """
-        if not self.calls or not isinstance(stop, str) or self.calls[-1].custom:
+        if not self.calls or not isinstance(stop, str):
             return bool(self.calls)
-        return _is_json(self.calls[-1].arguments)
+        return not self._cut if self.calls[-1].custom else _is_json(self.calls[-1].arguments)
 
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
         """Takes the next piece of text; returns what became certain. ids: all tokens of the answer so far."""
@@ -155,7 +156,9 @@ class MessageReader:
             yield from self._end_input()
 
     def _end_input(self) -> Iterator[CallPiece]:
-        rest, self._input = "" if self._input is None else self._input.finish(), None
+        if self._input is None:
+            return
+        rest, self._cut, self._input = self._input.finish(), self._input.cut, None
         if rest:
             yield CallPiece(len(self.calls) - 1, rest, custom=True)
 
@@ -163,6 +166,6 @@ class MessageReader:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
