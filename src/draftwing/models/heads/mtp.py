@@ -153,13 +153,20 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
     return next((layer for layer in able if layer.experts is not None), able[0])
 
 
+def untrained(config: ModelConfig) -> str | None:
+    """Returns what prediction layers of such a model have that is not trained; None where they can be."""
+    layer = _layer_of(config)
+    if layer.experts is not None:
+        return "experts"
+    return None if isinstance(layer.mixer, AttentionConfig) else "attention over latents"
+
+
 def check_trainable(config: ModelConfig, count: int) -> None:
     """Raises ConfigError for a model whose `count` prediction layers are more, or of another kind, than is trained."""
     if count != 1:
         raise ConfigError(f"training takes one prediction layer, {config.architecture} has {count}")
-    layer = _layer_of(config)
-    if layer.experts is not None or not isinstance(layer.mixer, AttentionConfig):
-        found = "experts" if layer.experts is not None else "attention over latents"
+    found = untrained(config)
+    if found is not None:
         raise ConfigError(
             f"the prediction layers of {config.architecture} cannot be trained: expected plain attention and one MLP, "
             f"found {found}"
