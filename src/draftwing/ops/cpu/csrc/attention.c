@@ -12,9 +12,9 @@
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
-   chunks of a tile, or, where threads wait for memory, of its tiles with all heads of keys, so that a token's keys and
-   values are read in one piece. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the
-   thread that ends the last unit joins them. */
+   chunks of a tile. Where threads wait for memory it is these chunks of the tiles of all heads of keys, so that a
+   token's keys and values are read in one piece; then all chunks are stored. Else a tile that is one unit is joined as
+   it goes, and of one of several units the chunks are stored. The thread that ends the last unit joins them. */
 
 #include "attention.h"
 
@@ -129,7 +129,7 @@ static Plan plan_of(const Attention *a) {
         Cursor c = cursor_of(p);
         while (next_tile(a, &c)) {}
         if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
-        p.per *= 2 * p.heads;
+        p.per *= p.heads > 1 ? p.heads : 2; /* as many units, each of one head: some tiles are one */
         p.heads = 1;
     }
 }
