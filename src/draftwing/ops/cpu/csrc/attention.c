@@ -121,7 +121,9 @@ static Plan plan_of(const Attention *a) {
         p.tile = (p.tile + 1) / 2;
     }
     const int64_t fewest = most(2 * wanted, SWEPT_CHUNKS * a->count * p.tiles); /* of a head */
-    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads;
+    /* Fewer turns than a chunk has lines to fetch would leave lines out, which takes longer than not to sweep. */
+    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads &&
+                       64 * SWEPT_LINES * chunk_turns(a, p.tile * group) >= CHUNK * a->parts * row_bytes(a);
     p.size = parts_size(p.tile * group, a->padded);
     p.heads = sweeps ? a->kv_heads : 1;
     p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);
