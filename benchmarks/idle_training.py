@@ -88,7 +88,8 @@ def request(llm: LLM, training: IdleTraining, trains: bool, pause: float, params
 def report(seconds: dict[str, list[float]]) -> None:
     draws, ranks = np.random.default_rng(0), np.array([50, 90, 99])
     pairs = np.array([seconds["without"], seconds["with"]])  # [2, pairs]
-    blocks = pairs[:, : pairs.shape[1] // BLOCK * BLOCK].reshape(2, -1, BLOCK)
+    size = min(BLOCK, pairs.shape[1])
+    blocks = pairs[:, : pairs.shape[1] // size * size].reshape(2, -1, size)
     found = np.percentile(pairs, ranks, axis=1)  # [ranks, 2]
     ratios = []
     for _ in range(DRAWS):

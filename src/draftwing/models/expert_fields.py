@@ -64,8 +64,7 @@ def _beside(fields: Fields, layers: int) -> ExpertConfig | None:
 def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:
     """deepseek: by keys of DeepSeek and GLM; else of MiniMax."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if fields.text(key, only) != only:
-            raise fields.unsupported(key, fields.get(key))
+        fields.check(key, (only,))
     key = "n_routed_experts" if deepseek else "num_local_experts"
     count = fields.whole(key, high=max_experts(layers))
     top_k = fields.whole("num_experts_per_tok", high=count)
@@ -86,8 +85,7 @@ def _by_sigmoids(fields: Fields, deepseek: bool, layers: int) -> ExpertConfig:
 
 def _deepseek_v2(fields: Fields, layers: int) -> ExpertConfig:
     """By a softmax of all, which is not renormalised."""
-    if fields.text("scoring_func", "softmax") != "softmax":
-        raise fields.unsupported("scoring_func", fields.get("scoring_func"))
+    fields.check("scoring_func", ("softmax",))
     if fields.flag("norm_topk_prob"):  # libraries differ in what it does
         raise fields.unsupported("norm_topk_prob", True)
     method, groups, top_groups = fields.text("topk_method", "greedy"), 1, 1
@@ -152,8 +150,7 @@ MINIMAX_HEAD_DIM = 128  # where a config has none
 def minimax_keys(fields: Fields) -> dict[str, Any]:
     """Returns the share of a head that is turned, of which MiniMax-M2 says the size."""
     for key, known in _MINIMAX.items():
-        if fields.get(key) not in (None, *known):
-            raise fields.unsupported(key, fields.get(key))
+        fields.check(key, known)
     kinds = fields.get("attn_type_list")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == 1 for kind in kinds)):
         raise fields.unsupported("attn_type_list", kinds)

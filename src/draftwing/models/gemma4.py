@@ -21,8 +21,7 @@ _ROPES = {  # where a config has none
 
 def gemma4_keys(fields: Fields) -> dict[str, Any]:
     """Returns the rotary embeddings of a config that has none. Raises CheckpointError for what is not served."""
-    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images' tokens alone
-        raise fields.unsupported("use_bidirectional_attention", fields.get("use_bidirectional_attention"))
+    fields.check("use_bidirectional_attention", (False, "vision"))  # "vision": of images' tokens alone
     return {} if fields.get("rope_parameters") is not None else {"rope_parameters": _ROPES}
 
 

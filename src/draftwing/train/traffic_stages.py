@@ -4,7 +4,6 @@ which the head is judged by later traffic and becomes one of `DIR/heads`."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ import torch
 from draftwing.config.trees import carried_shape
 from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
-from draftwing.files import write_json
+from draftwing.files import load_json, write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import RUN, TrafficStore
@@ -71,7 +70,7 @@ class TrafficStages(Stages):
         file = self.run.data / TRAFFIC_FILE
         if not file.exists():
             return {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()}
-        return {"served": self._parent, **json.loads(file.read_text(encoding="utf-8"))}
+        return {"served": self._parent, **load_json(file)}
 
     @property
     def _until(self) -> float:
@@ -191,7 +190,7 @@ class TrafficStages(Stages):
         file = self.run.data / "likelihood.json"
         if not file.exists():
             write_json(file, dict(log_probabilities(train, target)), None)
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = load_json(file)
         return {key for key, mean in found.items() if mean < LEAST_LIKELY}
 
     def _judged(self) -> set[str]:
@@ -223,7 +222,7 @@ class TrafficStages(Stages):
     def _extra(self) -> dict[str, Any]:
         """The parent's trees; prediction layers in a `.gguf` file have none."""
         file = self.init_heads[0] / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        config = load_json(file) if file.exists() else {}
         return {"draftwing": config["draftwing"]} if "draftwing" in config else {}
 
     def evaluate(self) -> list[dict[str, Any]]:
@@ -298,7 +297,7 @@ class TrafficStages(Stages):
     def _seconds(self) -> list[float]:
         """Of steps by depth; where nobody has measured them, all the same."""
         with suppress(OSError, ValueError, TypeError):
-            found = [float(one) for one in json.loads((self.folder / COSTS).read_text(encoding="utf-8"))]
+            found = [float(one) for one in load_json(self.folder / COSTS)]
             if found:
                 return found
         kind, tree = pick_device(self.engine_options.device).kind, self.settings.drafter.tree

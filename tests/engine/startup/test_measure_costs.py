@@ -122,7 +122,7 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
     assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
 
 
-@pytest.mark.parametrize("wrong", [None, 0, 7])
+@pytest.mark.parametrize("wrong", [None, 0, 7, 11, 14, 18, 20])  # of one row, more rows, a long row
 def test_a_shape_costs_what_it_takes_behind_its_like(
     wrong: int | None, harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,8 +138,10 @@ def test_a_shape_costs_what_it_takes_behind_its_like(
     monkeypatch.setattr(measuring, "_run", run)
     costs = StepCost(MENU, False)
     measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
-    of_one = {shape: seconds for shape, size, context, seconds in costs.points() if (size, context) == (1, 0)}
-    assert of_one == {shape: shape.nodes for shape in MENU}
+    kinds = ((1, 0), (1, LONG), (4, 0))
+    assert {point[:3]: point[3] for point in costs.points()} == {
+        (shape, *kind): shape.nodes for shape in MENU for kind in kinds
+    }
 
 
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:

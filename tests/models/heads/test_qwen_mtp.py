@@ -178,6 +178,20 @@ def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
     assert torch.equal(q, dense.layers[0].layer.mixer.qkv.dense_weight())
 
 
+@pytest.mark.parametrize(("kind", "stored"), [("qwen3.5", "Q8_0"), ("qwen3.5-moe", "Q4_0")])
+def test_blocks_of_layers_that_nothing_replaces_stay(tmp_path: Path, kind: str, stored: str) -> None:
+    """Layers that can be trained are loaded as a trained one would be; experts would take four times the memory."""
+    theirs = reference(kind)
+    path = write(tmp_path / "m.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)}, Type.Q4_0)
+    ops = make_ops(torch.device("cpu"))
+    if "Q8_0" not in getattr(ops, "block_kinds", ()):
+        pytest.skip("needs the C extension")
+    form = BlockFormat("Q8_0", ops)
+    model = load_model(path, torch.float32, "cpu", weight_format=form)
+    head = load_mtp_head(path, model, torch.float32, "cpu", weight_format=form, as_stored=False)
+    assert set(head.layers[0].input_proj.op.sizes) == {stored}
+
+
 def test_a_layer_in_bfloat16(tmp_path: Path) -> None:
     """Its norms are in float32, and nothing else."""
     theirs = reference("qwen3.5-even")

@@ -59,12 +59,25 @@ def test_custom_calls_with_and_without_stream(api: openai.OpenAI, scripted: Scri
     assert edit in scripted.prompt and f"<tool>done by edit for {whole[0]['id']}</tool>" in scripted.prompt
 
 
-def test_a_stop_string_within_an_input_makes_no_call(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
-    """Or a client would apply a part of a patch. What stands behind the input cuts nothing."""
-    scripted.script = f"{written(('edit', {'input': TEXT}))} end"
-    for stop, reason in (("é", "stop"), ("+", "stop"), ("end", "tool_calls")):
-        said = api.chat.completions.create(model="m", messages=ASKED, tools=[EDIT], stop=stop).choices[0]
-        assert (said.finish_reason, streamed(api, tools=[EDIT], stop=stop)[1]) == (reason, reason), stop
+def test_a_stop_string_within_an_input_makes_it_no_call(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    tools = [NOW, EDIT, SAY]
+    scripted.script = f"{written(('edit', {'input': 'do not stop here'}))} and so on"
+    for stop, left, why in (("stop", "do not ", "stop"), ("so on", "do not stop here", "tool_calls")):
+        said = api.chat.completions.create(model="m", messages=ASKED, tools=tools, stop=stop).choices[0]
+        calls, reason = streamed(api, tools=tools, stop=stop)
+        assert said.finish_reason == reason == why
+        for call in (said.message.tool_calls[0].to_dict(), calls[0]):
+            assert call["custom"] == {"name": "edit", "input": left}
+    scripted.script = written(("say", {"no": 1})) + " and so on"  # another input than was asked for is as it is
+    said = api.chat.completions.create(model="m", messages=ASKED, tools=tools, stop="so on").choices[0]
+    assert said.finish_reason == "tool_calls"
+
+
+def test_a_stop_string_within_deep_arguments(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    """JSON that nobody can read is none, too."""
+    scripted.script = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 1500 + "and"
+    said = api.chat.completions.create(model="m", messages=ASKED, tools=[NOW], stop="and", max_tokens=1700)
+    assert said.choices[0].finish_reason == "stop"
 
 
 def test_the_format_is_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine) -> None:

@@ -26,7 +26,7 @@ REPLAYS = 3  # of a step with graphs, whose median counts
 # Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
-STEPS = 3  # without graphs, or turns of them: the first ones make constants and memory, so the fast ones count
+STEPS = 3  # without graphs, or turns of them, of each kind: the first one makes constants and memory, see `_typical`
 SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
 
@@ -110,8 +110,7 @@ def measure_steps(
                 if time.monotonic() < until:
                     seconds.setdefault(shape, []).append(_run(executor, shape, 1, 0))
     for shape, found in seconds.items():
-        # Of five the least but one: where threads came and went meanwhile a step may look as if it took half.
-        costs.measured(shape, 1, 0, sorted(found)[len(found) // 4])
+        costs.measured(shape, 1, 0, _typical(found))
     for size in sizes:
         _measure_step(executor, costs, PLAIN, size, until)
     _measure_context(executor, pool, costs, menu, until)
@@ -121,10 +120,16 @@ def measure_steps(
                 _measure_step(executor, costs, shape, size, until)
 
 
+def _typical(seconds: Sequence[float]) -> float:
+    """Returns the least but one, of one or two steps the least. Where threads came and went meanwhile a step may look
+    as if it took half, and the first ones of a kind take longer than they will."""
+    return sorted(seconds)[min(1, (len(seconds) - 1) // 2)]
+
+
 def _measure_step(executor: Executor, costs: StepCost, shape: TreeShape, size: int, until: float) -> None:
     expected = costs.seconds(shape, size, 0)
     if expected is not None and time.monotonic() + STEPS * expected < until:
-        costs.measured(shape, size, 0, min(_run(executor, shape, size, 0) for _ in range(STEPS)))
+        costs.measured(shape, size, 0, _typical([_run(executor, shape, size, 0) for _ in range(STEPS)]))
 
 
 def _measure_context(
@@ -143,7 +148,7 @@ def _measure_context(
                 for _ in range(STEPS):
                     executor.run_on_all_ranks(set_context, 1, CPU_CONTEXT)
                     seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
-                costs.measured(shape, 1, CPU_CONTEXT, min(seconds))
+                costs.measured(shape, 1, CPU_CONTEXT, _typical(seconds))
 
 
 def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from draftwing.errors import listed
 from draftwing.gguf_file import dequantized
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
@@ -135,10 +136,7 @@ def log_blocks(module: nn.Module) -> None:
         logger.info("%d tensors %s", count, what)
     dense = [f"{name} ({op.layer.in_features})" for name, op in linears if isinstance(op, LeftDense)]
     if dense:
-        more = f" and {len(dense) - 4} more" if len(dense) > 4 else ""
-        logger.warning(
-            "dequantised, for their columns are no multiple of a block of 32: %s%s", ", ".join(dense[:4]), more
-        )
+        logger.warning("dequantised, for their columns are no multiple of a block of 32: %s", listed(dense, 4))
     sizes = block_sizes(module)
     if sizes:
         logger.info("weights: %.0f MB block-quantised (%s)", sizes.total() / 1e6, ", ".join(sorted(sizes)))

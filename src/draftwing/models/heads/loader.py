@@ -44,7 +44,7 @@ from draftwing.models.heads.config import (
 )
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
-from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.heads.mtp import MTPHead, untrained
 from draftwing.models.heads.mtp_tensors import UNSERVED, mtp_tensors, of_prediction_layer, unserved
 from draftwing.models.loader import Tensors, fill_parameters
 from draftwing.models.quantised.read import assembled, is_quantised
@@ -155,12 +155,13 @@ def load_mtp_head(
     `.gguf` file, or a file that holds little else.
 
     token_ids, dummy, weight_format: as for `load_draft_head`.  as_stored: whether what a file has in blocks or groups
-    stays so; False: it is as what a head in a folder of its own is made of, which may take its place.
+    stays so; False: layers that can be trained are loaded as a head in a folder of its own, which may take their place.
     Raises CheckpointError where there are none that can be served.
     """
     started, path = time.perf_counter(), Path(path)
     # The layers of a quantised checkpoint are stored as the target's are.
     stored_format = target.config.weight_format if weight_format == DENSE else weight_format
+    as_stored = as_stored or untrained(target.config) is not None
     own = mtp_tensors(path, target, dummy, as_stored and stored_format.takes_blocks)
     if not as_stored:
         own = {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in own.items()}

@@ -153,19 +153,23 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
     return next((layer for layer in able if layer.experts is not None), able[0])
 
 
+def untrained(config: ModelConfig) -> str | None:
+    """Returns what prediction layers of such a model have that is not trained; None where they can be."""
+    layer = _layer_of(config)
+    if layer.experts is not None:
+        return "experts"
+    if not isinstance(layer.mixer, AttentionConfig):
+        return "attention over latents"
+    own = layer.mixer.window or layer.mixer.sinks or layer.mixer.scalar
+    return "attention with a window, sinks or a scale of its own" if own else None
+
+
 def check_trainable(config: ModelConfig, count: int) -> None:
     """Raises ConfigError for a model whose `count` prediction layers are more, or of another kind, than is trained."""
     if count != 1:
         raise ConfigError(f"training takes one prediction layer, {config.architecture} has {count}")
-    layer = _layer_of(config)
-    mixer, found = layer.mixer, ""
-    if layer.experts is not None:
-        found = "experts"
-    elif not isinstance(mixer, AttentionConfig):
-        found = "attention over latents"
-    elif mixer.window or mixer.sinks or mixer.scalar:
-        found = "attention with a window, sinks or a scale of its own"
-    if found:
+    found = untrained(config)
+    if found is not None:
         raise ConfigError(
             f"the prediction layers of {config.architecture} cannot be trained: expected plain attention and one MLP, "
             f"found {found}"

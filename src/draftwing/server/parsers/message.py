@@ -157,7 +157,9 @@ class MessageReader:
             yield from self._end_input()
 
     def _end_input(self) -> Iterator[CallPiece]:
-        rest, self._input = "" if self._input is None else self._input.finish(), None
+        if self._input is None:
+            return
+        rest, self._input = self._input.finish(), None
         if rest:
             yield CallPiece(len(self.calls) - 1, rest, custom=True)
 
@@ -165,6 +167,6 @@ class MessageReader:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

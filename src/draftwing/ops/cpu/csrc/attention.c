@@ -12,9 +12,9 @@
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
-   chunks of a tile, or, where threads wait for memory, of its tiles with all heads of keys, so that a token's keys and
-   values are read in one piece. Where a tile is one unit it is joined as it goes; else its chunks are stored, and the
-   thread that ends the last unit joins them. */
+   chunks of a tile. Where threads wait for memory it is these chunks of the tiles of all heads of keys, so that a
+   token's keys and values are read in one piece; then all chunks are stored. Else a tile that is one unit is joined as
+   it goes, and of one of several units the chunks are stored. The thread that ends the last unit joins them. */
 
 #include "attention.h"
 
@@ -121,7 +121,9 @@ static Plan plan_of(const Attention *a) {
         p.tile = (p.tile + 1) / 2;
     }
     const int64_t fewest = most(2 * wanted, SWEPT_CHUNKS * a->count * p.tiles); /* of a head */
-    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads;
+    /* Fewer turns than a chunk has lines to fetch would leave lines out, which takes longer than not to sweep. */
+    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads &&
+                       64 * SWEPT_LINES * chunk_turns(a, p.tile * group) >= CHUNK * a->parts * row_bytes(a);
     p.size = parts_size(p.tile * group, a->padded);
     p.heads = sweeps ? a->kv_heads : 1;
     p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);
@@ -129,7 +131,7 @@ static Plan plan_of(const Attention *a) {
         Cursor c = cursor_of(p);
         while (next_tile(a, &c)) {}
         if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
-        p.per *= 2 * p.heads;
+        p.per *= p.heads > 1 ? p.heads : 2; /* as many units, each of one head: some tiles are one */
         p.heads = 1;
     }
 }

@@ -268,6 +268,7 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top, float sca
 HIDDEN void stage_keys_float(const Tile *t, int64_t first, const char *const *at);
 HIDDEN void stage_keys_8(const Tile *t, int64_t first, const char *const *at);
 /* Scores of rows [from, end) with the block's keys: scores + row * ld, of `count` or more, up to BLOCK. */
+HIDDEN int64_t chunk_turns(const Attention *a, int64_t rows);
 HIDDEN void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 HIDDEN void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 /* Adds the values of positions [from, end), weighted, to the sums of rows [r, last). at: addresses of their keys, of

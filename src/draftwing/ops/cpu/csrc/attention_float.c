@@ -334,3 +334,12 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
         }
     }
 }
+
+/* Turns of the innermost loops for a chunk of one head of keys, with so many rows. */
+int64_t chunk_turns(const Attention *a, int64_t rows) {
+    const int64_t passes = (rows + TALL - 1) / TALL, positions = CHUNK / (in_pairs(a) ? 2 : 1);
+    const int64_t keys = SCORE_PARTS((rows + passes - 1) / passes) * PART;      /* that a turn scores */
+    const int64_t elements = VALUE_PARTS((rows + passes - 1) / passes) * PART; /* of a value that a turn adds */
+    const int64_t scores = CHUNK / keys * words_of(a) * (one_by_one(a) ? 2 : 1);
+    return passes * (scores + positions * (a->padded / elements + a->padded % elements / PART));
+}
