@@ -33,7 +33,7 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from functools import partial
 from pathlib import Path
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 import draftwing.server.run as run
 import draftwing.text.tokenizer as tokenizer
 from fake_engine import byte_tokenizer
@@ -46,7 +46,8 @@ sys.exit(main(["serve", "--port", "0", "--random_seed=5", "--speculative-algorit
 
 
 def script(*argv: str, worker: str = "fake_engine") -> str:
-    return SERVER.format(folder=str(Path(__file__).parents[1] / "server"), argv=list(argv), worker=worker)
+    tests = Path(__file__).parents[1]
+    return SERVER.format(folders=[str(tests / "server"), str(tests)], argv=list(argv), worker=worker)
 
 
 ABSENT = "/no/such/model"

@@ -73,6 +73,7 @@ TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
     prefill_stages=5,
     overlap_unit=128,
     overlap_stages=2,
+    overlap_groups=True,
 )
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)

@@ -223,11 +223,6 @@ class InputReader:
                 return "".join(self._held)
         return ""
 
-    @property
-    def cut(self) -> bool:
-        """Returns whether there is more to come, as far as the arguments tell."""
-        return self._state in ("begin", "text")
-
     def finish(self) -> str:
         """Returns the text that was held back: of arguments that are none."""
         return "".join(self._held) if self._state == "begin" else ""
