@@ -35,7 +35,7 @@ struct StoredExperts : Stored {
     static constexpr bool SMALL = false, WITH_ZEROS = false;
 
     struct Part : Stored::Part {
-        __device__ __forceinline__ void take(const u32* words, int below, const u32*, int, int) {
+        __device__ __forceinline__ void take(const u32* words, int below, const u32*, int) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i / 2][i % 2] = load_shared((const u16*)(words + i % 2 * below + i / 2 * 16));
         }
@@ -89,10 +89,8 @@ struct Words {
         // Of features g and g + 8, as loaded: what is done to them at once waits for them.
         u32 words[2][SMALL ? 2 : 4], scales[2], zeros[2];
 
-        // From shared memory. of_scales: those of feature g, and `its_zeros` further on its zeros. below, scales_below: how
-        // far feature g + 8 is from there.
-        __device__ __forceinline__ void take(const u32* from, int below, const u32* of_scales, int scales_below,
-                                             int its_zeros) {
+        // From shared memory. of_scales: those of feature g, and `its_zeros` further on its zeros.
+        __device__ __forceinline__ void take(const u32* from, int below, const u32* of_scales, int its_zeros) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if constexpr (SMALL) {
@@ -102,8 +100,8 @@ struct Words {
                     const uint4 v = load_shared((const u16*)(from + half * below));
                     words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
                 }
-                scales[half] = of_scales[half * scales_below];
-                if (ZEROS) zeros[half] = of_scales[half * scales_below + its_zeros];
+                scales[half] = of_scales[half * 8];
+                if (ZEROS) zeros[half] = of_scales[half * 8 + its_zeros];
             }
         }
 

@@ -8,28 +8,28 @@
 // tile.
 
 // ROWS features of an expert with all their columns in shared memory: rows of WIDTH words, then SCALES rows of a scale by
-// feature, and as many of zeros. GATED: half of them gates, and then their ups, since few long copies are faster than many.
+// feature, and as many of zeros. GATED: 8 gates and their 8 ups in turn.
 template <class WEIGHTS, int ROWS, int CHUNKS, bool GATED>
 struct Stage {
     static constexpr int WIDTH = CHUNKS * WEIGHTS::OF_CHUNK, SCALES = WEIGHTS::scales_of(CHUNKS);
     static constexpr int WORDS = ROWS * (WIDTH + SCALES * (WEIGHTS::WITH_ZEROS ? 2 : 1));
-    static constexpr int COPIES = GATED ? 2 : 1, TOGETHER = ROWS / COPIES;  // features that are neighbours
-    static constexpr int TILE = 16 / COPIES, BELOW = GATED ? TOGETHER : 8;  // rows from tile to tile; to the lower half of one
 
     // By a warp. n: the first feature, of N.
     __device__ __forceinline__ static void ask(u32* stage, const WEIGHTS& all, size_t expert_row, int n, int N,
                                                Barrier* full) {
-        const int lane = threadIdx.x & 31;
-        if (lane < COPIES) {
-            const int bytes = max(min(TOGETHER, N - n), 0) * (WIDTH * 4);
+        constexpr int TOGETHER = GATED ? 8 : ROWS;  // features that are neighbours
+        const int lane = threadIdx.x & 31, copies = ROWS / TOGETHER;
+        if (lane < copies) {
+            const int first = n + (GATED ? lane / 2 * 8 : 0), bytes = max(min(TOGETHER, N - first), 0) * (WIDTH * 4);
             expect_bytes(full, bytes);
             if (bytes > 0)
-                copy_bulk(stage + lane * TOGETHER * WIDTH, all.codes() + (expert_row + n + lane * N) * WIDTH, bytes, full);
+                copy_bulk(stage + lane * TOGETHER * WIDTH, all.codes() + (expert_row + first + lane % 2 * N) * WIDTH, bytes,
+                          full);
         }
         if constexpr (SCALES > 0) {
             for (int i = lane; i < SCALES * ROWS / 4; i += 32) {  // four features at a time
                 const int group = i / (ROWS / 4), row = i % (ROWS / 4) * 4;
-                const int feature = min(n + row % TOGETHER, N - 4) + row / TOGETHER * N;
+                const int feature = GATED ? min(n + row / 16 * 8 + row % 8, N - 4) + row % 16 / 8 * N : min(n + row, N - 4);
                 const size_t from = (size_t)group * all.rows + expert_row + feature;
                 u32* const to = stage + ROWS * WIDTH + group * ROWS + row;
                 copy_async((u16*)to, (const u16*)(all.scales + from));
@@ -40,7 +40,7 @@ struct Stage {
     }
 
     // Threads that arrive at `full`.
-    static constexpr int ARRIVE = COPIES + (SCALES > 0 ? 32 : 0);
+    static constexpr int ARRIVE = (GATED ? ROWS / 8 : 1) + (SCALES > 0 ? 32 : 0);
 };
 
 // d += what the stage has of the warp's chunks, times b: the same of x, of which TILES times 8 pairs are live at most.
@@ -57,8 +57,8 @@ __device__ __forceinline__ void multiply_stage(float (&d)[ROW_TILES][TOKEN_TILES
         typename WEIGHTS::Part a[ROW_TILES];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
-            a[r].take(words + r * STAGE::TILE * STAGE::WIDTH + i * SHARES * WEIGHTS::OF_CHUNK, STAGE::BELOW * STAGE::WIDTH,
-                      scales + i * SCALES * ROWS + r * STAGE::TILE, STAGE::BELOW, ROWS * STAGE::SCALES);
+            a[r].take(words + r * 16 * STAGE::WIDTH + i * SHARES * WEIGHTS::OF_CHUNK, 8 * STAGE::WIDTH,
+                      scales + i * SCALES * ROWS + r * 16, ROWS * STAGE::SCALES);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             u32 top[ROW_TILES][4], bottom[ROW_TILES][4];
@@ -89,8 +89,8 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[1][TOKEN_TILES][4], f
 #pragma unroll
         for (int c = v; c < CHUNKS; c += SHARES) {
             typename WEIGHTS::Part a;
-            a.take(words + WEIGHTS::word_of(c), STAGE::BELOW * STAGE::WIDTH, scales + WEIGHTS::scale_of(c) * ROWS,
-                   STAGE::BELOW, ROWS * STAGE::SCALES);
+            a.take(words + WEIGHTS::word_of(c), 8 * STAGE::WIDTH, scales + WEIGHTS::scale_of(c) * ROWS,
+                   ROWS * STAGE::SCALES);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 u32 top[4], bottom[4];
