@@ -28,6 +28,7 @@ MATCHES, SUFFIXES = TreeShape(11, 10, 12), TreeShape(15, 4, 16)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
 LM_HEAD = "speculative_lm_head_quantization"
 MEMORY_FILE = "speculative_memory"
+OWN_LAYERS = "mtp"  # of `DrafterSpec.heads`: prediction layers, which may come with a model
 _OPTION = "speculative_algorithm"
 PAIR = "EAGLE3+NGRAM"  # an example of one
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.config.drafters import TRAINED
+from draftwing.config.drafters import OWN_LAYERS, TRAINED
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
@@ -20,7 +20,6 @@ from draftwing.learn.history import HeadHistory, HeadRecord
 from draftwing.learn.idle import COSTS, IdleTraining
 from draftwing.learn.live import LiveAcceptance
 from draftwing.machine import free_memory
-from draftwing.models.heads.own_layers import KIND, layers_to_learn
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class Learning(Watcher):
         if number is not None:
             return str(self._history.get(number).folder)
         options = self._engine.info.options
-        folder = options.speculative_draft_model_path or layers_to_learn(options)
+        folder = options.speculative_draft_model_path or _own_layers(options)
         if folder is None:
             raise ConfigError("there is no head on the command line")
         return folder
@@ -199,15 +198,22 @@ class Learning(Watcher):
         }
 
 
+def _own_layers(options: Options) -> str | None:
+    """As `own_layers.layers_to_learn`, which needs torch: a server whose drafts do not learn does without its memory."""
+    from draftwing.models.heads.own_layers import layers_to_learn
+
+    return layers_to_learn(options)
+
+
 def arguments(options: Options) -> list[str]:
     """Returns what `draftwing train` is to be told of the model that is served, and of its head. Raises ConfigError for
     drafters whose heads, and prediction layers, are not trained."""
     spec = options.drafter_spec
     heads = (spec.parts[0] if spec.parts else spec).heads
     path = options.speculative_draft_model_path
-    if KIND in heads and (path is None or path.endswith(".gguf")):  # which EAGLE drafts with, too
-        layers_to_learn(options)  # refuses those that are not trained
-        heads = (KIND,)
+    if OWN_LAYERS in heads and (path is None or path.endswith(".gguf")):  # which EAGLE drafts with, too
+        _own_layers(options)  # refuses those that are not trained
+        heads = (OWN_LAYERS,)
     algorithm = next((name for name, trained in TRAINED.items() if heads and trained.heads[0] == heads[0]), None)
     if algorithm is None:
         able = " or ".join(spec.name for spec in TRAINED.values())

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from draftwing.config.drafters import NO_DRAFTER, head_drafter
+from draftwing.config.drafters import NO_DRAFTER, OWN_LAYERS, head_drafter
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
@@ -23,7 +23,6 @@ from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical, nex
 
 logger = logging.getLogger(__name__)
 
-KIND = "mtp"  # of head, as `DrafterSpec.heads` has it
 KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of a config.json
 SIDE_FILE = "mtp-"  # what the name of a GGUF file with nothing but such layers begins with
 
@@ -34,12 +33,12 @@ def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Option
     next to the model's, that is the draft model. path: of the model. Raises ConfigError, and CheckpointError for files
     that cannot be read."""
     asked = options.speculative_algorithm is not None
-    left = KIND in options.drafter_spec.heads and options.speculative_draft_model_path is None
+    left = OWN_LAYERS in options.drafter_spec.heads and options.speculative_draft_model_path is None
     if asked and not (left and path.suffix == ".gguf"):
         return options
     own, side = _in_files(path, config)
     if not asked:
-        drafter = head_drafter(KIND) if own or side else NO_DRAFTER
+        drafter = head_drafter(OWN_LAYERS) if own or side else NO_DRAFTER
         options = replace(options, speculative_algorithm=drafter.name)
     return replace(options, speculative_draft_model_path=None if side is None else str(side)).resolve()
 
