@@ -199,7 +199,7 @@ class Learning(Watcher):
 
 
 def _own_layers(options: Options) -> str | None:
-    """As `own_layers.layers_to_learn`, which needs torch: a server whose drafts do not learn does without its memory."""
+    """As `own_layers.layers_to_learn`, which needs torch: a server whose drafts do not learn has no use for it."""
     from draftwing.models.heads.own_layers import layers_to_learn
 
     return layers_to_learn(options)
