@@ -31,16 +31,16 @@ class Asked(NamedTuple):
 
 
 class AtRandom(InTurn):
-    """Any shape of the menu."""
+    """Any shape of the menu. plain: how often plain steps stand there."""
 
     adapts = True
 
-    def __init__(self, rng: random.Random, *menu: TreeShape) -> None:
+    def __init__(self, rng: random.Random, *menu: TreeShape, plain: int = 1) -> None:
         super().__init__(*menu, PLAIN)
-        self._rng = rng
+        self._rng, self._weights = rng, [*[1] * len(menu), plain]
 
     def choose(self, load: Any) -> TreeShape:
-        return self._rng.choice(self.menu)
+        return self._rng.choices(self.menu, self._weights)[0]
 
 
 def shape(rng: random.Random) -> TreeShape:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_rig import InTurn
 from exactness import CHAIN, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
+from random_load import AtRandom
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops.cpu.delta_net import CpuStateOps
@@ -56,19 +56,6 @@ def test_turns_go_on_from_what_was_written_last(harness: Any, case: Any, lag: in
     assert all(end - 3 <= found < end + 1 for found, end in zip(cached, ends, strict=True)), (cached, ends)
 
 
-class AtRandom(InTurn):
-    """A shape of the menu, plain steps more often than not."""
-
-    adapts = True
-
-    def __init__(self, rng: random.Random, *menu: TreeShape) -> None:
-        super().__init__(*menu, PLAIN)
-        self._rng = rng
-
-    def choose(self, load: Any) -> TreeShape:
-        return self._rng.choice([*self.menu, *[PLAIN] * 4])
-
-
 @pytest.mark.further(seed=[0, 1, *range(3, 8)])
 @pytest.mark.parametrize("seed", range(8))
 def test_schedules_at_random(harness: Any, case: Any, seed: int) -> None:
@@ -85,7 +72,8 @@ def test_schedules_at_random(harness: Any, case: Any, seed: int) -> None:
     expected = harness.plain_answers(model, prompts, params).tokens
     menu = rng.sample((TREE, CHAIN, TreeShape(4, 3, 11, 4)), 2)
     rig = harness.Rig(
-        model, policy=AtRandom(rng, *menu), drafter="suffix", lag=rng.randint(0, 1), slots=rng.choice((140, 1000)),
+        model, policy=AtRandom(rng, *menu, plain=5), drafter="suffix", lag=rng.randint(0, 1),
+        slots=rng.choice((140, 1000)),
         rows=rng.choice((2, 6)), chunk=rng.choice((1, 8, 64)), graph_size=rng.choice((0, 4)),
         states=StateSizes(rng.choice((5, 16, 40)), rng.choice((8, 64)), rng.choice((1, 64)), lazy=True),
     )  # fmt: skip

@@ -120,12 +120,12 @@ static Plan plan_of(const Attention *a) {
         if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
         p.tile = (p.tile + 1) / 2;
     }
-    const int64_t fewest = most(2 * wanted, SWEPT_CHUNKS * a->count * p.tiles); /* of a head */
-    /* Fewer turns than a chunk has lines to fetch would leave lines out, which takes longer than not to sweep. */
-    const int sweeps = a->kv_type != INT8 && p.tile * group <= SWEPT_ROWS && chunks >= fewest * a->kv_heads &&
-                       64 * SWEPT_LINES * chunk_turns(a, p.tile * group) >= CHUNK * a->parts * row_bytes(a);
+    const int64_t fewest = most(2 * wanted, PREFETCH_CHUNKS * a->count * p.tiles); /* of a head */
+    /* Fewer turns than a chunk has lines to fetch would leave lines out, which takes longer than not to prefetch. */
+    const int prefetches = a->kv_type != INT8 && p.tile * group <= PREFETCH_ROWS && chunks >= fewest * a->kv_heads &&
+                       64 * PREFETCH_LINES * chunk_turns(a, p.tile * group) >= CHUNK * a->parts * row_bytes(a);
     p.size = parts_size(p.tile * group, a->padded);
-    p.heads = sweeps ? a->kv_heads : 1;
+    p.heads = prefetches ? a->kv_heads : 1;
     p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);
     while (1) { /* until what is stored has room */
         Cursor c = cursor_of(p);
@@ -139,11 +139,11 @@ static Plan plan_of(const Attention *a) {
 /* -- scores and values, by the pool's type ------------------------------------------------------------------------- */
 
 /* Turns `count` keys; there are more addresses, up to 16s. Their values are read next, and the keys of `after`, which
-   are fetched but where a sweep did it. */
+   are fetched but where a prefetch did it. */
 static void stage_keys(const Tile *t, const char *const *at, int64_t count, const char *const *after, int64_t more) {
     const int64_t bytes = row_bytes(t->a), behind = value_behind(t->a);
     for (int64_t j = 0; j < count; j += PART) {
-        for (int64_t i = j; i < least(j + PART, count) && !t->swept; i++) {
+        for (int64_t i = j; i < least(j + PART, count) && !t->prefetched; i++) {
             bring(at[i] + behind, bytes);
             if (i < more) bring(after[i], bytes);
         }
@@ -228,7 +228,7 @@ static void run_chunk(Tile *t, int64_t number, int last_one, Ahead *next) {
         if (a->kv_type == INT8) round_weights(t, r, from, low, count, alike);
     }
     const int64_t following = least(from + 2 * CHUNK, t->queries == 1 ? t->end : t->prefix) - from - CHUNK;
-    const int64_t after = last_one || t->sweep->end ? 0 : following;
+    const int64_t after = last_one || t->prefetch->end ? 0 : following;
     if (after > 0) { /* where it has fewer keys, the last again */
         addresses(t, t->after, from + CHUNK, from + CHUNK + after, t->path);
         for (int64_t j = after; j < CHUNK; j++) t->after[j] = t->after[after - 1];
@@ -399,31 +399,31 @@ static const char *piece_at(const Tile *t, int64_t from) {
 /* Chunks [from, end) of the cursor's tile with all heads of keys, chunk by chunk. */
 static void run_swept(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
     const int64_t share = CHUNK * a->parts * row_bytes(a); /* of a piece, while one head is computed */
-    Sweep sweep = {.step = 64 * SWEPT_LINES};
-    t->sweep = &sweep;
+    Prefetch prefetch = {.step = 64 * PREFETCH_LINES};
+    t->prefetch = &prefetch;
     prepare(t, a, c, c->head);
     for (int64_t chunk = from; chunk < end; chunk++) {
         const char *piece = chunk + 1 < end ? piece_at(t, (chunk + 1) * CHUNK) : NULL;
         for (int64_t head = 0; head < a->kv_heads; head++) {
             prepare(t, a, c, head);
-            sweep.at = piece ? piece + head * share : (const char *)t->q;
-            sweep.end = piece ? sweep.at + share : NULL;
-            sweep.turns = 0;
+            prefetch.at = piece ? piece + head * share : (const char *)t->q;
+            prefetch.end = piece ? prefetch.at + share : NULL;
+            prefetch.turns = 0;
             parts_at(&t->part, stored_at(a, c, head, chunk), t->rows, a->padded);
             run_chunk_of(t, chunk, chunk + 1 == end, next);
-            if (sweep.turns) sweep.step = share / sweep.turns + 1;
+            if (prefetch.turns) prefetch.step = share / prefetch.turns + 1;
         }
-        t->swept = piece != NULL;
+        t->prefetched = piece != NULL;
     }
-    t->swept = 0;
+    t->prefetched = 0;
     join_stored(t, c);
 }
 /* Chunks [from, end) of the cursor's tile with one head of keys, one of its units. */
 static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
-    Sweep nothing = {.at = (const char *)t->q};
+    Prefetch nothing = {.at = (const char *)t->q};
     const Parts own = t->part;
     prepare(t, a, c, c->head);
-    t->sweep = &nothing;
+    t->prefetch = &nothing;
     if (!is_stored(c)) begin(t);
     for (int64_t chunk = from; chunk < end; chunk++) {
         if (is_stored(c)) parts_at(&t->part, stored_at(a, c, c->head, chunk), t->rows, a->padded);

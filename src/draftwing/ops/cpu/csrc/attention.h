@@ -11,8 +11,8 @@
 #define UNITS 4        /* of a thread, so that all end at about the same time */
 #define TICKETS 1024   /* tiles that may be several units */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
-#define SWEPT_ROWS 24  /* query heads: a tile of so many or less waits for memory, see `Sweep`; measured: 3 to 16 */
-#define SWEPT_CHUNKS 4 /* of a tile, on average: the first of a unit is fetched by nobody; not swept */
+#define PREFETCH_ROWS 24 /* query heads: a tile of so many or less waits for memory; measured: 3 to 16 */
+#define PREFETCH_CHUNKS 4 /* of a tile, on average: the first of a unit is fetched by nobody; not swept */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
 #if defined(__AVX512BF16__)
@@ -25,15 +25,15 @@
 #if PART == 16
 #define SCORE_PARTS(rows) 4
 #define VALUE_PARTS(rows) 4
-#define SWEPT_LINES 4 /* of a turn; measured: 1, 2, 4 */
+#define PREFETCH_LINES 4 /* of a turn; measured: 1, 2, 4 */
 #elif PART == 8
 #define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
-#define SWEPT_LINES 1
+#define PREFETCH_LINES 1
 #else
 #define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
 #define VALUE_PARTS(rows) 4
-#define SWEPT_LINES 1
+#define PREFETCH_LINES 1
 #endif
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -52,12 +52,12 @@ typedef struct {
 typedef struct {
     const char *at, *end;
     int64_t step, turns; /* step: bytes of a turn; turns: that were, which tells the next step */
-} Sweep;
+} Prefetch;
 
 typedef struct {
     const Attention *a;
-    Sweep *sweep;
-    int swept;                   /* whether this chunk was fetched so */
+    Prefetch *prefetch;
+    int prefetched;              /* whether this chunk was fetched so */
     const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
@@ -123,9 +123,9 @@ INLINE void bring(const char *at, int64_t bytes) {
     for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
 }
 /* In a turn: where the next one goes on. */
-INLINE const char *sweep_on(const char *at, const char *end, int64_t step) {
+INLINE const char *prefetch_turn(const char *at, const char *end, int64_t step) {
 #pragma GCC unroll 4
-    for (int i = 0; i < SWEPT_LINES; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    for (int i = 0; i < PREFETCH_LINES; i++) __builtin_prefetch(at + 64 * i, 0, 2);
     return at < end ? at + step : at;
 }
 /* Of a key or a value. */

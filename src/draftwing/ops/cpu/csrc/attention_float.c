@@ -91,9 +91,9 @@ INLINE pf added(pf x, pf y, pf sum, const int how) {
     return how == TWO ? fused_pairs(x, y, sum) : how == LATE ? fused_late(x, y, sum) : fused(x, y, sum);
 }
 /* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
-INLINE void score_part(Sweep *sweep, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
+INLINE void score_part(Prefetch *next, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
                        int64_t ld, const int how, const int rows, const int parts) {
-    const char *ahead = sweep->at;
+    const char *ahead = next->at;
     pf sum[TALL][8];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -101,7 +101,7 @@ INLINE void score_part(Sweep *sweep, const float *q, int64_t padded, const float
         for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
     for (int64_t i = 0; i < steps; i++) {
         pf key[8];
-        ahead = sweep_on(ahead, sweep->end, sweep->step);
+        ahead = prefetch_turn(ahead, next->end, next->step);
 #pragma GCC unroll 8
         for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
 #pragma GCC unroll 6
@@ -111,34 +111,34 @@ INLINE void score_part(Sweep *sweep, const float *q, int64_t padded, const float
             for (int c = 0; c < parts; c++) sum[r][c] = added(x, key[c], sum[r][c], how);
         }
     }
-    sweep->at = ahead;
-    sweep->turns += steps;
+    next->at = ahead;
+    next->turns += steps;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < parts; c++) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
 }
 /* Of `count` keys, up to whole registers, perhaps several. */
-INLINE void score_rows(Sweep *sweep, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
+INLINE void score_rows(Prefetch *next, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
                        int64_t ld, int64_t count, const int how, const int rows) {
     int64_t j = 0;
     for (; count - j > LANES; j += SCORE_PARTS(rows) * PART)
-        score_part(sweep, q, padded, keys + j, steps, scores + j, ld, how, rows, SCORE_PARTS(rows));
-    for (; j < count; j += LANES) score_part(sweep, q, padded, keys + j, steps, scores + j, ld, how, rows, REGISTERS);
+        score_part(next, q, padded, keys + j, steps, scores + j, ld, how, rows, SCORE_PARTS(rows));
+    for (; j < count; j += LANES) score_part(next, q, padded, keys + j, steps, scores + j, ld, how, rows, REGISTERS);
 }
 void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     const int64_t padded = t->a->padded, turns = (end - from + TALL - 1) / TALL;
     const int64_t steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
     const int pairs = in_pairs(t->a);
     for (int64_t r = from; t->late && r < end; r++)
-        score_rows(t->sweep, t->q + r * padded, padded, t->keys, steps, scores + r * ld, ld, count, LATE, 1);
+        score_rows(t->prefetch, t->q + r * padded, padded, t->keys, steps, scores + r * ld, ld, count, LATE, 1);
     for (int64_t turn = 0, r = from; turn < turns && !t->late; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
         float *to = scores + r * ld;
 #define CASE(n) \
-    if (rows == n && pairs) score_rows(t->sweep, q, padded, t->keys, steps, to, ld, count, TWO, n); \
-    else if (rows == n) score_rows(t->sweep, q, padded, t->keys, steps, to, ld, count, ONE, n);
+    if (rows == n && pairs) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, TWO, n); \
+    else if (rows == n) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, ONE, n);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
         r += rows;
@@ -171,7 +171,7 @@ INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
 /* Where values are: in the pool, behind their keys, or staged. What is read next is fetched meanwhile. */
 typedef struct {
     const char *const *at, *const *after; /* after: or NULL */
-    Sweep *sweep;
+    Prefetch *prefetch;
     int64_t byte, bytes;                  /* bytes: of a key in the pool */
     int kind, late;
 } Values;
@@ -186,8 +186,8 @@ INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
 INLINE void value_part(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
                        int64_t c, const int kind, const int how, const int rows, const int parts) {
     const char *const *after = c ? NULL : v->after;
-    Sweep *sweep = v->sweep;
-    const char *ahead = sweep->at;
+    Prefetch *prefetch = v->prefetch;
+    const char *ahead = prefetch->at;
     pf sum[TALL][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -195,7 +195,7 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
         for (int i = 0; i < parts; i++) sum[r][i] = part_at(to + r * padded + c + i * PART);
     for (int64_t j = from; j < end; j++) {
         pf value[4];
-        ahead = sweep_on(ahead, sweep->end, sweep->step);
+        ahead = prefetch_turn(ahead, prefetch->end, prefetch->step);
 #pragma GCC unroll 4
         for (int i = 0; i < parts; i++) value[i] = elements(v, j, c + i * PART, kind);
         if (after && kind >= PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
@@ -207,8 +207,8 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
             for (int i = 0; i < parts; i++) sum[r][i] = added(x, value[i], sum[r][i], how);
         }
     }
-    sweep->at = ahead;
-    sweep->turns += end - from;
+    prefetch->at = ahead;
+    prefetch->turns += end - from;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -321,8 +321,8 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
     const int64_t turns = (last - r + TALL - 1) / TALL;
     const int stage = turns > 1 || a->dim % LANES, pairs = in_pairs(a);
     const int kind = pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS;
-    Values v = {at, after, t->sweep, value_behind(a), row_bytes(a), kind};
-    if (stage) v = (Values){.at = t->here, .sweep = t->sweep, .kind = pairs ? STAGED_PAIRS : FLOATS};
+    Values v = {at, after, t->prefetch, value_behind(a), row_bytes(a), kind};
+    if (stage) v = (Values){.at = t->here, .prefetch = t->prefetch, .kind = pairs ? STAGED_PAIRS : FLOATS};
     v.late = t->late;
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
