@@ -127,6 +127,18 @@ def test_large_models_find_the_best_shape_in_their_first_steps(hit: float, first
         assert rate > 0.93 * max(world.rate(shape, [hit]) for shape in world.menu)
 
 
+@pytest.mark.parametrize("hit", [0.4, 0.65, 0.9])
+@pytest.mark.parametrize("slower", [1.5, 2.5, 4.0])
+def test_a_machine_that_is_slower_than_at_the_start(slower: float, hit: float) -> None:
+    """Drafts show it first, then plain steps: it is the machine, which makes no drafts dearer that have shown it."""
+    menu = chain_menu(TreeShape(3, 1, 4))
+    for seed in range(4):
+        world, policy = World(menu, 100.0, 6.0, 8.0, seed), TreePolicy(menu, World(menu, 100.0, 6.0, 8.0).cost())
+        world.seconds = lambda shape, batch: slower * World.seconds(world, shape, batch)  # type: ignore[method-assign] # noqa: B023
+        rate, _ = world.run(policy, [hit], 120)
+        assert rate > 0.95 * max(world.rate(shape, [hit]) for shape in menu)
+
+
 def test_what_no_drafts_cost_is_found_out() -> None:
     """Although drafting is chosen, because a guess from what levels cost here says that they cost much more."""
     menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.95] * 2

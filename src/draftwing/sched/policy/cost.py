@@ -237,6 +237,10 @@ class StepCost:
         longer = factors.disproved((shape, bucket), error)
         if longer is not None:  # of plain steps it is the machine: drafts are compared with them
             share, rate = (1.0, 0.0) if shape.depth else (0.0, 1.0)
+            if not shape.depth:  # what others have taken of late is known: it has been the machine there, too
+                for step, (its, when) in factors.own.items():
+                    if step[1] == bucket and now - when < RECENT:
+                        factors.own[step] = its - longer, when
         error = longer or min(max(error, -math.log(DOUBT)), math.log(AGREE))
         limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
         factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
