@@ -14,11 +14,10 @@
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
-   the first, which is less than memory needs, and hardware does not see past a page's end. Types with further bits take
-   the longest to unpack, so that of few rows they have no time for it. Swept: 2, 3, 4, 6 KB with 8 and 16 KB, or none. */
+   the first, which is less than memory needs, and hardware does not see past a page's end. Swept: 2, 3, 4, 6, 8 KB with
+   8, 16 and 32 KB, or none. */
 #define AHEAD (4 << 10)
 #define FAR_AHEAD (16 << 10)
-#define FEW_ROWS 2
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
 
@@ -125,10 +124,10 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
 }
 
 #define ADD_ROWS(count) add_rows(k, w, &weights, block_of(x, b, row + r), count, (void *)(sums[r] + PART * c))
-INLINE void fetch_block(const Kind k, const uint8_t *at, int64_t size, int64_t rows) {
+INLINE void fetch_block(const uint8_t *at, int64_t size) {
     for (int64_t c = 0; c < size; c += 64) {
         __builtin_prefetch(at + AHEAD + c);
-        if (!k.high || rows > FEW_ROWS) __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
+        __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
     }
 }
 /* sums[row][16] of rows [row, row + rows) with a panel. */
@@ -142,7 +141,7 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             super_of(k, &super, at);
             at += head_bytes(k);
         }
-        fetch_block(k, at, size, rows);
+        fetch_block(at, size);
         for (int c = 0; c < PANEL_OUTPUTS / PART; c += WIDE) {
             Weights weights;
             weights_of(k, &weights, at, &super, c);
@@ -199,7 +198,7 @@ INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *
             super_of(k, &super, at);
             at += head_bytes(k);
         }
-        fetch_block(k, at, size, rows);
+        fetch_block(at, size);
         begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
         if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
     }
