@@ -53,8 +53,10 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # mixed steps that makes no difference.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
-FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
-PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it; not swept
+# Times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise. It and PADDED are
+# swept in docs/dev/mixed_steps.md.
+FEWER = 1.02
+PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
