@@ -28,6 +28,7 @@ from draftwing.ops.triton.common import keep_cache, launch_options
 ROWS = 128
 WARPS = 4  # of a group
 # Registers of a thread: of the second group that multiplies, and of that which fetches; the first has what is left.
+# With others more is spilled, see docs/dev/gpu_kernels.md.
 MULTIPLYING, FETCHING = 232, 56
 
 
