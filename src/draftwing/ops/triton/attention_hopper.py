@@ -140,16 +140,15 @@ def _store_mean(acc, den, v_scale, at, valid, ACC: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    HALF: gl.constexpr, q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets,
-    first, position, length, begin, low, whole, units, cut, head, scale, v_scale,
+    q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets,
+    first, position, length, begin, place, low, whole, units, cut, head, scale, v_scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Does half of the rows of a tile, or of a piece."""
+    """Does half of the rows of a tile, or of a piece, from `begin` on. place: of its first piece's partial results."""
     ROWS: gl.constexpr = 64
     GROUP: gl.constexpr = HEADS // KV_HEADS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, UNIT, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    begin += HALF * ROWS
     last = position + (begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
     columns = low * UNIT + gl.arange(0, UNIT, gl.SliceLayout(0, S))
     mbarrier.wait(k_full.index(0), 0)
@@ -183,7 +182,6 @@ def _attend(
     if pieces == 1:
         _store_mean(acc, den, v_scale, at_out, valid, ACC)
     else:
-        place = ((cut // 1024 * KV_HEADS + head) * 2 + HALF).to(gl.int64)
         its = place + cut // 32 % 32 * (2 * KV_HEADS)
         at_top, at_den, at_acc = of_piece(parts, stats, its, ROWS, DIM, S, ACC)
         gl.store(at_top, top)
@@ -259,17 +257,19 @@ def _hopper_prefill_kernel(
     low = units * piece // pieces  # the piece's own are counted from here
     units = units * (piece + 1) // pieces - low
     whole = gl.minimum(whole - low, units)
+    half = begin + ROWS // 2
+    place = ((cut // 1024 * KV_HEADS + head) * 2).to(gl.int64)
     gl.warp_specialize(
-        [
+        [  # both with values of the same types alone, so that it is compiled once
             (_attend, (
-                0, q_first, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
-                position, length, begin, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM, UNIT,
-                STAGES,
+                q_first, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
+                position, length, begin, place, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM,
+                UNIT, STAGES,
             )),
             (_attend, (
-                1, q_last, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
-                position, length, begin, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM, UNIT,
-                STAGES,
+                q_last, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
+                position, length, half, place + 1, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM,
+                UNIT, STAGES,
             )),
             (_fetch, (
                 kv + head * (2 * DIM), table_row, low, units, end, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
