@@ -64,6 +64,7 @@ class Step(NamedTuple):
     shape: TreeShape
     tokens: int  # committed
     seconds: float
+    mixed: bool  # whether parts of prompts were in its forward
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -213,7 +214,8 @@ def watched(engine: Engine) -> Iterator[list[Step]]:
     def watch(plan: Any, result: Any) -> None:
         before(plan, result)
         count = int(result.count.sum())
-        steps.append(Step(time.monotonic(), plan.kind, len(plan.rows), plan.shape, count, result.seconds))
+        mixed = plan.beside is not None
+        steps.append(Step(time.monotonic(), plan.kind, len(plan.rows), plan.shape, count, result.seconds, mixed))
 
     loop._watch = watch
     try:

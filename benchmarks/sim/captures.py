@@ -49,7 +49,7 @@ def minute(rate: float, wanted: int, step: float, row: float, capture: float) ->
         graphs.count(PLAIN, len(left))
         now, lost = now + step + row * key.size, lost + row * (key.size - best)
         left = [tokens - 1 for tokens in left if tokens > 1]
-        if graphs.wanted:
+        if graphs.wanted >= 1:
             most = max(graphs.later, key=graphs.later.__getitem__)
             del graphs.later[most]
             graphs.finish(most)

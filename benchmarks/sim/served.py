@@ -27,7 +27,7 @@ from draftwing.core import (
     TreeShape,
 )
 from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.graphs.prefill import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, SIZES, takes
+from draftwing.engine.graphs.prefill import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.config import SchedulerConfig
@@ -118,8 +118,8 @@ class OnH200(Served):
         spans = {shape: shape.nodes for shape in menu}
         config = SchedulerConfig(
             200_000, 128, max(spans.values()), 8192, initial_confidence=MAX_CONFIDENCE,
-            mixes=mixed_nodes if mixed else None, prefill_sizes=SIZES,
-            mixed_sizes=tuple(size for size in SIZES if size >= MIXED_QUERIES), at_once=AT_ONCE,
+            mixes=mixed_nodes if mixed else None, prefill_sizes=self.world.sizes,
+            mixed_sizes=tuple(size for size in self.world.sizes if size >= MIXED_QUERIES), at_once=AT_ONCE,
         )  # fmt: skip
         self.sched = Scheduler(config, policy, spans)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, Chunk, StepResult, TreeShape
-from draftwing.engine.graphs.prefill import MIXED_QUERIES, SIZES
+from draftwing.engine.graphs.prefill import MIXED_QUERIES, SIZES, slow_sizes
 from draftwing.engine.startup.measure_costs import CONTEXTS
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import StepContext
@@ -125,6 +125,8 @@ class H200(World):
 
     def __init__(self, menu: Sequence[TreeShape], seed: int = 0) -> None:
         super().__init__(menu, 0.0, 0.0, 0.0, seed)
+        slow = slow_sizes({size: self.forward(size) for size in SIZES if size >= MIXED_QUERIES})
+        self.sizes = tuple(size for size in SIZES if size not in slow)  # of graphs of prompts
 
     def seconds(self, shape: TreeShape, batch: int) -> float:
         rows = batch * shape.queries
@@ -147,23 +149,31 @@ class H200(World):
         """nodes: of trees in the same forward -> seconds of the device, and of the host before it can look at anything
         else"""
         queries, least = tokens + nodes, MIXED_QUERIES if nodes else 0
-        captured = queries <= SIZES[-1]
-        queries = next(size for size in SIZES if size >= max(queries, least)) if captured else queries
+        captured = queries <= self.sizes[-1]
+        queries = next(size for size in self.sizes if size >= max(queries, least)) if captured else queries
         more, times = self.HEAD if len(self.menu) > 1 else (0.0, 1.0)
+        return 1e-3 * more + times * self.forward(queries), 1e-3 * (self.REPLAY if captured else self.LAUNCH)
+
+    def forward(self, queries: int) -> float:
+        """Returns seconds of a forward of the target over prompts."""
         took = np.interp(queries, self.PROMPT, self.PREFILL) + self.SLOPE * max(queries - self.PROMPT[-1], 0)
-        return 1e-3 * (more + times * float(took)), 1e-3 * (self.REPLAY if captured else self.LAUNCH)
+        return 1e-3 * float(took)
 
     def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
         """Returns seconds beyond those of short contexts: of a step's rows, and of prompts."""
         return 0.0
 
 
-class LongContexts(H200):
-    """The same where keys cost time."""
+class H100(H200):
+    """The same of an H100, as its steps and forwards were measured one by one, where keys cost time."""
 
+    TARGET = (5.5, 5.8, 6.4, 7.1, 9.0, 12.5, 20.5, 39.0)
+    PROMPT = (0, 32, 128, 256, 384, 512, 640, 768, 896, 1024, 2048)
+    PREFILL = (5.6, 5.7, 6.4, 7.8, 9.0, 10.5, 13.0, 15.3, 20.0, 19.5, 38.5)
+    SLOPE = 0.0188
     HEAD = (0.0, 1.0)
-    KEY, PROMPT_KEY = 36e-9, 1.6e-9  # seconds, of a row, and of a token of a prompt: 44,000 keys of 8 rows take 1.6 ms
-    FILLS = 512  # tokens of prompts that fill the device: fewer attend to their keys in the time of as many
+    KEY, PROMPT_KEY = 47.7e-9, 0.9e-9  # seconds, of a row, and of a token of a prompt
+    FILLS = 64  # tokens of prompts that fill the device: fewer attend to their keys in the time of as many
 
     def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
         keys = sum(length * (start + length / 2) for _, start, length, *_ in chunks)
@@ -179,23 +189,6 @@ class LongContexts(H200):
                     kv_tokens = size * context
                     cost.measured(shape, size, kv_tokens, self.seconds(shape, size) + self.attention(kv_tokens, ()))
         return cost
-
-
-class H100(LongContexts):
-    """The same of an H100, as its steps and forwards were measured one by one: 896 queries take longer than 1,024, and
-    attention takes as long as that of so many blocks as the device has room for at once."""
-
-    TARGET = (5.5, 5.8, 6.4, 7.1, 9.0, 12.5, 20.5, 39.0)
-    PROMPT = (0, 32, 128, 256, 384, 512, 640, 768, 896, 1024, 2048)
-    PREFILL = (5.6, 5.7, 6.4, 7.8, 9.0, 10.5, 13.0, 15.3, 20.0, 19.5, 38.5)
-    SLOPE = 0.0188
-    KEY, PROMPT_KEY = 47.7e-9, 1.3e-9
-
-    def attention(self, kv_tokens: int, chunks: Sequence[Chunk]) -> float:
-        tokens = sum(length for _, _, length, *_ in chunks)
-        keys = sum(length * (start + length / 2) for _, start, length, *_ in chunks)
-        waves = -(-tokens // self.FILLS) * self.FILLS
-        return self.KEY * kv_tokens + self.PROMPT_KEY * keys * waves / max(tokens, 1)
 
 
 MACHINES = {

@@ -264,16 +264,14 @@ def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads, dim", [((32, 8), 128), ((6, 2), 64), ((5, 5), 128)])
 @pytest.mark.parametrize("at_once", [0, 16, 40])
-@pytest.mark.parametrize("groups", [False, True])
 def test_overlapped_chunks_against_brute_force(
-    heads: tuple[int, int], dim: int, at_once: int, groups: bool, dtype: torch.dtype, device: torch.device
+    heads: tuple[int, int], dim: int, at_once: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Chunks that begin and end around the borders of tiles and units, in one launch, their tiles whole or in pieces;
     with page tables in 64 and in 32 bits: the same bits."""
     tiling = common.pick_tiling(torch.empty(1, heads[1], 2, dim, dtype=dtype, device=device))
     if not tiling.overlap_unit:
         pytest.skip("the device has no such kernel")
-    tiling = tiling._replace(overlap_groups=groups)
     case = make_case([3100, 700, 130, 70, 0], 1, device, heads, dim, dtype)
     spans = [(0, 0, 3000, 100), (1, 100, 0, 257), (2, 357, 127, 1), (3, 358, 63, 5), (2, 363, 0, 128)]
     count = 491

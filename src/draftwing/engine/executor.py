@@ -266,7 +266,7 @@ class Executor:
     @property
     def wants_capture(self) -> bool:
         """Returns whether steps were slower for want of a graph so often that it is worth an interruption."""
-        return self.graphs.wanted or (self.prefills is not None and self.prefills.wanted)
+        return max(self.graphs.wanted, self.prefills.wanted if self.prefills is not None else 0.0) >= 1
 
     @torch.inference_mode()
     def capture_next(self) -> None:
@@ -274,7 +274,7 @@ class Executor:
         steps, prefills = self.graphs.later, self.prefills
         mixed = {} if prefills is None else prefills.later
         try:
-            if prefills is not None and mixed and (prefills.wanted or not steps):
+            if prefills is not None and mixed and (prefills.wanted > self.graphs.wanted or not steps):
                 self._capture_mixed(prefills, *max(mixed, key=lambda one: mixed[one]))
             elif steps:
                 key = max(steps, key=lambda key: steps[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -81,10 +82,12 @@ class TargetForward:
             found = self.prefills.run_mixed(prompts.plan.chunks, key)
             if found is not None:
                 return self._graphs.left("verify", key), Verified(*found)
-        end = queries + batch.ids.shape[0]
+        end, started = queries + batch.ids.shape[0], time.perf_counter()
         if (total := self._ops.even_rows(end)) > end:
             batch = batch.padded(total - queries, self._table.rows)
         first, other = cut(self.run(batch, trees), queries, end)
         if key is not None:
             put(self._graphs.left("verify", key), first)
+            if self.prefills is not None:
+                self.prefills.launched(prompts.plan.chunks, key, time.perf_counter() - started)
         return Verified(*first), Verified(*other)

@@ -361,3 +361,30 @@ def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
         executor.capture_next()
     assert len(prefills) == whole
     assert answers() == expected and prefills.mixed_replays > 1
+
+
+def test_graphs_are_wanted_for_the_time_that_launches_lose(harness, model, monkeypatch):
+    """A launch that takes the host no longer than the device computes loses none."""
+    monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (1,))
+    monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
+    executor = rig_of(harness, model, monkeypatch, (16, 32), size=2, rows=3, chunk=32, mixed=True).executor
+    prefills, key = executor.prefills, Key(PLAIN, 1)
+    executor.graphs.clear()
+    prefills.clear()
+    executor.capture((PLAIN,), some=True)
+    prefills.seconds = {16: 0.01, 32: 0.02}  # with the row's token
+    for length, seconds, lost in (
+        (30, 0.02, 0.0),
+        (30, 0.015, 0.0),
+        (30, 0.025, 0.2),
+        (3, 0.025, 0.6),
+        (14, 0.02, 1.1),
+    ):
+        chunks = [Chunk(0, 0, length, True)]
+        prefills.launched(chunks, key, seconds)
+        assert prefills.later[prefills.size(chunks, key), key] == pytest.approx(lost)
+    assert prefills.wanted == pytest.approx(1.1 / prefill_graphs.MIXED_WANTED) and not executor.wants_capture
+    prefills.launched(chunks, key, 1.0)
+    assert executor.wants_capture
+    executor.capture_next()
+    assert {size for size, _ in prefills.later} == {30} and not executor.wants_capture

@@ -33,14 +33,12 @@ from draftwing.ops.expert_rows import FP8
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-common = pytest.importorskip("draftwing.ops.triton.attention_common")
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 48,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-HOPPER = "hopper_groups" if common.TILING_HOPPER.overlap_groups else "hopper_prefill"
 CHILD = """
 import json, pickle, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -151,7 +149,7 @@ def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
 @pytest.mark.further(pool="*fp8e4nv")
 @pytest.mark.parametrize(
     ("kv_dtype", "pool", "prompts"),
-    [(torch.bfloat16, "*bf16", HOPPER), (torch.float8_e4m3fn, "*fp8e4nv", "prefill")],
+    [(torch.bfloat16, "*bf16", "hopper_prefill"), (torch.float8_e4m3fn, "*fp8e4nv", "prefill")],
 )
 def test_what_an_engine_launches(
     kv_dtype: torch.dtype, pool: str, prompts: str, job: Job, tmp_path: Path, printed_by: Printed
@@ -165,7 +163,7 @@ def test_what_an_engine_launches(
     # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
     wanted = f"rms_norm rope {prompts} tree silu_mul pick limit commit confidence build chosen_logits merge"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
-    compiled = ["silu_mul", *[prompts] * (prompts == HOPPER)]
+    compiled = ["silu_mul", *[prompts] * (prompts == "hopper_prefill")]
     assert all(list((tmp_path / "cache").glob(f"*/_{kernel}_kernel.cubin")) for kernel in compiled)
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
     (trial, at), *others = said  # a stage is ready as soon as all is compiled that it launches

@@ -82,9 +82,10 @@ class GraphCache:
             self.later[key] += 1
 
     @property
-    def wanted(self) -> bool:
-        """Returns whether steps were padded further for want of a graph so often that it is worth an interruption."""
-        return max(self.later.values(), default=0) >= WANTED
+    def wanted(self) -> float:
+        """Returns how often steps were padded further for want of a graph, at most, in `WANTED`; from 1 on it is worth
+        an interruption."""
+        return max(self.later.values(), default=0) / WANTED
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """Fills the first `size` of `rows`; no copy where they are what they were."""

@@ -43,8 +43,8 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
-# Forwards that are launched for want of a graph, after which it is captured while requests run: on an H100 a capture
-# took 50 ms, as long as two launches of 32 layers.
+# Times what a launch takes: where so much time was lost for want of a graph it is captured while requests run, which
+# takes as long (on an H100 50 ms, as two launches of 32 layers).
 MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
@@ -53,8 +53,10 @@ MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # mixed steps that makes no difference.
 AT_ONCE = 256
 TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
-FEWER = 1.02  # times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise
-PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it; not swept
+# Times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise. It and PADDED are
+# swept in docs/dev/mixed_steps.md.
+FEWER = 1.02
+PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
@@ -123,7 +125,8 @@ class PrefillGraphs:
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
-        self.later: dict[tuple[int, Key], int] = {}  # what is still to be captured, and steps that would have used it
+        # What is still to be captured, and the time that was lost for want of it, in launches of a forward.
+        self.later: dict[tuple[int, Key], float] = {}
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
@@ -154,16 +157,26 @@ class PrefillGraphs:
             self.sizes.remove(size)
             self.mixed_sizes.remove(size)
             del self._graphs[size], self.seconds[size]
-        self.later = {one: count for one, count in self.later.items() if one[0] in self._sizes.beside(one[1])}
+        self.later = {one: lost for one, lost in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
-    def wanted(self) -> bool:
-        """Returns whether forwards beside steps were launched so often that a graph is worth an interruption."""
-        return max(self.later.values(), default=0) >= MIXED_WANTED
+    def wanted(self) -> float:
+        """Returns how much of what a capture takes was lost for want of it, at most; from 1 on it is worth an
+        interruption."""
+        return max(self.later.values(), default=0.0) / MIXED_WANTED
+
+    def launched(self, chunks: Sequence[Chunk], key: Key, seconds: float) -> None:
+        """Notes a forward beside a step of this key that was launched for want of a graph, which took the host so long.
+        The device had as much to do as its graph takes, and lost the rest of the time."""
+        size = self.size(chunks, key)
+        if (size, key) in self.later:
+            queries = size + key.size * key.shape.queries
+            busy = next((its for of, its in sorted(self.seconds.items()) if of >= queries), 0.0)
+            self.later[size, key] += max(1 - busy / seconds, 0.0)
 
     def leave(self, key: Key) -> None:
         """Leaves all sizes beside a step of this key to `capture_mixed`."""
-        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
+        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0.0)
 
     def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
         """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
@@ -210,8 +223,6 @@ class PrefillGraphs:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise."""
         tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
-        if (size, key) in self.later:
-            self.later[size, key] += 1
         if (size, key) not in self._mixed:
             return None
         self._fill(size, chunks)

@@ -60,7 +60,6 @@ class Tiling(NamedTuple):
     fast_rows: int = 128  # prefill where bits may differ from decode's
     overlap_unit: int = 0  # positions of a unit of `attention_hopper`, which is this where it can be; 0: it is not
     overlap_stages: int = 0  # its units in shared memory
-    overlap_groups: bool = False  # whether its kernel is that of `attention_groups`
 
 
 TILING = Tiling()
@@ -73,7 +72,6 @@ TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
     prefill_stages=5,
     overlap_unit=128,
     overlap_stages=2,
-    overlap_groups=True,
 )
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)

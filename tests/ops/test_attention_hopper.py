@@ -1,4 +1,4 @@
-"""The kernel of warp groups compiles for all that an engine asks for; what it gives is in `test_triton_attention`."""
+"""The kernel compiles for all that an engine asks for; what it gives is in `test_triton_attention`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from draftwing.ops.triton import attention_groups as groups
+from draftwing.ops.triton import attention_hopper as hopper
 from draftwing.ops.triton.attention_common import TILING_HOPPER
 
 dtype, slots, heads, kv_heads, dim, aligned = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-kernel = groups._hopper_groups_kernel
+kernel = hopper._hopper_prefill_kernel
 constants = dict(
     HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROWS=128, UNIT=TILING_HOPPER.overlap_unit,
-    STAGES=TILING_HOPPER.overlap_stages, LAST=groups.MULTIPLYING, FETCHING=groups.FETCHING, PDL=True,
-    num_warps=groups.WARPS,
+    STAGES=TILING_HOPPER.overlap_stages, LAST=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, PDL=True,
+    num_warps=hopper.WARPS,
 )
 types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(["q", "kv", "out"], "*" + dtype)
 types |= dict.fromkeys(["parts", "stats"], "*fp32") | dict.fromkeys(["tiles", "tickets"], "*i32")
@@ -35,9 +35,9 @@ source = GluonASTSource(
     constexprs={(names.index(name),): value for name, value in constants.items()},
     attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
 )
-options = dict(num_warps=groups.WARPS, launch_pdl=True)
+options = dict(num_warps=hopper.WARPS, launch_pdl=True)
 found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata
-assert found.num_warps == 3 * groups.WARPS and found.shared <= 227 << 10, found
+assert found.num_warps == 3 * hopper.WARPS and found.shared <= 227 << 10, found
 """
 
 
