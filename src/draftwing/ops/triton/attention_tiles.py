@@ -21,6 +21,7 @@ CUTS = (2, 3, 4, 6, 8)  # into how many pieces the longest is cut
 # Units of the longest piece, at least. Others of its tile then have three or more, and each row a key in each of them:
 # without one its maximum would be -inf, and its sums not numbers.
 LEAST = 4
+# Swept in docs/dev/gpu_kernels.md.
 ENDS = 2.0  # units that take as long as to begin and to end a block
 WORTH = 0.98  # of the time, at most, that more pieces must leave
 
