@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) with a scale for each block of 128 x 128, and activations with one for each row and 128 columns,
+"""Weights in fp8 (e4m3) with a scale for each block of rows and 128 columns, and activations with one for each row and 128 columns,
 as kernels of a GPU read them (`gemm_fp8.cu`): both operands of a product are fp8, and 128 columns of a row lie together.
 
 Within 8 rows the 128 bytes of a row are permuted as the tensor cores' instructions read them from shared memory: its
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from draftwing.ops.types import QuantizedRows
 
-BLOCK = 128  # rows and columns that have a scale
+WIDE = 128  # columns of a group, of weights and of activations
+TALL = 16  # rows of weights that share a scale
 EIGHT = 8  # rows that codes are permuted within
 LARGEST = 448.0  # of e4m3
-SMALLEST_AMAX = 1e-10  # rows of zeros have its scale
+SMALLEST_AMAX = 1e-10  # columns of zeros have its scale
 
 
 class Fp8Blocks(NamedTuple):
-    """A matrix [rows, columns]: a value is code * scale."""
+    """A matrix [rows, columns]: a value is code * scale, with the scale of its 16 rows and 128 columns."""
 
     codes: Tensor  # [columns / 128, rows, 128] float8_e4m3fn, permuted
-    scales: Tensor  # [ceil(rows / 128), columns / 128] float32
+    scales: Tensor  # [rows / 16, columns / 128] float32
 
     @property
     def rows(self) -> int:
@@ -33,16 +34,19 @@ class Fp8Blocks(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return len(self.codes) * BLOCK
+        return len(self.codes) * WIDE
 
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """Returns [rows, columns], multiplied in float32."""
-        scales = self.scales.repeat_interleave(BLOCK, 0)[: self.rows].unsqueeze(2)
-        return (_straight(self.codes).unflatten(1, (-1, BLOCK)).float() * scales).flatten(1).to(dtype)
+    def quantized(self) -> QuantizedRows:
+        """Returns the same rows as a checkpoint stores them."""
+        return QuantizedRows(_straight(self.codes), 8, self.scales, None, TALL, WIDE, None)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Returns [rows, columns]: the values, computed in float32."""
+        return self.quantized().dense(dtype)
 
 
 class Fp8Rows(NamedTuple):
@@ -54,55 +58,47 @@ class Fp8Rows(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return len(self.codes) * BLOCK
+        return len(self.codes) * WIDE
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """Returns [rows, columns], multiplied in float32."""
-        values = _straight(self.codes).unflatten(1, (-1, BLOCK)).float() * self.scales.T.unsqueeze(2)
-        return values[: self.rows].flatten(1).to(dtype)
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """Returns codes [rows, columns] and scales [rows, columns / 128], as `quantised` does."""
+        return _straight(self.codes)[: self.rows], self.scales.T[: self.rows]
 
 
-def why_not(rows: QuantizedRows) -> str | None:
-    """Returns what keeps these rows from being packed, or None where they can be."""
+def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
+    """Returns what keeps these rows, as a part of a weight, from being packed for activations of `dtype`, or None."""
     height, width = rows.codes.shape
-    if rows.codes.dtype != torch.float8_e4m3fn:
-        return f"codes in {str(rows.codes.dtype).removeprefix('torch.')}"
-    if (rows.tall, rows.wide) != (BLOCK, BLOCK) or rows.group_of is not None:
-        return f"groups of {rows.tall} x {rows.wide}, not of {BLOCK} x {BLOCK}"
-    if height % EIGHT or width % BLOCK:
-        return f"a shape of {height} x {width}, no multiple of {EIGHT} x {BLOCK}"
+    if rows.codes.dtype != torch.float8_e4m3fn or rows.zeros is not None or rows.group_of is not None:
+        return "codes that are no fp8 in order"
+    if dtype != torch.bfloat16:
+        return f"activations in {str(dtype).removeprefix('torch.')}"
+    if height % TALL or width % WIDE:
+        return f"a shape of {height} x {width}, no multiple of {TALL} x {WIDE}"
+    if (rows.scales.shape[0] > 1 and rows.tall % TALL) or (rows.scales.shape[1] > 1 and rows.wide % WIDE):
+        return f"groups of {rows.tall} x {rows.wide}, no multiple of {TALL} x {WIDE}"
     return None
 
 
 def pack(rows: QuantizedRows, device: torch.device | str) -> Fp8Blocks:
     """Returns the rows, for which `why_not` has nothing to say, on `device`."""
-    return Fp8Blocks(_permuted(rows.codes.to(device)), rows.scales.to(device, torch.float32).contiguous())
+    height, width = rows.codes.shape
+    down = torch.arange(height // TALL, device=device) * TALL // rows.tall
+    across = torch.arange(width // WIDE, device=device) * WIDE // rows.wide
+    scales = rows.scales.to(device).float()[down][:, across].contiguous()
+    return Fp8Blocks(_permuted(rows.codes.to(device)), scales)
 
 
-def join(parts: Sequence[Fp8Blocks]) -> Fp8Blocks | None:
-    """Returns the rows of one part after those of another, or None where a scale would be of rows of two."""
+def join(parts: Sequence[Fp8Blocks]) -> Fp8Blocks:
+    """Returns the rows of one part after those of another."""
     if len(parts) == 1:
         return parts[0]
-    if any(part.rows % BLOCK for part in parts[:-1]):
-        return None
     return Fp8Blocks(torch.cat([part.codes for part in parts], 1), torch.cat([part.scales for part in parts]))
-
-
-def cut(weight: Fp8Blocks, rows: range, columns: range) -> Fp8Blocks | None:
-    """Returns these rows and columns, or None where they begin or end within a block."""
-    down, across = (range(of.start // BLOCK, -(-of.stop // BLOCK)) for of in (rows, columns))
-    if rows.start % BLOCK or columns.start % BLOCK or columns.stop % BLOCK or rows.stop % EIGHT:
-        return None
-    if rows.stop % BLOCK and rows.stop < weight.rows:
-        return None
-    codes = weight.codes[across.start : across.stop, rows.start : rows.stop].contiguous()
-    return Fp8Blocks(codes, weight.scales[down.start : down.stop, across.start : across.stop].contiguous())
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., columns] -> codes [..., columns] float8_e4m3fn and scales [..., columns / 128] float32: of each 128 columns
     the largest magnitude, divided by 448. `gemm_fp8.cu` and kernels before it have the same bits."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = x.float().unflatten(-1, (-1, WIDE))
     scales = blocks.abs().amax(-1).clamp_min(SMALLEST_AMAX) / LARGEST
     return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), scales
 
@@ -123,14 +119,14 @@ def _places(device: torch.device) -> tuple[Tensor, Tensor]:
 def _permuted(codes: Tensor) -> Tensor:
     """[rows, columns] -> [columns / 128, rows, 128]"""
     rows, columns = codes.shape
-    units = codes.view(torch.uint8).view(rows // EIGHT, EIGHT, columns // BLOCK, EIGHT, BLOCK // EIGHT)
+    units = codes.view(torch.uint8).view(rows // EIGHT, EIGHT, columns // WIDE, EIGHT, WIDE // EIGHT)
     row, unit = _places(codes.device)
-    return units.permute(2, 0, 1, 3, 4)[:, :, row, unit].reshape(-1, rows, BLOCK).view(codes.dtype)
+    return units.permute(2, 0, 1, 3, 4)[:, :, row, unit].reshape(-1, rows, WIDE).view(codes.dtype)
 
 
 def _straight(codes: Tensor) -> Tensor:
     """[columns / 128, rows, 128] -> [rows, columns]"""
     blocks, rows, _ = codes.shape
     row, unit = _places(codes.device)
-    units = codes.view(torch.uint8).view(blocks, rows // EIGHT, EIGHT, EIGHT, BLOCK // EIGHT)[:, :, row, unit]
-    return units.permute(1, 2, 0, 3, 4).reshape(rows, blocks * BLOCK).view(codes.dtype)
+    units = codes.view(torch.uint8).view(blocks, rows // EIGHT, EIGHT, EIGHT, WIDE // EIGHT)[:, :, row, unit]
+    return units.permute(1, 2, 0, 3, 4).reshape(rows, blocks * WIDE).view(codes.dtype)
