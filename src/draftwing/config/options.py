@@ -68,6 +68,12 @@ class Options:
         "dequantised",
         choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
     )  # fmt: skip
+    fp8_activations: str = option(
+        "auto", MODEL,
+        "GPU of compute capability 9.0: activations of fp8 checkpoints in blocks of 128 x 128 with activation_scheme "
+        "dynamic. auto: fp8 in each product, as the checkpoint was made for; none: 16 bits, slower",
+        choices=("auto", "none"),
+    )  # fmt: skip
     load_format: str = option(
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
         choices=("auto", "dummy"),

@@ -409,13 +409,13 @@ class _Held(LinearOp):
     def append(self, other: LinearOp) -> None:
         assert isinstance(other, _Held)
         whole = joined([self._weight, other._weight])
-        assert whole is not None
+        assert isinstance(whole, PackedGroups | MXRows)
         self._weight = whole
 
     def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
         parts = part_of({0: self._weight}, rows, columns)
         whole = None if parts is None else joined([*parts])
-        return None if whole is None else _Held(layer, whole, self._dtype)
+        return _Held(layer, whole, self._dtype) if isinstance(whole, PackedGroups | MXRows) else None
 
     def dense_weight(self) -> Tensor:
         return torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device="meta")

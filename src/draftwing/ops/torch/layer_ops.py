@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops import groups
+from draftwing.ops import fp8_blocks, groups
 from draftwing.ops.contracts import (
     BlockGemm,
     FewRowsGemm,
+    Fp8Gemm,
     GroupGemm,
     HeadProducts,
     HeadTopK,
@@ -25,9 +26,11 @@ from draftwing.ops.contracts import (
     WholeLayers,
     WholeMixture,
 )
+from draftwing.ops.fp8_blocks import Fp8Blocks
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps
+from draftwing.ops.torch.fp8 import TorchFp8Gemm
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 
@@ -273,6 +276,16 @@ class LayerOps(ExpertOps):
         """Returns the GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is
         dequantised."""
         return None
+
+    multiplies_fp8 = False  # whether there are kernels for activations in fp8, which `fp8_gemm` has
+
+    def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
+        """rows, to which `fp8_blocks.why_not` has nothing to say, on this device."""
+        return fp8_blocks.pack(rows, rows.codes.device)
+
+    def fp8_gemm(self) -> Fp8Gemm:
+        """Returns the GEMMs of `Fp8Blocks`."""
+        return TorchFp8Gemm()
 
     def side_work(self) -> SideWork | None:
         """Returns what runs beside other work, None where a device does one thing after the other."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwing.ops import groups
+from draftwing.ops import fp8_blocks, groups
 from draftwing.ops.contracts import (
     DeviceExpertGemm,
+    Fp8Gemm,
     GroupGemm,
     HeadProducts,
     PeerSums,
@@ -17,9 +18,11 @@ from draftwing.ops.contracts import (
     SmallMGemm,
     TallGemm,
 )
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_heads, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
+from draftwing.ops.cuda.gemm import WARP_GROUPS
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
+from draftwing.ops.fp8_blocks import Fp8Blocks
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
@@ -106,6 +109,16 @@ class TritonLayerOps(LayerOps):
     @property
     def keeps_groups(self) -> bool:  # type: ignore[override]
         return self.device.type == "cuda"
+
+    @property
+    def multiplies_fp8(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == WARP_GROUPS
+
+    def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
+        return fp8_blocks.pack(rows, self.device)
+
+    def fp8_gemm(self) -> Fp8Gemm:
+        return gemm_fp8.fp8_gemm(self.device)
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
         return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
