@@ -43,6 +43,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
 from draftwing.models.loader import load_config
 from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.ops.cuda.gemm import WARP_GROUPS
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.types import MX_BLOCK, MXRows
@@ -218,10 +219,12 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
-    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+    from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
 
-    yield gemm.compile_ahead, job.dtype, job.capability
     config = load_config(job.path)
+    if _multiplies_fp8(job, config.quantization):
+        yield gemm_fp8.compile_ahead, job.capability
+    yield gemm.compile_ahead, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for width in widths | _width_of_lm_head(job, config):
         yield gemm_groups.compile_ahead, job.dtype, width, job.capability
@@ -249,6 +252,14 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     found = {MADE[asked]} if asked in MADE else set()
     found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
     return found | ({MADE["int8"]} if found else set())  # of draft heads
+
+
+def _multiplies_fp8(job: Job, stored: Quantization | None) -> bool:
+    """Returns whether there are weights for activations in fp8, as far as the config says."""
+    asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
+    here = job.capability[0] == WARP_GROUPS and job.dtype == torch.bfloat16
+    rules = () if stored is None or not asked or not here else stored.rules
+    return any(rule.scheme is not None and rule.scheme.dynamic for rule in rules)
 
 
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
