@@ -39,7 +39,7 @@ def test_cuts(rows: int, columns: int, gated: bool) -> None:
             assert cut.grid[0] == -(-tokens // (64 * cut.groups)) * cut.ranges and cut.ranges == ranges_of(
                 rows, columns
             )
-            assert 1 <= cut.stages and (cut.stages >= 4 or cut.stages * cut.ranges * WIDE >= columns - 3 * WIDE)
+            assert cut.stages >= 1 and (cut.stages >= 4 or cut.stages * cut.ranges * WIDE >= columns - 3 * WIDE)
             if tokens <= 128 and rows <= 34816:
                 assert cut.grid[1] <= clusters[(4, 2, 1).index(cut.ranges)]
 

@@ -34,8 +34,8 @@ class Cut(NamedTuple):
 
 
 def ranges_of(rows: int, columns: int) -> int:
-    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows, for
-    each block reads x. The order of sums depends on it."""
+    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows,
+    for each block reads x. The order of sums depends on it."""
     return next(
         ranges
         for ranges in _RANGES
