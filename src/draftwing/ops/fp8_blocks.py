@@ -1,11 +1,8 @@
-"""Weights in fp8 (e4m3) with a scale for each block of 16 x 128, and activations with one for each row and 128 columns,
-as kernels of a GPU read them (`gemm_fp8.cu`): both operands of a product are fp8; 128 columns of a row lie together.
+"""Weights in fp8 (e4m3) with a scale for some rows and 128 columns, and activations with one for a row and 128 columns.
 
-Checkpoints have blocks of 128 x 128. Those of 16 rows are what is left of them where rows move, as those of queries and
-keys do of which a part is turned.
-
-Within 8 rows the 128 bytes of a row are permuted as the tensor cores' instructions read them from shared memory: its
-16 bytes number u are number u ^ (row % 8). So a copy of any rows, 8 or a multiple, is one piece.
+They lie as kernels of a GPU read them (`gemm_fp8.cu`): both operands of a product are fp8, and 128 columns of a row lie
+together. Within 8 rows the 128 bytes of a row are permuted as the tensor cores' instructions read them from shared
+memory: its 16 bytes number u are number u ^ (row % 8). So a copy of any rows, 8 or a multiple, is one piece.
 """
 
 from __future__ import annotations
@@ -99,8 +96,8 @@ def join(parts: Sequence[Fp8Blocks]) -> Fp8Blocks:
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., columns] -> codes [..., columns] float8_e4m3fn and scales [..., columns / 128] float32: of each 128
-    columns the largest magnitude, divided by 448. `gemm_fp8.cu` and kernels before it have the same bits."""
+    """x [..., columns] -> codes [..., columns] float8_e4m3fn, scales [..., columns / 128] float32: of each 128 columns the
+    largest magnitude, divided by 448. `gemm_fp8.cu` and kernels before it have the same bits."""
     blocks = x.float().unflatten(-1, (-1, WIDE))
     scales = blocks.abs().amax(-1).clamp_min(SMALLEST_AMAX) / LARGEST
     return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), scales

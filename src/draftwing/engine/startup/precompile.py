@@ -43,7 +43,6 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
 from draftwing.models.loader import load_config
 from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.ops.cuda.gemm import WARP_GROUPS
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.types import MX_BLOCK, MXRows
@@ -222,7 +221,7 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
 
     config = load_config(job.path)
-    if _multiplies_fp8(job, config.quantization):
+    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
         yield gemm_fp8.compile_ahead, job.capability
     yield gemm.compile_ahead, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
@@ -255,10 +254,9 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
 
 
 def _multiplies_fp8(job: Job, stored: Quantization | None) -> bool:
-    """Returns whether there are weights for activations in fp8, as far as the config says."""
+    """Returns whether weights are for activations in fp8, as far as the config says."""
     asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
-    here = job.capability[0] == WARP_GROUPS and job.dtype == torch.bfloat16
-    rules = () if stored is None or not asked or not here else stored.rules
+    rules = () if stored is None or not asked or job.dtype != torch.bfloat16 else stored.rules
     return any(rule.scheme is not None and rule.scheme.dynamic for rule in rules)
 
 

@@ -19,7 +19,6 @@ from draftwing.ops.contracts import (
     TallGemm,
 )
 from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
-from draftwing.ops.cuda.gemm import WARP_GROUPS
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import Fp8Blocks
@@ -112,7 +111,7 @@ class TritonLayerOps(LayerOps):
 
     @property
     def multiplies_fp8(self) -> bool:  # type: ignore[override]
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == WARP_GROUPS
+        return self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
         return fp8_blocks.pack(rows, self.device)
