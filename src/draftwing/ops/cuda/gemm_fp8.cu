@@ -16,6 +16,7 @@ typedef unsigned char Fp8;
 #define TALL 16      // features of a scale
 #define CONSUMERS 256  // threads of two warp groups; a thread of the third asks for copies
 
+#ifndef ON_HOST
 // d = a b^T, or d += a b^T, for 32 columns of 64 rows a and FEATURES rows b. Is done when waited for. gemm_fp8.py has more.
 template <int FEATURES>
 struct Product;
@@ -71,6 +72,10 @@ __device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
 }
+
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+#endif
 
 struct Fp8Task {
     const Fp8* x;           // [K / 128][padded][128]
@@ -177,7 +182,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     __syncthreads();  // barriers are there for all
 
     if (threadIdx.x >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        leave_registers();
         if (threadIdx.x == CONSUMERS) {
             wait_for_earlier_kernels();
             for (int i = 0; i < early; ++i) ask_x(i, i);
@@ -190,7 +195,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        take_registers();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         for (int e = threadIdx.x; e < place.count * 2 * SPAN; e += CONSUMERS) {
             const int unit = e / place.count, i = e - unit * place.count, p = unit / SPAN, row = unit % SPAN * 8;
@@ -266,6 +271,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
         fp8_gemm<GROUPS, PART>({x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated}); \
     }
 
+#ifndef ON_HOST
 // x [M][K] -> codes [K / 128][padded][128] and scales [K / 128][padded], as `quantised` of fp8_blocks.py. 16 lanes have 128
 // columns of a row.
 extern "C" __global__ void __launch_bounds__(256) quantise_fp8(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {
@@ -299,3 +305,4 @@ extern "C" __global__ void __launch_bounds__(256) quantise_fp8(const u16* x, Fp8
     *(uint2*)(codes + at * WIDE + ((lane / 2 ^ row % 8) * 2 + lane % 2) * 8) = {out[0], out[1]};
     if (lane == 0) scales[at] = scale;
 }
+#endif

@@ -15,11 +15,11 @@ from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Blocks, Fp8Rows
 _PARTS = (32, 64, 80, 112, 136)  # features of an instruction; a block has two parts of a weight, each at most so many
 _MOST_ROWS = 2 * _PARTS[-1]  # of a weight that a block takes
 _TOKENS = 64  # rows of x that a warp group takes
-_SHARED = 227 << 10  # bytes of a block
+SHARED = 227 << 10  # bytes of a block
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
 _RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 2  # stages of a range
-_THREADS, _QUANTISE_UNITS = 384, 16
+THREADS, _QUANTISE_UNITS = 384, 16
 
 
 class Cut(NamedTuple):
@@ -62,7 +62,7 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     scales = blocks * 2 * (-(-part // EIGHT // 4) * 4) * 4
     behind = (_half(taken) + part - taken) * WIDE  # read, not used
     stage = (taken + x_rows) * WIDE + groups * _TOKENS * 4 + 16
-    stages = min(blocks, (_SHARED - 1024 - scales - behind) // stage)
+    stages = min(blocks, (SHARED - 1024 - scales - behind) // stage)
     tiles = -(-features // (taken // 2 if gated else taken))
     return Cut(groups, part, taken, stages, ranges, (token_blocks * ranges, tiles))
 
@@ -85,7 +85,7 @@ class Fp8Gemm:
 
     @functools.cached_property
     def _kernels(self) -> dict[tuple[int, int], Kernel]:
-        return {key: self._module.kernel(_name(*key), _THREADS, _SHARED) for key in _keys()}
+        return {key: self._module.kernel(_name(*key), THREADS, SHARED) for key in _keys()}
 
     @functools.cached_property
     def _quantise(self) -> Kernel:
@@ -143,8 +143,12 @@ def _name(groups: int, part: int) -> str:
 def read_source() -> str:
     """Returns what is compiled."""
     sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_fp8.cu"))
-    products = [_product(part) for part in _PARTS]
-    return "".join([*sources, *products, *(f"FP8_KERNEL({_name(*key)}, {key[0]}, {key[1]})\n" for key in _keys())])
+    return "".join([*sources, *(_product(part) for part in _PARTS), *kernel_lines()])
+
+
+def kernel_lines() -> list[str]:
+    """Returns lines of the source: all kernels."""
+    return [f"FP8_KERNEL({_name(*key)}, {key[0]}, {key[1]})\n" for key in _keys()]
 
 
 def _product(part: int) -> str:
