@@ -145,3 +145,16 @@ def test_a_weight_takes_the_values_of_another() -> None:
     one.op.copy_from(two.op)
     assert [part.data_ptr() for part in one.op._weight] == before  # type: ignore[attr-defined]
     assert torch.equal(one(inputs(3)), two(inputs(3)))
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((144, 256), Fp8Linear), ((144, 192), PackedLinear)])
+def test_weights_that_are_quantised_at_load(shape: tuple[int, int], kind: type) -> None:
+    """In blocks of 16 x 128 where the matrix has such, else by row, for activations in 16 bits."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(BF16) * 0.02
+    weight[5] = 0
+    layer = made(weight[:80], weight[80:], form=replace(FORM, scheme="fp8"))
+    found = layer.dense_weight()
+    assert isinstance(layer.op, kind) and not found[5].any()
+    assert float((found - weight).float().std() / weight.float().std()) < 0.028
+    largest = weight[:16, :128].abs().amax()
+    assert abs(float(found[:16, :128].abs().amax() / largest) - 1) < 0.01, "the largest of a block is a code"

@@ -254,10 +254,11 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
 
 
 def _multiplies_fp8(job: Job, stored: Quantization | None) -> bool:
-    """Returns whether weights are for activations in fp8, as far as the config says."""
+    """Returns whether weights are for activations in fp8, or are made so, as far as the config says."""
     asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
-    rules = () if stored is None or not asked or job.dtype != torch.bfloat16 else stored.rules
-    return any(rule.scheme is not None and rule.scheme.dynamic for rule in rules)
+    made = job.options.quantization == "fp8"
+    stores = stored is not None and any(rule.scheme is not None and rule.scheme.dynamic for rule in stored.rules)
+    return asked and job.dtype == torch.bfloat16 and (made or stores)
 
 
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:

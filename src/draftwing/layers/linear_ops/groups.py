@@ -87,7 +87,10 @@ class Groups(Dense):
         if isinstance(value, Tensor):
             if self._format.scheme is None or not value.is_floating_point() or value.element_size() == 1:
                 return False
-            value = self._format.ops.quantize_groups(value, self._format.scheme)
+            height, width = value.shape
+            fits = height % fp8_blocks.TALL == width % fp8_blocks.WIDE == 0
+            dynamic = self._format.fp8_activations and self._format.scheme == "fp8" and fits
+            value = self._format.ops.quantize_groups(value, self._format.scheme, dynamic)
         assert part.axis == 0 and part.start not in self._parts
         packed: Part | str = value if isinstance(value, MXRows) else self._packed_part(value)
         if isinstance(packed, str):

@@ -295,9 +295,9 @@ class LayerOps(ExpertOps):
         """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""
         return groups.pack(rows, dtype, rows.codes.device)
 
-    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        """weight [rows, columns] floating point -> its codes as one of `groups.SCHEMES` has it, on this device."""
-        return groups.quantized(weight, scheme)
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
+        """weight [rows, columns] floating point -> its codes as `groups.quantized` has them, on this device."""
+        return groups.quantized(weight, scheme, dynamic)
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
         """Returns whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""

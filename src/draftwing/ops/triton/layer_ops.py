@@ -131,5 +131,5 @@ class TritonLayerOps(LayerOps):
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)
 
-    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        return groups.quantized(uploaded(weight, self.device), scheme)
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
+        return groups.quantized(uploaded(weight, self.device), scheme, dynamic)
