@@ -375,6 +375,7 @@ static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
 static void sync_consumers() { meet(consumers_arrived[me / threads], 256); }
 static void sync_cluster_but_producers() { meet(cluster_arrived, fibers.size() / threads * 256); }
+static void leave_cluster() { sync_cluster_but_producers(); }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static float4 four_of_rank(const float* p, int rank) { return load_four_from_rank(p, rank); }

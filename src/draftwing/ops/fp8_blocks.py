@@ -99,7 +99,8 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., columns] -> codes [..., columns] float8_e4m3fn, scales [..., columns / 128] float32: of 128 columns the
     largest magnitude, divided by 448. `gemm_fp8.cu` and kernels before it have the same bits."""
     blocks = x.float().unflatten(-1, (-1, WIDE))
-    scales = blocks.abs().amax(-1).clamp_min(SMALLEST_AMAX) / LARGEST
+    most = blocks.abs().amax(-1).clamp_min(SMALLEST_AMAX)
+    scales = most / torch.full_like(most, LARGEST)  # by a number, a GPU would multiply with its inverse
     return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), scales
 
 

@@ -44,6 +44,11 @@ __device__ __forceinline__ void sync_cluster_but_producers() {  // which have le
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Until all blocks of the cluster have read what they read.
+__device__ __forceinline__ void leave_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 __device__ __forceinline__ int rank_in_cluster() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -260,7 +265,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
         if (place.ranks > 1) sync_cluster_but_producers();
         else sync_consumers();
         store_sums(task, place, sums, pitch, TOKENS);
-        if (place.ranks > 1) sync_cluster_but_producers();
+        if (place.ranks > 1) leave_cluster();
     }
 }
 

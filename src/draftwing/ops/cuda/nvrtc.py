@@ -27,7 +27,7 @@ Arg = Tensor | int | float | None
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_char * 64)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
 class _Config(ctypes.Structure):
@@ -83,9 +83,7 @@ class Kernel:
 
 
 def _attribute(number: int, *values: int) -> _Attribute:
-    attribute = _Attribute(id=number)
-    attribute.value = b"".join(value.to_bytes(4, "little") for value in values)
-    return attribute
+    return _Attribute(id=number, value=(ctypes.c_uint * 16)(*values))
 
 
 class Module:
