@@ -46,9 +46,9 @@ class Kernel:
         self._driver, self._handle, self._threads, self._shared = driver, handle, threads, shared
         self._programmatic = programmatic
 
-    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 1) -> None:
+    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0) -> None:
         """overlap: where the kernel was made programmatic, it comes up while the one before it runs. cluster: blocks
-        side by side that are one, of a kernel whose source doesn't say so."""
+        side by side that are one; 0: what the kernel's source says."""
         values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
         for arg in args:
             if isinstance(arg, int):
@@ -75,7 +75,7 @@ class Kernel:
         attributes = []
         if programmatic:
             attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        if cluster > 1:
+        if cluster:  # the query of clusters wants it of one block, too
             attributes.append(_attribute(_CLUSTER_DIMENSION, cluster, 1, 1))
         config = _Config(*[*grid, 1, 1][:3], self._threads, 1, 1, self._shared)
         config.attributes, config.count = (_Attribute * len(attributes))(*attributes), len(attributes)
