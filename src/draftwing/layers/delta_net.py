@@ -13,6 +13,7 @@ from draftwing.kv.pool import DeltaSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
@@ -142,6 +143,7 @@ class GatedDeltaNet(Mixer):
     """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
 
     needs_chunks = False
+    takes_fp8 = True
 
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         super().__init__()
@@ -171,7 +173,9 @@ class GatedDeltaNet(Mixer):
     def linears(self) -> list[Linear]:
         return [*([] if self.ba is None else [self.ba]), self.qkvz, self.out]
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
+    ) -> Tensor:
         values = self.spec.value_heads * self.spec.value_dim
         # The small matrix first: while it is multiplied, a GPU reads the other one ahead.
         made = None if self.ba is None else self.ba(x)

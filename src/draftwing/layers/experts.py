@@ -200,11 +200,13 @@ class Router(Linear):
             self.op = EachLogit(self, ops, None if mode.deterministic else ROUTER_ROWS)
         super().pack(ops, mode)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
         """x [M, in_features] -> [M, count]"""
         return super().forward(x if isinstance(self.op, EachLogit) else x.to(self._dtype))
 
-    __call__ = forward
+    __call__ = forward  # type: ignore[assignment]
 
     def append_row(self, row: Tensor) -> None:
         """Makes row [1, in_features] the first of some more outputs, before it is packed."""

@@ -55,6 +55,7 @@ class Fp8Rows(NamedTuple):
     codes: Tensor  # [columns / 128, rows padded to a multiple of 8, 128] float8_e4m3fn, permuted
     scales: Tensor  # [columns / 128, rows padded] float32
     rows: int
+    x: Tensor | None = None  # [rows, columns] what was quantised, where others read it
 
     @property
     def columns(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.ops.fp8_blocks import TALL, Fp8Blocks
+from draftwing.ops.fp8_blocks import TALL, Fp8Blocks, Fp8Rows
 from draftwing.ops.torch.layer_ops import LayerOps
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class Fp8Linear(LinearOp):
         self._weight, self._gemm = weight, ops.fp8_gemm()
 
     def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         return self._gemm.linear(x, self._weight, bias, residual)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
         return None if self._weight.rows % (2 * TALL) else self._gemm.gated(x, self._weight, bias)
 
     def copy_from(self, other: LinearOp) -> None:

@@ -119,7 +119,7 @@ class Fp8Gemm:
     def _run(
         self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None, gated: bool
     ) -> Tensor:
-        codes, scales, rows = x if isinstance(x, Fp8Rows) else self.quantise(x)
+        codes, scales, rows, _ = x if isinstance(x, Fp8Rows) else self.quantise(x)
         features = weight.rows // 2 if gated else weight.rows
         assert len(codes) == len(weight.codes) and (residual is None or residual.is_contiguous())
         kernels, cut = self._kernels, cut_of(rows, features, gated, weight.columns, self._clusters)

@@ -26,7 +26,7 @@ from draftwing.ops.contracts import (
     WholeLayers,
     WholeMixture,
 )
-from draftwing.ops.fp8_blocks import Fp8Blocks
+from draftwing.ops.fp8_blocks import Fp8Blocks, Fp8Rows, packed_rows, quantised
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps
@@ -73,6 +73,16 @@ class LayerOps(ExpertOps):
         # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
         both = torch.cat((x, -x), -1)
         return F.layer_norm(both, both.shape[-1:], eps=eps)[..., : x.shape[-1]] * weight
+
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+        """Returns `rms_norm` of x [M, size], and what products with activations in fp8 read of it."""
+        normed = self.rms_norm(x, weight, eps)
+        return packed_rows(*quantised(normed))._replace(x=normed)
+
+    def add_rms_norm_fp8(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+        """Returns x + delta [M, size] and `rms_norm_fp8` of it."""
+        total = x + delta
+        return total, self.rms_norm_fp8(total, weight, eps)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""

@@ -42,6 +42,8 @@ class TritonLayerOps(LayerOps):
     rms_norm = staticmethod(layers.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
+    rms_norm_fp8 = staticmethod(layers.rms_norm_fp8)
+    add_rms_norm_fp8 = staticmethod(layers.add_rms_norm_fp8)
     silu_mul = staticmethod(layers.silu_mul)
     gate = staticmethod(layers.gate)
     soft_cap = staticmethod(layers.soft_cap)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Rows
 from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
@@ -25,9 +26,28 @@ def _normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
     return x * tl.rsqrt(mean + EPS)[:, None] * weight
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _store_fp8(codes, scales, value, row, there, padded, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """value [ROWS, BLOCK] float32 in the values of bfloat16, zero past SIZE; row, there [ROWS] -> as `quantised` and
+    `packed_rows` of fp8_blocks.py make them, whose rows are `padded`."""
+    GROUPS: tl.constexpr = BLOCK // 128
+    groups = tl.reshape(value, [ROWS, GROUPS, 128])
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 2), 1e-10), 448.0)
+    code = tl.div_rn(groups, tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, 128])).to(codes.dtype.element_ty)
+    group, column = tl.arange(0, GROUPS), tl.arange(0, 128)
+    mask = there[:, None] & (group < SIZE // 128)[None, :]
+    place = group[None, :].to(tl.int64) * padded + row[:, None]
+    tl.store(scales + place, scale, mask=mask)
+    at = ((column // 16)[None, :] ^ (row % 8)[:, None]) * 16 + (column % 16)[None, :]
+    tl.store(codes + place[:, :, None] * 128 + at[:, None, :], code, mask=mask[:, :, None])
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _rms_norm_kernel(
     out,
+    codes,
+    scales,
+    padded,
     x,
     weight,
     rows,
@@ -48,14 +68,19 @@ def _rms_norm_kernel(
     row64 = row.to(tl.int64)
     source = (row64 // INNER) * x_outer + (row64 % INNER) * x_inner
     value = tl.load(x + source[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    result = _normed(value, w[None, :], SIZE, EPS)
-    tl.store(out + row64[:, None] * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+    result = _normed(value, w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    tl.store(out + row64[:, None] * SIZE + col[None, :], result, mask=mask)
+    if codes is not None:
+        _store_fp8(codes, scales, result.to(tl.float32), row, row < rows, padded, SIZE, ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _add_rms_norm_kernel(
     total,
     out,
+    codes,
+    scales,
+    padded,
     x,
     delta,
     weight,
@@ -78,8 +103,10 @@ def _add_rms_norm_kernel(
     b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     stream = (a + b).to(total.dtype.element_ty)
     tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
-    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS)
-    tl.store(out + row64 * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    tl.store(out + row64 * SIZE + col[None, :], result, mask=mask)
+    if codes is not None:
+        _store_fp8(codes, scales, result.to(tl.float32), row, row < rows, padded, SIZE, ROWS, BLOCK)
 
 
 @triton.jit
@@ -276,37 +303,75 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size] of any strides but for the last, at most three axes; weight [size] -> [..., size]
 
     As F.rms_norm does it on CUDA, which rounds once, after the weight."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_rms_norm(out, None, x, weight, eps)
+    return out
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """x [M, size], size a multiple of 128 -> its norm, and what products with activations in fp8 read of it."""
+    rows = _empty_rows(x)
+    _run_rms_norm(rows.x, rows, x, weight, eps)
+    return rows
+
+
+def _run_rms_norm(out: Tensor | None, into: Fp8Rows | None, x: Tensor, weight: Tensor, eps: float) -> None:
     size = weight.shape[0]
     assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1
     assert weight.dtype in (x.dtype, torch.float32)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner, x_inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows = x.shape[0] * inner
     if rows == 0:
-        return out
+        return
     per_program, block, warps = _row_blocks(size)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        out, x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block,
-        num_warps=warps, **launch_options(x.device),
+        out, *_of_fp8(into), x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program,
+        BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-    return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _run_add_rms_norm(total, out, None, x, delta, weight, eps)
+    return total, out
+
+
+def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """Returns x + delta, and its norm as `rms_norm_fp8` does."""
+    total, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_rows(x)
+    _run_add_rms_norm(total, rows.x, rows, x, delta, weight, eps)
+    return total, rows
+
+
+def _run_add_rms_norm(
+    total: Tensor, out: Tensor | None, into: Fp8Rows | None, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> None:
     # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
     rows, size = x.shape[0], weight.shape[0]
     assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype
     assert x.stride(1) == delta.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32)
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows == 0:
-        return total, out
+        return
     per_program, block, warps = _row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        total, out, x, delta, weight, rows, x.stride(0), delta.stride(0),
+        total, out, *_of_fp8(into), x, delta, weight, rows, x.stride(0), delta.stride(0),
         SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-    return total, out
+
+
+def _empty_rows(x: Tensor) -> Fp8Rows:
+    """x [M, size] -> room for the same in both forms."""
+    (count, size), device = x.shape, x.device
+    padded = triton.cdiv(count, EIGHT) * EIGHT
+    codes = torch.empty(size // WIDE, padded, WIDE, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(size // WIDE, padded, dtype=torch.float32, device=device)
+    return Fp8Rows(codes, scales, count, torch.empty(count, size, dtype=x.dtype, device=device))
+
+
+def _of_fp8(rows: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Returns what kernels that store them are given: codes, scales and rows of these."""
+    return (None, None, 0) if rows is None else (rows.codes, rows.scales, rows.codes.shape[1])
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
