@@ -3,7 +3,7 @@
     python benchmarks/gpu_kernels/fp8.py [8b]
 
 By rows of x: microseconds with x in bfloat16, which a kernel quantises first, and in fp8; what weights are read at, and
-operations. `layer`: all of them one after the other. Weights are random, and more than the L2 cache holds.
+operations. `all`: one after the other. Weights are random, and more than the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def each_us(gemm: Fp8Gemm, x: Tensor | Fp8Rows, weights: list[Fp8Blocks], gated:
 def layers_us(
     gemm: Fp8Gemm, rows: int, layers: list[dict[str, Fp8Blocks]], shapes: dict[str, tuple[int, int, bool]]
 ) -> float:
-    """Of one of these layers."""
+    """Of all products of one of these layers, one after the other."""
     inputs = {columns: torch.randn(rows, columns, device="cuda").bfloat16() for _, columns, _ in shapes.values()}
 
     def chain() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         del weights
     layers = [{name: weight_of(*shape[:2]) for name, shape in shapes.items()} for _ in range(2)] * 4
     for rows in ROWS:
-        print(f"layer, {rows} rows: {layers_us(gemm, rows, layers, shapes):.1f} us", flush=True)
+        print(f"all, {rows} rows: {layers_us(gemm, rows, layers, shapes):.1f} us", flush=True)
 
 
 if __name__ == "__main__":
