@@ -347,7 +347,7 @@ static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
 struct Codes { float* d; u64 a, b; int features; bool more; };
 static std::vector<std::vector<Codes>> products;  // by thread
 static void do_product(const Codes& codes) {
-    const int lane = me % 32, warp = me % 128 / 32;
+    const int lane = me % 32, warp = me % threads / 32 % 4;
     for (int i = 0; i < codes.features / 2; ++i) {
         const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, feature = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = codes.more ? codes.d[i] : 0.f;
@@ -366,10 +366,22 @@ struct Product {
     }
 };
 static void begin_products() {}
-static void finish_products() {
+static void end_products() {}
+template <int LEFT>
+static void wait_products() {
+    if (LEFT) return;
     for (const Codes& codes : products[me]) do_product(codes);
     products[me].clear();
 }
+static std::vector<int> turns, taken;  // that were given to a warp group, by its threads; by thread
+static void take_turn(int group) {
+    const int fiber = me, all = ++taken[me] * 128;
+    while (turns[me / threads * 2 + group] < all) {
+        leave(fiber);
+        enter(fiber);
+    }
+}
+static void give_turn(int group) { ++turns[me / threads * 2 + group], ++steps; }
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
@@ -445,6 +457,8 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
     products.assign(4096, {});
     consumers_arrived.assign(8, 0);
+    turns.assign(16, 0);
+    taken.assign(4096, 0);
 }
 #endif
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm_fp8 import Cut, Fp8Gemm, cut_of, fp8_gemm, ranges_of
+from draftwing.ops.cuda.gemm_fp8 import Cut, Fp8Gemm, Size, cut_of, fp8_gemm, ranges_of
 from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Blocks, Fp8Rows, pack, packed_rows, quantised
 from draftwing.ops.types import QuantizedRows
 
@@ -32,20 +32,24 @@ def test_cuts(rows: int, columns: int, gated: bool) -> None:
     if features % 16:
         return
     for tokens in (1, 8, 64, 65, 128, 129, 2048, 8192):
-        for clusters in ((32, 66, 132), (30, 64, 128), (33, 66, 132)):
+        for clusters in (((30, 66, 132), (33, 66, 132)), ((32, 64, 128), (32, 64, 128))):
             cut = cut_of(tokens, features, gated, columns, clusters)
             own = cut.rows // 2 if gated else cut.rows
-            assert own % 8 == 0 and cut.rows <= 2 * cut.part and (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
-            assert cut.grid[0] == -(-tokens // (64 * cut.groups)) * cut.ranges and cut.ranges == ranges_of(
+            assert (
+                own % 8 == 0
+                and cut.rows <= 2 * cut.size.part
+                and (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
+            )
+            assert cut.grid[0] == -(-tokens // (64 * cut.size.groups)) * cut.ranges and cut.ranges == ranges_of(
                 rows, columns
             )
-            assert cut.stages >= 1 and (cut.stages >= 4 or cut.stages * cut.ranges * WIDE >= columns - 3 * WIDE)
+            assert cut.stages >= 1 and (cut.stages >= 3 or cut.stages * cut.ranges * WIDE >= columns - 3 * WIDE)
             if tokens <= 128 and rows <= 34816:
-                assert cut.grid[1] <= clusters[(4, 2, 1).index(cut.ranges)]
+                assert cut.grid[1] <= clusters[cut.size.blocks - 1][(4, 2, 1).index(cut.ranges)]
 
 
 def test_cut_of_gates_and_ups() -> None:
-    assert cut_of(64, 17408, True, 5120, (32, 66, 132)) == Cut(1, 136, 272, 5, 1, (1, 128))
+    assert cut_of(64, 17408, True, 5120, ((30, 66, 132), (33, 66, 132))) == Cut(Size(1, 136), 272, 5, 1, (1, 128))
 
 
 def weight_of(rows: int, columns: int, seed: int, device: str = "cuda") -> Fp8Blocks:
@@ -80,7 +84,7 @@ def assert_close(found: Tensor, expected: Tensor, size: Tensor) -> None:
     """size: of the parts that a result is the sum of."""
     assert found.dtype == torch.bfloat16 and found.isfinite().all()
     error = (found.double() - expected).abs() - expected.abs() / 256
-    assert (error <= size * 2e-4).all(), (error / size).max()
+    assert (error <= size * 4e-3).all(), (error / size).max()
 
 
 class TestOnGpu:
