@@ -211,7 +211,10 @@ class Attention(Mixer):
             made.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
         out = self._attend(qkv, cos, sin, attend)
-        return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
+        if not self.gated:
+            return self.o(out, residual)
+        gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
+        return self.o(gate(made[:, : self._gates], out), residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""

@@ -181,7 +181,9 @@ class GatedDeltaNet(Mixer):
         made = None if self.ba is None else self.ba(x)
         qkv, z, ba = self.qkvz(x).tensor_split((self.spec.channels, self.spec.channels + values), 1)
         b, a = (ba if made is None else made).chunk(2, 1)
-        weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
+        weights = DeltaWeights(
+            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec, self.out.takes_fp8
+        )
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -35,17 +35,21 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.linear_ops.base import LinearOp, PackMode
+from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.groups import alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
-from draftwing.models.loader import load_config
+from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.ops.cuda import gemm_fp8
 from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.types import MX_BLOCK, MXRows
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:
@@ -218,7 +222,7 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
-    from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
+    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
     config = load_config(job.path)
     if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
@@ -308,6 +312,8 @@ def _model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
+    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+        hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)
     return model
@@ -448,3 +454,41 @@ def _held(
 
 def _bytes(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+# -- weights for activations in fp8, without data: kernels before them store what they read --------------------------
+
+
+def hold_fp8(model: DecoderModel, asked: str) -> None:
+    """Puts stand-ins for their products into a model on the meta device that is to be packed. asked:
+    `--quantization`."""
+    schemes = schemes_of(model.config, model.ranks)
+    for name, part in model.layers.named_modules(prefix="layers"):
+        if type(part) is not Linear or part.in_features % WIDE or part.out_features % TALL:
+            continue
+        scheme = schemes.get(f"{name}.weight")
+        if asked == "fp8" if scheme is None else scheme.dynamic:
+            part.op = _HeldFp8(part)
+
+
+class _HeldFp8(Fp8Linear):
+    def __init__(self, layer: Linear) -> None:
+        LinearOp.__init__(self, layer)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        return self
+
+    def __call__(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        return self._made(x, self.layer.out_features)
+
+    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
+        return self._made(x, self.layer.out_features // 2)
+
+    def dense_weight(self) -> Tensor:
+        return self.layer.weight
+
+    def _made(self, x: Tensor | Fp8Rows, columns: int) -> Tensor:
+        rows = x.rows if isinstance(x, Fp8Rows) else len(x)
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")

@@ -12,7 +12,14 @@ from draftwing.ops.cuda.gemm import WARP_GROUPS, options_for, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Blocks, Fp8Rows
 
-_PARTS = (32, 64, 80, 88, 112, 136)  # features of an instruction; a block has two parts of a weight, each at most so many
+_PARTS = (
+    32,
+    64,
+    80,
+    88,
+    112,
+    136,
+)  # features of an instruction; a block has two parts of a weight, each at most so many
 _MOST_ROWS = 2 * _PARTS[-1]  # of a weight that a block takes
 _TOKENS = 64  # rows of x that a warp group takes
 _ROOM = 225 << 10  # bytes of a multiprocessor's shared memory for blocks, with some for other kernels

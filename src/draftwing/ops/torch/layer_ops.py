@@ -156,6 +156,10 @@ class LayerOps(ExpertOps):
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x
 
+    def gate_fp8(self, gate: Tensor, x: Tensor) -> Fp8Rows:
+        """Returns `gate` of both, as products with activations in fp8 read it."""
+        return packed_rows(*quantised(self.gate(gate, x)))
+
     def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """made [M, 3 * n]: k, f and o, state [M, n] -> tanh(o), and sigmoid(k) * state + (1 - sigmoid(k)) * tanh(f)"""
         keep, fresh, out = made.chunk(3, 1)

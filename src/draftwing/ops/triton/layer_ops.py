@@ -46,6 +46,7 @@ class TritonLayerOps(LayerOps):
     add_rms_norm_fp8 = staticmethod(layers.add_rms_norm_fp8)
     silu_mul = staticmethod(layers.silu_mul)
     gate = staticmethod(layers.gate)
+    gate_fp8 = staticmethod(layers.gate_fp8)
     soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
     concat_rope = staticmethod(rope.concat_rope)

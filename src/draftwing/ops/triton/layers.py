@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Rows
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
+from draftwing.ops.triton.fp8 import empty_rows, parts_of, store_fp8, store_rows_fp8
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
 
@@ -24,22 +25,6 @@ def _normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
     torch's own kernel does."""
     mean = tl.sum(x * x, 1) / SIZE
     return x * tl.rsqrt(mean + EPS)[:, None] * weight
-
-
-@triton.jit
-def _store_fp8(codes, scales, value, row, there, padded, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """value [ROWS, BLOCK] float32 in the values of bfloat16, zero past SIZE; row, there [ROWS] -> as `quantised` and
-    `packed_rows` of fp8_blocks.py make them, whose rows are `padded`."""
-    GROUPS: tl.constexpr = BLOCK // 128
-    groups = tl.reshape(value, [ROWS, GROUPS, 128])
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 2), 1e-10), 448.0)
-    code = tl.div_rn(groups, tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, 128])).to(codes.dtype.element_ty)
-    group, column = tl.arange(0, GROUPS), tl.arange(0, 128)
-    mask = there[:, None] & (group < SIZE // 128)[None, :]
-    place = group[None, :].to(tl.int64) * padded + row[:, None]
-    tl.store(scales + place, scale, mask=mask)
-    at = ((column // 16)[None, :] ^ (row % 8)[:, None]) * 16 + (column % 16)[None, :]
-    tl.store(codes + place[:, :, None] * 128 + at[:, None, :], code, mask=mask[:, :, None])
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
@@ -71,7 +56,7 @@ def _rms_norm_kernel(
     result = _normed(value, w[None, :], SIZE, EPS).to(out.dtype.element_ty)
     tl.store(out + row64[:, None] * SIZE + col[None, :], result, mask=mask)
     if codes is not None:
-        _store_fp8(codes, scales, result.to(tl.float32), row, row < rows, padded, SIZE, ROWS, BLOCK)
+        store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
@@ -106,7 +91,7 @@ def _add_rms_norm_kernel(
     result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
     tl.store(out + row64 * SIZE + col[None, :], result, mask=mask)
     if codes is not None:
-        _store_fp8(codes, scales, result.to(tl.float32), row, row < rows, padded, SIZE, ROWS, BLOCK)
+        store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
 
 
 @triton.jit
@@ -133,9 +118,10 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded"])
 def _gate_kernel(
-    out, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +130,14 @@ def _gate_kernel(
     by = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0)
     value = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
     by = (1.0 / (1.0 + tl.exp(-by.to(tl.float32)))).to(by.dtype).to(tl.float32)
-    tl.store(out + row * SIZE + col, (by * value.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+    result = (by * value.to(tl.float32)).to(x.dtype.element_ty)
+    if codes is None:
+        tl.store(out + row * SIZE + col, result, mask=mask)
+    else:
+        GROUPS: tl.constexpr = BLOCK // 128
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        groups = tl.reshape(result.to(tl.float32), [GROUPS, 128])
+        store_fp8(codes, scales, groups, row + 0 * group, group, group < SIZE // 128, padded)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -310,9 +303,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
     """x [M, size], size a multiple of 128 -> its norm, and what products with activations in fp8 read of it."""
-    rows = _empty_rows(x)
+    rows = _room_for(x)
     _run_rms_norm(rows.x, rows, x, weight, eps)
     return rows
+
+
+def _room_for(x: Tensor) -> Fp8Rows:
+    return empty_rows(*x.shape, x.device, torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 def _run_rms_norm(out: Tensor | None, into: Fp8Rows | None, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -325,7 +322,7 @@ def _run_rms_norm(out: Tensor | None, into: Fp8Rows | None, x: Tensor, weight: T
         return
     per_program, block, warps = _row_blocks(size)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        out, *_of_fp8(into), x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program,
+        out, *parts_of(into), x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program,
         BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
 
@@ -339,7 +336,10 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
     """Returns x + delta, and its norm as `rms_norm_fp8` does."""
-    total, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_rows(x)
+    total, rows = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        _room_for(x),
+    )
     _run_add_rms_norm(total, rows.x, rows, x, delta, weight, eps)
     return total, rows
 
@@ -355,23 +355,9 @@ def _run_add_rms_norm(
         return
     per_program, block, warps = _row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        total, out, *_of_fp8(into), x, delta, weight, rows, x.stride(0), delta.stride(0),
+        total, out, *parts_of(into), x, delta, weight, rows, x.stride(0), delta.stride(0),
         SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-
-
-def _empty_rows(x: Tensor) -> Fp8Rows:
-    """x [M, size] -> room for the same in both forms."""
-    (count, size), device = x.shape, x.device
-    padded = triton.cdiv(count, EIGHT) * EIGHT
-    codes = torch.empty(size // WIDE, padded, WIDE, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(size // WIDE, padded, dtype=torch.float32, device=device)
-    return Fp8Rows(codes, scales, count, torch.empty(count, size, dtype=x.dtype, device=device))
-
-
-def _of_fp8(rows: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Returns what kernels that store them are given: codes, scales and rows of these."""
-    return (None, None, 0) if rows is None else (rows.codes, rows.scales, rows.codes.shape[1])
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -394,16 +380,28 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
 
 def gate(gate: Tensor, x: Tensor) -> Tensor:
     """gate, x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in torch"""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_gate(out, None, gate, x)
+    return out
+
+
+def gate_fp8(gate: Tensor, x: Tensor) -> Fp8Rows:
+    """gate, x [M, n], n a multiple of 128 -> `gate` of them, for products with activations in fp8"""
+    rows = empty_rows(*x.shape, x.device)
+    _run_gate(None, rows, gate, x)
+    return rows
+
+
+def _run_gate(out: Tensor | None, into: Fp8Rows | None, gate: Tensor, x: Tensor) -> None:
     rows, size = x.shape
     assert gate.shape == x.shape and gate.stride(1) == x.stride(1) == 1
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows == 0:
-        return out
+        return
     block = min(triton.next_power_of_2(size), _SHORT)
     _gate_kernel[(rows, triton.cdiv(size, block))](
-        out, gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **launch_options(x.device)
-    )
-    return out
+        out, *parts_of(into), gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4,
+        **launch_options(x.device),
+    )  # fmt: skip
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
