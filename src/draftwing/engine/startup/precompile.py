@@ -48,8 +48,8 @@ from draftwing.ops.cuda import gemm_fp8
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
-from draftwing.ops.types import MX_BLOCK, MXRows
 from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.types import MX_BLOCK, MXRows
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:

@@ -101,7 +101,9 @@ class TritonAttend(KernelAttend):
             self._sources[width] = sources_of(batch, width - 1, self._backend.owners)
         return short_conv(made, taps, kept, batch.write_slots, self._sources[width])
 
-    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor | Fp8Rows:
+    def delta(  # type: ignore[override]
+        self, layer: int, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> Tensor | Fp8Rows:
         states = self._backend.pool.states
         assert states is not None, "only a pool with states of rows has such layers"
         kept = states.layers[self._first_layer + layer]

@@ -309,7 +309,7 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
 
 
 def _room_for(x: Tensor) -> Fp8Rows:
-    return empty_rows(*x.shape, x.device, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    return empty_rows(x.shape[0], x.shape[1], x.device, torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 def _run_rms_norm(out: Tensor | None, into: Fp8Rows | None, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -387,7 +387,7 @@ def gate(gate: Tensor, x: Tensor) -> Tensor:
 
 def gate_fp8(gate: Tensor, x: Tensor) -> Fp8Rows:
     """gate, x [M, n], n a multiple of 128 -> `gate` of them, for products with activations in fp8"""
-    rows = empty_rows(*x.shape, x.device)
+    rows = empty_rows(x.shape[0], x.shape[1], x.device)
     _run_gate(None, rows, gate, x)
     return rows
 
