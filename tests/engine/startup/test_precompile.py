@@ -543,6 +543,24 @@ def test_kernels_for_activations_in_fp8(
     assert ((gemm_fp8.compile_ahead, capability) in precompile._products(job)) == expected
 
 
+OF_FP8 = """
+import pickle, sys
+from draftwing.engine.startup import precompile
+for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
+    if "*fp8e4nv" in launch.specialization:
+        precompile.compile_launch(launch)
+        print(launch.name)
+"""
+
+
+def test_kernels_that_store_activations_in_fp8_compile(job: Job, tmp_path: Path, printed_by: Printed) -> None:
+    """Norms of layers and of delta nets, and gates of attention: before products whose weights are for such."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "linear_value_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **HYBRID, **sizes, "quantization_config": BLOCKS}))
+    names = {name for name in printed_by(OF_FP8, job) if name.startswith("_")}
+    assert names == {"_rms_norm_kernel", "_add_rms_norm_kernel", "_gate_kernel", "_norm_kernel"}
+
+
 @pytest.mark.parametrize(
     ("hidden", "asked", "drafter", "expected"),
     [
