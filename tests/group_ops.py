@@ -99,6 +99,6 @@ class GroupTorchOps(TorchOps):
 
 
 class Fp8TorchOps(GroupTorchOps):
-    """As those of a GPU that multiplies activations in fp8."""
+    """As those of a GPU that multiplies activations in fp8, with weights of any size."""
 
-    multiplies_fp8 = True
+    fp8_from = 0

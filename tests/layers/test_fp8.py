@@ -17,12 +17,13 @@ from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops.fp8_blocks import FP8_FROM
 from draftwing.ops.types import QuantizedRows
 from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import Share
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-FORM = GroupFormat(None, Fp8TorchOps(CPU), fp8_activations=True)
+FORM = GroupFormat(None, Fp8TorchOps(CPU), fp8_from=0)
 
 
 def fp8(rows: int, columns: int = 256, dynamic: bool = True, tall: int = 128, seed: int = 0) -> QuantizedRows:
@@ -92,7 +93,7 @@ def test_others_have_activations_in_16_bits(name: str) -> None:
         "one is not": [fp8(128), fp8(64, dynamic=False, seed=1)],
         "asked": [fp8(128)],
     }[name]
-    layer = made(*parts, form=FORM if name != "asked" else replace(FORM, fp8_activations=False))
+    layer = made(*parts, form=FORM if name != "asked" else replace(FORM, fp8_from=None))
     assert isinstance(layer.op, PackedLinear)
     expected = torch.cat([part._replace(scales=part.scales.to(BF16)).dense(BF16) for part in parts])
     assert torch.equal(layer.dense_weight(), expected)
@@ -158,3 +159,22 @@ def test_weights_that_are_quantised_at_load(shape: tuple[int, int], kind: type) 
     assert float((found - weight).float().std() / weight.float().std()) < 0.028
     largest = weight[:16, :128].abs().amax()
     assert abs(float(found[:16, :128].abs().amax() / largest) - 1) < 0.01, "the largest of a block is a code"
+
+
+# Outputs and inputs, and whether they are large enough for kernels to gain.
+SIZES = {
+    "27B o": (5120, 6144, True), "35B-A3B qkvz": (12288, 2048, True), "35B-A3B o": (2048, 4096, False),
+    "V2-Lite q": (3072, 2048, False), "V2-Lite o": (2048, 2048, False), "8B o": (4096, 4096, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+@pytest.mark.parametrize("name", SIZES)
+def test_small_matrices_have_activations_in_16_bits(name: str, scheme: str | None) -> None:
+    outputs, inputs, large = SIZES[name]
+    form = GroupFormat(scheme, FORM.ops, fp8_from=FP8_FROM)
+    layer = Linear(inputs, outputs, False, BF16, torch.device("meta"), form)
+    part = torch.ones(64, inputs).to(BF16) if scheme else fp8(64, inputs)  # the rest may come as it likes
+    assert layer.op.keep(ParamSlice("weight", 0, 64), part)
+    (kept,) = layer.op.kept  # type: ignore[attr-defined]
+    assert ("activations in fp8" in kept) == large

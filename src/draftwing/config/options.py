@@ -72,7 +72,7 @@ class Options:
         "auto", MODEL,
         "GPU of compute capability 9.0: activations in products with weights in fp8, of checkpoints in blocks of "
         "128 x 128 with activation_scheme dynamic, and of --quantization fp8. auto: fp8, quantised by row and 128 "
-        "columns; none: 16 bits, slower with many rows",
+        "columns, for matrices of 16 million values and more that are no experts; none: 16 bits, slower with many rows",
         choices=("auto", "none"),
     )  # fmt: skip
     load_format: str = option(

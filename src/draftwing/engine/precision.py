@@ -101,7 +101,7 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
             f"--quantization {scheme} with --dtype {str(dtype).removeprefix('torch.')}: expected "
             f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}"
         )
-    return GroupFormat(scheme, device.ops, options.fp8_activations == "auto" and device.ops.multiplies_fp8)
+    return GroupFormat(scheme, device.ops, device.ops.fp8_from if options.fp8_activations == "auto" else None)
 
 
 def _draft_lm_head(options: Options, device: Device, dtype: torch.dtype) -> str | None:

@@ -546,6 +546,7 @@ def test_kernels_for_activations_in_fp8(
 OF_FP8 = """
 import pickle, sys
 from draftwing.engine.startup import precompile
+precompile.FP8_FROM = 0
 for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
     if "*fp8e4nv" in launch.specialization:
         precompile.compile_launch(launch)

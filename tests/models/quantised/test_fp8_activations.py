@@ -96,7 +96,7 @@ def logits(model: DecoderModel) -> Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_arithmetic_that_a_checkpoint_was_made_for(tmp_path: Path, name: str) -> None:
     folder, ops, rounds = checkpoint(tmp_path, name), Fp8TorchOps(CPU), CONFIGS[name][2]
-    model = load_model(folder, BF16, "cpu", weight_format=GroupFormat(None, ops, fp8_activations=True))
+    model = load_model(folder, BF16, "cpu", weight_format=GroupFormat(None, ops, fp8_from=0))
     model.pack(ops, True)
     kinds = {type(op) for name, op in _operations(model).items() if name.startswith("layers")}
     assert kinds == {Fp8Linear if rounds else PackedLinear}
@@ -119,7 +119,7 @@ def _operations(model: DecoderModel) -> dict[str, LinearOp]:
 @pytest.mark.slow
 def test_random_weights_are_as_stored_ones(tmp_path: Path) -> None:
     folder, ops = checkpoint(tmp_path, sizes={**SIZES, "intermediate_size": 320}), Fp8TorchOps(CPU)
-    form, models = GroupFormat(None, ops, fp8_activations=True), []
+    form, models = GroupFormat(None, ops, fp8_from=0), []
     for dummy in (False, True):
         models.append(load_model(folder, BF16, "cpu", dummy=dummy, weight_format=form))
         models[-1].pack(ops, True)

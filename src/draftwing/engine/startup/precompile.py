@@ -46,7 +46,7 @@ from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.ops.cuda import gemm_fp8
 from draftwing.ops.cuda.gemm_groups import Width
-from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Rows
+from draftwing.ops.fp8_blocks import FP8_FROM, TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import MX_BLOCK, MXRows
@@ -465,6 +465,8 @@ def hold_fp8(model: DecoderModel, asked: str) -> None:
     schemes = schemes_of(model.config, model.ranks)
     for name, part in model.layers.named_modules(prefix="layers"):
         if type(part) is not Linear or part.in_features % WIDE or part.out_features % TALL:
+            continue
+        if part.in_features * part.out_features < FP8_FROM:
             continue
         scheme = schemes.get(f"{name}.weight")
         if asked == "fp8" if scheme is None else scheme.dynamic:

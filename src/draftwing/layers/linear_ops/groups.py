@@ -44,7 +44,8 @@ class GroupFormat(WeightFormat):
 
     scheme: str | None = None  # of `draftwing.ops.groups.SCHEMES`
     ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
-    fp8_activations: bool = False  # of weights that were made for them
+    # Values of a weight from which activations are fp8, where it was made for them; None: they never are.
+    fp8_from: int | None = None
 
     @property
     def reads_on(self) -> torch.device | None:
@@ -61,7 +62,7 @@ class GroupFormat(WeightFormat):
 
     @property
     def of_experts(self) -> WeightFormat:
-        return replace(self, fp8_activations=False)
+        return replace(self, fp8_from=None)
 
     def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         return 0.5 if quantized or self.scheme is not None else dtype.itemsize
@@ -89,7 +90,7 @@ class Groups(Dense):
                 return False
             height, width = value.shape
             fits = height % fp8_blocks.TALL == width % fp8_blocks.WIDE == 0
-            dynamic = self._format.fp8_activations and self._format.scheme == "fp8" and fits
+            dynamic = self._format.scheme == "fp8" and self._is_large and fits
             value = self._format.ops.quantize_groups(value, self._format.scheme, dynamic)
         assert part.axis == 0 and part.start not in self._parts
         packed: Part | str = value if isinstance(value, MXRows) else self._packed_part(value)
@@ -102,9 +103,15 @@ class Groups(Dense):
             del self.layer.weight  # nothing is missing
         return True
 
+    @property
+    def _is_large(self) -> bool:
+        """Returns whether products of the whole weight are faster with activations in fp8."""
+        least = self._format.fp8_from
+        return least is not None and self.layer.out_features * self.layer.in_features >= least
+
     def _packed_part(self, rows: QuantizedRows) -> Part | str:
         """Returns the rows as kernels read them, or why there are none."""
-        if self._format.fp8_activations and rows.dynamic and fp8_blocks.why_not(rows, self._dtype) is None:
+        if rows.dynamic and self._is_large and fp8_blocks.why_not(rows, self._dtype) is None:
             return self._format.ops.pack_fp8(rows)
         return why_not(rows, self._dtype) or self._format.ops.pack_groups(rows, self._dtype)
 

@@ -291,7 +291,7 @@ class LayerOps(ExpertOps):
         dequantised."""
         return None
 
-    multiplies_fp8 = False  # whether there are kernels for activations in fp8, which `fp8_gemm` has
+    fp8_from: int | None = None  # values of a weight from which products with activations in fp8 are faster; None: none
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
         """rows, to which `fp8_blocks.why_not` has nothing to say, on this device."""

@@ -21,7 +21,7 @@ from draftwing.ops.contracts import (
 from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
-from draftwing.ops.fp8_blocks import Fp8Blocks
+from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
@@ -113,8 +113,9 @@ class TritonLayerOps(LayerOps):
         return self.device.type == "cuda"
 
     @property
-    def multiplies_fp8(self) -> bool:  # type: ignore[override]
-        return self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
+    def fp8_from(self) -> int | None:  # type: ignore[override]
+        there = self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
+        return FP8_FROM if there else None
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
         return fp8_blocks.pack(rows, self.device)
