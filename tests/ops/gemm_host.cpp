@@ -366,22 +366,10 @@ struct Product {
     }
 };
 static void begin_products() {}
-static void end_products() {}
-template <int LEFT>
-static void wait_products() {
-    if (LEFT) return;
+static void finish_products() {
     for (const Codes& codes : products[me]) do_product(codes);
     products[me].clear();
 }
-static std::vector<int> turns, taken;  // that were given to a warp group, by its threads; by thread
-static void take_turn(int group) {
-    const int fiber = me, all = ++taken[me] * 128;
-    while (turns[me / threads * 2 + group] < all) {
-        leave(fiber);
-        enter(fiber);
-    }
-}
-static void give_turn(int group) { ++turns[me / threads * 2 + group], ++steps; }
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
@@ -457,8 +445,6 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
     products.assign(4096, {});
     consumers_arrived.assign(8, 0);
-    turns.assign(16, 0);
-    taken.assign(4096, 0);
 }
 #endif
 

@@ -13,7 +13,7 @@ from gemm_inputs import compiled, exact, launch, pointer, random
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import read_files
-from draftwing.ops.cuda.gemm_fp8 import cut_of, kernel_lines
+from draftwing.ops.cuda.gemm_fp8 import SHARED, cut_of, kernel_lines
 from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Blocks, pack, packed_rows, quantised
 from draftwing.ops.types import QuantizedRows
 
@@ -30,7 +30,7 @@ class Host:
         clusters: tuple[int, ...],
     ) -> Tensor:  # fmt: skip
         rows, features = packed_rows(*quantised(x)), weight.rows // 2 if gated else weight.rows
-        cut = cut_of(len(x), features, gated, weight.columns, (clusters, clusters))
+        cut = cut_of(len(x), features, gated, weight.columns, clusters)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
         self.library.fp8_sizes(
             pointer(rows.scales), pointer(weight.scales), rows.codes.shape[1], cut.rows, cut.stages, int(gated)
@@ -39,7 +39,7 @@ class Host:
         for tensor in (rows.codes, rows.scales, weight.codes):
             self.library.source(pointer(tensor), ctypes.c_long(tensor.nbytes))
         tensors, sizes = (rows.codes, weight.codes, bias, extra, out), (len(x), features, weight.columns, *cut.grid)
-        launch(self.library, cut.size.name, (cut.size.threads, cut.ranges, cut.size.shared), tensors, sizes, early)
+        launch(self.library, cut.size.name, (cut.size.threads, cut.ranges, SHARED), tensors, sizes, early)
         return out
 
 

@@ -27,17 +27,9 @@ __device__ __forceinline__ u64 rows_at(const Fp8* p) {
 }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until no more than LEFT groups, as `end_products` ended them, are under way.
-template <int LEFT>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+__device__ __forceinline__ void finish_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
-
-// Warp groups have the tensor cores in turn, so that one adds while the other multiplies.
-__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
 
 // Not read before, nor written after.
 template <int COUNT>
@@ -225,7 +217,6 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
         for (int p = 0; p < GROUPS; ++p)
 #pragma unroll
             for (int k = 0; k < PART / 2; ++k) total[p][k] = 0.f;
-        if (GROUPS > 1 && group == 1) give_turn(0);
         int s = 0, parity = 0;
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
@@ -235,19 +226,11 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
             for (int p = 0; p < GROUPS; ++p) {
                 const u64 b = rows_at(w_ring + (s * task.rows + (first_part + p) * place.half) * WIDE);
                 float d[PART / 2];
-                if (GROUPS > 1) take_turn(group);
                 begin_products();
                 Product<PART>::set(d, a, b);
-                Product<PART>::add(d, a + 2, b + 2);  // 32 bytes further
-                Product<PART>::add(d, a + 4, b + 4);
-                if (GROUPS > 1) end_products();
-                Product<PART>::add(d, a + 6, b + 6);
-                end_products();
-                if (GROUPS > 1) {
-                    wait_products<1>();  // the last one lasts until the others' first comes
-                    if (group == 0 || p < GROUPS - 1 || i < place.count - 1) give_turn(1 - group);
-                }
-                wait_products<0>();
+#pragma unroll
+                for (int k = 1; k < 4; ++k) Product<PART>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
+                finish_products();
                 keep_here(d);
                 if (p == GROUPS - 1 && lane == 0) arrive(empty + s);
                 const float4* const fours = (const float4*)(w_scales + (i * 2 + first_part + p) * SPAN);
@@ -286,19 +269,23 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     }
 }
 
-// Beside a block of many registers there is room for one of `quantise_fp8`, and else for the next product's.
-#define FP8_KERNEL(NAME, GROUPS, PART, THREADS, BLOCKS)                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
+#define FP8_KERNEL(NAME, GROUPS, PART, THREADS)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                        \
         NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
              const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
         fp8_gemm<GROUPS, PART>({x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated}); \
     }
 
 #ifndef ON_HOST
-#define QUANTISED 4  // parts of a row that 16 lanes have at a time
-
-// 8 values of 16 lanes that have 128 columns -> codes, and the scale of all
-__device__ __forceinline__ uint2 quantise(uint4 in, float& scale) {
+// x [M][K] -> codes [K / 128][padded][128] and scales [K / 128][padded], as `quantised` of fp8_blocks.py. 16 lanes have 128
+// columns of a row.
+extern "C" __global__ void __launch_bounds__(256) quantise_fp8(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {
+    launch_dependents();
+    const int unit = blockIdx.x * 16 + threadIdx.x / 16, lane = threadIdx.x % 16, blocks = K / WIDE;
+    const int row = unit / blocks, block = unit - row * blocks;
+    wait_for_earlier_kernels();
+    uint4 in = make_uint4(0, 0, 0, 0);
+    if (row < M) in = load_x(x + (size_t)row * K + block * WIDE + lane * 8);
     const u32 pairs[4] = {in.x, in.y, in.z, in.w};
     float value[8], most = 1e-10f;
 #pragma unroll
@@ -308,7 +295,7 @@ __device__ __forceinline__ uint2 quantise(uint4 in, float& scale) {
     }
 #pragma unroll
     for (int distance = 8; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
-    scale = most / 448.f;
+    const float scale = most / 448.f;
     u32 out[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -318,33 +305,9 @@ __device__ __forceinline__ uint2 quantise(uint4 in, float& scale) {
         asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3] / scale), "f"(v[2] / scale));
         out[half] = low | (u32)high << 16;
     }
-    return {out[0], out[1]};
-}
-
-// x [M][K] -> codes [K / 128][padded][128] and scales [K / 128][padded], as `quantised` of fp8_blocks.py. 16 lanes have 128
-// columns of a row.
-extern "C" __global__ void __launch_bounds__(128) quantise_fp8(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {
-    launch_dependents();
-    const int lane = threadIdx.x % 16, blocks = K / WIDE, count = M * blocks, apart = gridDim.x * (blockDim.x / 16);
-    wait_for_earlier_kernels();
-    for (int first = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16; __any_sync(0xffffffff, first < count);
-         first += QUANTISED * apart) {
-        uint4 in[QUANTISED];
-#pragma unroll
-        for (int q = 0; q < QUANTISED; ++q) {
-            const int unit = first + q * apart;
-            in[q] = unit < count ? load_x(x + (size_t)unit * WIDE + lane * 8) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int q = 0; q < QUANTISED; ++q) {
-            const int unit = first + q * apart, row = unit / blocks, block = unit - row * blocks;
-            float scale;
-            const uint2 out = quantise(in[q], scale);
-            if (unit >= count) continue;
-            const size_t at = (size_t)block * padded + row;
-            *(uint2*)(codes + at * WIDE + ((lane / 2 ^ row % 8) * 2 + lane % 2) * 8) = out;
-            if (lane == 0) scales[at] = scale;
-        }
-    }
+    if (row >= M) return;
+    const size_t at = (size_t)block * padded + row;
+    *(uint2*)(codes + at * WIDE + ((lane / 2 ^ row % 8) * 2 + lane % 2) * 8) = {out[0], out[1]};
+    if (lane == 0) scales[at] = scale;
 }
 #endif

@@ -12,22 +12,18 @@ from draftwing.ops.cuda.gemm import WARP_GROUPS, options_for, read_files
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Blocks, Fp8Rows
 
-_PARTS = (
-    32,
-    64,
-    80,
-    88,
-    112,
-    136,
-)  # features of an instruction; a block has two parts of a weight, each at most so many
+# Features of an instruction; a block has two parts of a weight, each at most so many.
+_PARTS = (32, 64, 80, 88, 112, 136)
 _MOST_ROWS = 2 * _PARTS[-1]  # of a weight that a block takes
 _TOKENS = 64  # rows of x that a warp group takes
-_ROOM = 225 << 10  # bytes of a multiprocessor's shared memory for blocks, with some for other kernels
+SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
 _RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 2  # stages of a range
-_TWO = 80  # features of an instruction, at most, with which two blocks have room on a multiprocessor
-_QUANTISE_THREADS, _QUANTISE_BLOCKS = 128, (264, 1056)  # blocks at most, of few rows and of many
+# Rows of a weight, as they are shared out among these, up to which K is cut: on an H200 16,384 rows, 128 for each, take
+# 20.6 and 24.1 us (1 and 64 rows of x) in one range, 21.5 and 26.1 in two; 5,120 rows take the least in four.
+_FEW_ROWS = 192
+_QUANTISE_THREADS = 256
 
 
 class Size(NamedTuple):
@@ -40,16 +36,6 @@ class Size(NamedTuple):
     def threads(self) -> int:
         """Returns those of a block: one warp more for copies, or four where registers are given out."""
         return 288 if self.groups == 1 else 384
-
-    @property
-    def blocks(self) -> int:
-        """Returns how many have room on a multiprocessor."""
-        return 2 if self.groups == 1 and self.part <= _TWO else 1
-
-    @property
-    def shared(self) -> int:
-        """Returns bytes of shared memory of a block."""
-        return _ROOM // self.blocks // 1024 * 1024
 
     @property
     def name(self) -> str:
@@ -75,35 +61,30 @@ def ranges_of(rows: int, columns: int) -> int:
     return next(
         ranges
         for ranges in _RANGES
-        if ranges == 1 or (rows * ranges <= _BLOCKS * _MOST_ROWS and columns >= ranges * _LEAST * WIDE)
+        if ranges == 1 or (rows * ranges <= _BLOCKS * _FEW_ROWS and columns >= ranges * _LEAST * WIDE)
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[tuple[int, ...], ...]) -> Cut:
-    """rows: of x. features: of the result. clusters: how many run at once on multiprocessors of their own, by
-    `Size.blocks` and `_RANGES`."""
+def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
+    """rows: of x. features: of the result. clusters: how many run at once, by `_RANGES`."""
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
     ranges = ranges_of(weights, columns)
-    token_blocks = -(-rows // (groups * _TOKENS))
+    at_once, token_blocks = clusters[_RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
     step = 2 * EIGHT if gated else EIGHT
-
-    def size_of(taken: int) -> Size:
-        return Size(groups, next(part for part in _PARTS if part >= _half(taken)))
 
     def cost(taken: int) -> tuple[int, int]:
         """Of turns of blocks that take so many rows of the weight: what they do, and the fewer rows the better."""
-        at_once = clusters[size_of(taken).blocks - 1][_RANGES.index(ranges)]
         turns = -(-token_blocks * -(-weights // taken) // at_once)
         return turns * (taken + 32), taken
 
     taken = min(range(step, _MOST_ROWS + 1, step), key=cost)
-    size = size_of(taken)
+    size = Size(groups, next(part for part in _PARTS if part >= _half(taken)))
     x_rows, blocks = min(groups * _TOKENS, -(-rows // EIGHT) * EIGHT), -(-columns // WIDE // ranges)
     scales = blocks * 2 * (-(-size.part // EIGHT // 4) * 4) * 4
     behind = (_half(taken) + size.part - taken) * WIDE  # read, not used
     stage = (taken + x_rows) * WIDE + groups * _TOKENS * 4 + 16
-    stages = min(blocks, (size.shared - 1024 - scales - behind) // stage)
+    stages = min(blocks, (SHARED - 1024 - scales - behind) // stage)
     tiles = -(-features // (taken // 2 if gated else taken))
     return Cut(size, taken, stages, ranges, (token_blocks * ranges, tiles))
 
@@ -126,20 +107,15 @@ class Fp8Gemm:
 
     @functools.cached_property
     def _kernels(self) -> dict[Size, Kernel]:
-        return {size: self._module.kernel(size.name, size.threads, size.shared) for size in SIZES}
+        return {size: self._module.kernel(size.name, size.threads, SHARED) for size in SIZES}
 
     @functools.cached_property
     def _quantise(self) -> Kernel:
         return self._module.kernel("quantise_fp8", _QUANTISE_THREADS)
 
     @functools.cached_property
-    def _clusters(self) -> tuple[tuple[int, ...], ...]:
-        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        found = []
-        for size in (SIZES[-1], SIZES[0]):
-            at_once = [self._kernels[size].clusters_at_once(ranges) for ranges in _RANGES]
-            found.append(tuple(min(n, processors // ranges) for n, ranges in zip(at_once, _RANGES, strict=True)))
-        return tuple(found)
+    def _clusters(self) -> tuple[int, ...]:
+        return tuple(self._kernels[SIZES[-1]].clusters_at_once(ranges) for ranges in _RANGES)
 
     def quantise(self, x: Tensor) -> Fp8Rows:
         """x [M, K] bfloat16, K a multiple of 128 -> the same as `quantised` makes it."""
@@ -148,8 +124,7 @@ class Fp8Gemm:
         padded, blocks = -(-rows // EIGHT) * EIGHT, columns // WIDE
         codes = x.new_empty(blocks, padded, WIDE, dtype=torch.float8_e4m3fn)
         scales = x.new_empty(blocks, padded, dtype=torch.float32)
-        grid = min(-(-rows * blocks * 16 // _QUANTISE_THREADS), _QUANTISE_BLOCKS[rows > _TOKENS])
-        self._quantise((grid,), x, codes, scales, rows, padded, columns)
+        self._quantise((-(-rows * blocks * 16 // _QUANTISE_THREADS),), x, codes, scales, rows, padded, columns)
         return Fp8Rows(codes, scales, rows)
 
     def linear(
@@ -185,7 +160,7 @@ def read_source() -> str:
 
 def kernel_lines() -> list[str]:
     """Returns lines of the source: all kernels."""
-    return [f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads}, {size.blocks})\n" for size in SIZES]
+    return [f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n" for size in SIZES]
 
 
 def _product(part: int) -> str:
