@@ -96,3 +96,9 @@ class GroupTorchOps(TorchOps):
 
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+
+class Fp8TorchOps(GroupTorchOps):
+    """As those of a GPU that multiplies activations in fp8, with weights of any size."""
+
+    fp8_from = 0

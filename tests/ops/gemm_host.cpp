@@ -330,6 +330,62 @@ static u32 __float_as_uint(float f) {
 }
 #endif
 
+#ifdef FP8
+struct float2 { float x, y; };
+typedef unsigned long long u64;
+static float e4m3(unsigned char code) {
+    const int power = code >> 3 & 15, part = code & 7;
+    const float size = power ? ldexpf(8 + part, power - 10) : ldexpf(part, -9);
+    return code & 128 ? -size : (code & 127) == 127 ? NAN : size;
+}
+static unsigned char swizzled(u64 rows, int row, int column) {  // of 128 bytes
+    uintptr_t at = (rows << 4) + row * 128 + column;
+    return *(const unsigned char*)(at ^ (at >> 7 & 7) << 4);
+}
+static u64 rows_at(const unsigned char* p) { return (uintptr_t)p >> 4; }
+static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
+struct Codes { float* d; u64 a, b; int features; bool more; };
+static std::vector<std::vector<Codes>> products;  // by thread
+static void do_product(const Codes& codes) {
+    const int lane = me % 32, warp = me % threads / 32 % 4;
+    for (int i = 0; i < codes.features / 2; ++i) {
+        const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, feature = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = codes.more ? codes.d[i] : 0.f;
+        for (int k = 0; k < 32; ++k)
+            sum = fmaf(e4m3(swizzled(codes.a, row, k)), e4m3(swizzled(codes.b, feature, k)), sum);
+        codes.d[i] = sum;
+    }
+}
+template <int FEATURES>
+struct Product {
+    static void set(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, false); }
+    static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, true); }
+    static void ask(float* d, u64 a, u64 b, bool more) {
+        if (early) do_product({d, a, b, FEATURES, more});
+        else products[me].push_back({d, a, b, FEATURES, more});
+    }
+};
+static void begin_products() {}
+static void finish_products() {
+    for (const Codes& codes : products[me]) do_product(codes);
+    products[me].clear();
+}
+template <int COUNT>
+static void keep_here(float (&d)[COUNT]) {}
+static std::vector<int> consumers_arrived;
+static void sync_consumers() { meet(consumers_arrived[me / threads], 256); }
+static void sync_cluster_but_producers() { meet(cluster_arrived, fibers.size() / threads * 256); }
+static void leave_cluster() { sync_cluster_but_producers(); }
+static int rank_in_cluster() { return me / threads; }
+static int blocks_of_cluster() { return fibers.size() / threads; }
+static float4 four_of_rank(const float* p, int rank) { return load_four_from_rank(p, rank); }
+static void add_four(const u16* p, float (&sum)[4]) {
+    for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
+}
+static void take_registers() {}
+static void leave_registers() {}
+#endif
+
 #include SOURCE
 
 using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
@@ -378,9 +434,26 @@ static void launch_dependents() {
 }
 static bool may_read(bool x) { return !expert.there || waited[me] || (expert.known && !x); }
 
+#ifdef FP8
+using Fp8Kernel = void (*)(const Fp8*, const float*, const Fp8*, const float*, const u16*, const u16*, u16*, int, int,
+                           int, int, int, int, int);
+static struct {  // of the next runs, besides what `job` has
+    const float *x_scales, *w_scales;
+    int padded, rows, stages, gated;
+} fp8;
+extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padded, int rows, int stages, int gated) {
+    fp8 = {x_scales, w_scales, padded, rows, stages, gated};
+    products.assign(4096, {});
+    consumers_arrived.assign(8, 0);
+}
+#endif
+
 static void body() {
     const int fiber = me;
-#ifdef HEADS
+#ifdef FP8
+    ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
+                            job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);
+#elif defined(HEADS)
     ((HeadKernel)job.kernel)(job.x, job.w, job.y, job.M, job.N, heads.heads, heads.x_row, heads.x_head, heads.y_row,
                              heads.y_head, heads.factor, heads.turned, heads.cos, heads.sin, heads.width, heads.row,
                              heads.head, heads.angles);

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups, gemm_tall, nvrtc
+from draftwing.ops.cuda import gemm, gemm_experts, gemm_fp8, gemm_groups, gemm_tall, nvrtc
 from draftwing.ops.cuda.gemm_experts import DENSE, Layout
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX
@@ -82,6 +82,11 @@ def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
     if every:  # of many rows; test_cuda_tall_host.py compiles them for a CPU
         gemm_tall.compile_ahead(torch.bfloat16, width, HOPPER)
     assert len(list(tmp_path.rglob("*.cubin"))) == 1 + every
+
+
+def test_fp8(tmp_path: Path) -> None:
+    gemm_fp8.compile_ahead(HOPPER)
+    assert list(tmp_path.rglob("*.cubin"))
 
 
 @pytest.mark.parametrize("capability", OLDER)

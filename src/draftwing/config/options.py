@@ -62,11 +62,18 @@ class Options:
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "quantise weights when they are loaded; GPU: fp8 (a scale for each row), w4a16 (4 bits in groups of 128); CPU: "
-        "q8_0 (fp8 is the same), q4_0 (w4a16), q4_k, with activations rounded to 8 bits; auto: q8_0 on a CPU with "
-        "--dtype auto, nothing on a GPU. A quantised checkpoint stays as it is where there are kernels; none: it is "
-        "dequantised",
+        "quantise weights when they are loaded; GPU: fp8 (with --fp8-activations in blocks of 16 x 128, else with a "
+        "scale for each row), w4a16 (4 bits in groups of 128); CPU: q8_0 (fp8 is the same), q4_0 (w4a16), q4_k, with "
+        "activations rounded to 8 bits; auto: q8_0 on a CPU with --dtype auto, nothing on a GPU. A quantised "
+        "checkpoint stays as it is where there are kernels; none: it is dequantised",
         choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
+    )  # fmt: skip
+    fp8_activations: str = option(
+        "auto", MODEL,
+        "GPU of compute capability 9.0: activations in products with weights in fp8, of checkpoints in blocks of "
+        "128 x 128 with activation_scheme dynamic, and of --quantization fp8. auto: fp8, quantised by row and 128 "
+        "columns, for matrices of 16 million values and more that are no experts; none: 16 bits, slower with many rows",
+        choices=("auto", "none"),
     )  # fmt: skip
     load_format: str = option(
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",

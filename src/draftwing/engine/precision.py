@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,10 @@ def pick_precision(
             )
         weights = _unblocked(options, device, dtype)
         heads: WeightFormat = DENSE
-        few_bits = isinstance(weights, GroupFormat) and (quantised or weights.scheme is not None)
-        if few_bits and dtype in _TAKEN[_OF_HEADS]:
-            heads = GroupFormat(_OF_HEADS, device.ops)  # a step of the target is shorter, and drafts must be as well
+        few_bits = quantised or options.quantization in SCHEMES
+        if isinstance(weights, GroupFormat) and few_bits and dtype in _TAKEN[_OF_HEADS]:
+            # A step of the target is shorter, and drafts must be as well.
+            heads = replace(weights, scheme=_OF_HEADS)
         kv_dtype = _kv_dtype(options, device, dtype, dtype)
         return Precision(dtype, kv_dtype, weights, heads, _draft_lm_head(options, device, dtype))
     # Activations are rounded to 8 bits in blocks before each product; what lies between products stays in float32.
@@ -99,7 +101,7 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
             f"--quantization {scheme} with --dtype {str(dtype).removeprefix('torch.')}: expected "
             f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}"
         )
-    return GroupFormat(scheme, device.ops)
+    return GroupFormat(scheme, device.ops, device.ops.fp8_from if options.fp8_activations == "auto" else None)
 
 
 def _draft_lm_head(options: Options, device: Device, dtype: torch.dtype) -> str | None:

@@ -15,6 +15,7 @@ from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, 
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -162,6 +163,7 @@ class Attention(Mixer):
     """Grouped-query attention; q, k and v are one GEMM. Who attends to whom is the injected `attend`'s."""
 
     needs_chunks = False
+    takes_fp8 = True
 
     def __init__(self, config: AttentionConfig, place: Placement) -> None:
         super().__init__()
@@ -199,15 +201,20 @@ class Attention(Mixer):
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
+    ) -> Tensor:
         made = self._with_values(self.qkv(x))
         if self.whole_norms:
             made = self._with_whole_norms(made)
         qkv = (made[:, self._gates :] if self.gated else made).view(
-            x.shape[0], -1, self.head_dim
+            made.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
         out = self._attend(qkv, cos, sin, attend)
-        return self.o(self.ops.gate(made[:, : self._gates], out) if self.gated else out, residual)
+        if not self.gated:
+            return self.o(out, residual)
+        gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
+        return self.o(gate(made[:, : self._gates], out), residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""

@@ -19,6 +19,7 @@ from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention import Attend
 from draftwing.ops.contracts import LayerWeights, WholeLayers
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 
@@ -51,10 +52,14 @@ class DecoderLayer(nn.Module):
         self._wide_norms = config.norm.wide
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
+        self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
 
     def pack(self, ops: LayerOps) -> None:
         """Lets the device do the layer in one call where it can; when the parts are packed."""
         self.use(ops)
+        mixer, mlp = self.mixer, self.mlp
+        first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
+        self._quantises = any(linear.takes_fp8 for linear in first), isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
         self._whole = whole_layers(ops, [self.weights()])
 
     def use(self, ops: LayerOps) -> None:
@@ -104,7 +109,10 @@ class DecoderLayer(nn.Module):
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
         outs = None if self._whole is None else self._whole(x, None, cos, sin, attend)
-        return self._mix(self.attn_norm(x), x, cos, sin, attend) if outs is None else outs[0]
+        if outs is not None:
+            return outs[0]
+        normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm(x)
+        return self._mix(normed, x, cos, sin, attend)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -128,18 +136,20 @@ class DecoderLayer(nn.Module):
         x = self.mix(normed, x, cos, sin, attend)
         return x, norm(x)
 
-    def _mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _mix(self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             x, normed = self.mlp_norm.of_sum(x, out)
             made = self.mlp(normed)
             return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
+        quantises, norm = self._quantises[1], self.mlp_norm
         if self._ops.norm_adds_residual:
-            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
+            out = self.mixer(normed, cos, sin, attend)
+            x, normed = norm.quantised_sum(x, out) if quantises else norm.of_sum(x, out)
         else:
             x = self.mixer(normed, cos, sin, attend, residual=x)
-            normed = self.mlp_norm(x)
-        return self.mlp(normed, residual=x)
+            normed = norm.quantised(x) if quantises else norm(x)
+        return self.mlp(normed, residual=x)  # type: ignore[arg-type]  # quantised for a `GatedMLP` alone
 
 
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:

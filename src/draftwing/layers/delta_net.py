@@ -13,6 +13,7 @@ from draftwing.kv.pool import DeltaSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
@@ -142,6 +143,7 @@ class GatedDeltaNet(Mixer):
     """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
 
     needs_chunks = False
+    takes_fp8 = True
 
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         super().__init__()
@@ -171,13 +173,17 @@ class GatedDeltaNet(Mixer):
     def linears(self) -> list[Linear]:
         return [*([] if self.ba is None else [self.ba]), self.qkvz, self.out]
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
+    ) -> Tensor:
         values = self.spec.value_heads * self.spec.value_dim
         # The small matrix first: while it is multiplied, a GPU reads the other one ahead.
         made = None if self.ba is None else self.ba(x)
         qkv, z, ba = self.qkvz(x).tensor_split((self.spec.channels, self.spec.channels + values), 1)
         b, a = (ba if made is None else made).chunk(2, 1)
-        weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
+        weights = DeltaWeights(
+            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec, self.out.takes_fp8
+        )
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -39,7 +39,7 @@ class ExpertMLP(nn.Module):
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        experts, hidden, form = config.experts, config.hidden, config.weight_format
+        experts, hidden, form = config.experts, config.hidden, config.weight_format.of_experts
         assert experts is not None and (config.activation == "silu" or not experts.limit)
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
@@ -54,7 +54,8 @@ class ExpertMLP(nn.Module):
         self.scale = nn.Parameter(torch.ones(count, dtype=dtype, device=device)) if experts.beside else None
         self.shared: GatedMLP | None = None
         if experts.shared:
-            self.shared = GatedMLP(replace(config, experts=None, ffn=experts.shared), dtype, device)
+            beside = replace(config, experts=None, ffn=experts.shared, weight_format=form)  # which it may join
+            self.shared = GatedMLP(beside, dtype, device)
         self.shared_gate: nn.Parameter | None = None
         if experts.shared_gate:
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
@@ -199,11 +200,13 @@ class Router(Linear):
             self.op = EachLogit(self, ops, None if mode.deterministic else ROUTER_ROWS)
         super().pack(ops, mode)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
         """x [M, in_features] -> [M, count]"""
         return super().forward(x if isinstance(self.op, EachLogit) else x.to(self._dtype))
 
-    __call__ = forward
+    __call__ = forward  # type: ignore[assignment]
 
     def append_row(self, row: Tensor) -> None:
         """Makes row [1, in_features] the first of some more outputs, before it is packed."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import pack_dense
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
 
@@ -78,11 +80,16 @@ class Linear(nn.Module):
         """Lets `ops` do what is done to the result; the weight stays as it is, and may be trained."""
         self._ops = ops
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features].
 
         overwrite: once packed, the result may be written into `residual`.
         """
+        if isinstance(x, Fp8Rows):
+            if isinstance(self.op, Fp8Linear):
+                return self.op(x, self.bias, residual, overwrite)
+            assert x.x is not None
+            x = x.x
         return self.op(x, self.bias, residual, overwrite)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
@@ -91,13 +98,21 @@ class Linear(nn.Module):
         """x [M, in_features] -> the last so many outputs, [M, outputs], or all of them."""
         return self.op.last(x, self.bias, outputs)
 
-    def gated(self, x: Tensor, gelu: bool = False) -> Tensor:
+    @property
+    def takes_fp8(self) -> bool:
+        """Returns whether its products are of activations in fp8, which may come so."""
+        return isinstance(self.op, Fp8Linear)
+
+    def gated(self, x: Tensor | Fp8Rows, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
         GELU instead."""
         if gelu:
-            return self._ops.gelu_mul(self.op(x, self.bias))
-        out = self.op.gated(x, self.bias)
-        return self._ops.silu_mul(self.op(x, self.bias)) if out is None else out
+            return self._ops.gelu_mul(self(x))
+        if isinstance(self.op, Fp8Linear):
+            out = self.op.gated(x, self.bias)
+        else:
+            out = self.op.gated(x, self.bias) if isinstance(x, Tensor) else None
+        return self._ops.silu_mul(self(x)) if out is None else out
 
     def dense_weight(self) -> Tensor:
         """Returns [out_features, in_features]; a copy where the operation does not store it as such."""

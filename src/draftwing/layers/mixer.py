@@ -53,6 +53,7 @@ class Mixer(nn.Module):
     # In the graphs of `PrefillGraphs`, and beside rows that decode, it is not so.
     needs_chunks = True
     before_attention = 1  # how many of `linears`
+    takes_fp8 = False  # whether `forward` takes activations in fp8, too
     ops: LayerOps = PLAIN  # of the device, once packed
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:

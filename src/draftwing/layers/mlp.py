@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear, row_parallel
+from draftwing.ops.fp8_blocks import Fp8Rows
 
 
 class GatedMLP(nn.Module):
@@ -19,7 +20,7 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
         return self.down(self.gate_up.gated(x, self.gelu), residual, overwrite=True)
 

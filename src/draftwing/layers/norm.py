@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
 
@@ -27,6 +28,14 @@ class RMSNorm(nn.Module):
 
     # Module's own call looks for hooks; over a forward's small layers that adds up to a few percent of a decode step.
     __call__ = forward
+
+    def quantised(self, x: Tensor) -> Fp8Rows:
+        """x [M, size] -> [M, size], for products with activations in fp8"""
+        return self._ops.rms_norm_fp8(x, self.weight, self.eps)
+
+    def quantised_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Fp8Rows]:
+        """x, delta [M, size] -> x + delta, and its norm as `quantised` has it."""
+        return self._ops.add_rms_norm_fp8(x, delta, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x, delta [M, size] -> x + delta, and its norm."""

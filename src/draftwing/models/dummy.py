@@ -104,7 +104,7 @@ def _quantised_rows(
     groups = math.ceil(rows / tall), math.ceil(columns / wide)
     scales = torch.full(groups, scale * columns**-0.5 / deviation, device=device)
     zeros = None if scheme.symmetric else torch.zeros(groups, dtype=torch.int16, device=device)
-    return QuantizedRows(codes, 8 if scheme.real else scheme.bits, scales, zeros, tall, wide, None)
+    return QuantizedRows(codes, 8 if scheme.real else scheme.bits, scales, zeros, tall, wide, None, scheme.dynamic)
 
 
 def _deviation(scheme: Scheme) -> float:

@@ -108,7 +108,7 @@ def load_model(
     harmless = unread(config.layers) | ({"lm_head.weight"} if config.tie_embeddings else set())
     if dummy:
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
-        fill_random(model, device, SEED + ranks.rank, in_mxfp4, _schemes(config, ranks))
+        fill_random(model, device, SEED + ranks.rank, in_mxfp4, schemes_of(config, ranks))
     else:
         checked = _tied(tensors) if config.tie_embeddings else tensors
         fill_parameters(model, checkpoint_names(config, ranks), checked, device, harmless)
@@ -152,7 +152,7 @@ def _tied(tensors: Tensors) -> Tensors:
         yield name, value
 
 
-def _schemes(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
+def schemes_of(config: ModelConfig, ranks: Ranks) -> dict[str, Scheme]:
     """Returns how parameters are stored that are quantised: as the first matrix that is in each."""
     found: dict[str, Scheme] = {}
     if config.quantization is None:

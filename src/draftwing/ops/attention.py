@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from draftwing.core import Chunk
 from draftwing.kv.pool import DeltaSpec, KVPool
 from draftwing.ops.torch.delta_net import delta_net
+
+if TYPE_CHECKING:
+    from draftwing.ops.fp8_blocks import Fp8Rows
 
 T = TypeVar("T")
 
@@ -87,6 +90,7 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [value_dim]
     eps: float
     spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them
+    fp8: bool = False  # whether what comes of it is for products with activations in fp8, and may come so
 
 
 class Attend:
@@ -125,9 +129,10 @@ class Attend:
             total = total + before * taps[:, -back]
         return c * total.to(c.dtype)
 
-    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor | Fp8Rows:
         """Runs a gated delta net over the batch, from the states of its rows (`kv.row_states`) -> [M, value_heads *
-        value_dim] in the inputs' dtype: normed and gated. Rows of the inputs may be apart."""
+        value_dim] in the inputs' dtype, or as `weights.fp8` allows: normed and gated. Rows of the inputs may be
+        apart."""
         raise NotImplementedError
 
     def fused(
@@ -338,9 +343,9 @@ class MixedAttend(Attend):
         return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        return torch.cat(
-            [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
-        )
+        weights = weights._replace(fp8=False)
+        made = [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
+        return torch.cat([x for x in made if isinstance(x, Tensor)])
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,

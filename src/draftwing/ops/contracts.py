@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.expert_rows import ExpertRows
+from draftwing.ops.fp8_blocks import Fp8Blocks, Fp8Rows
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import LogitEditor, NoiseKey
 
@@ -66,6 +67,21 @@ class GroupGemm(Protocol):
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """Returns the matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for
         other kernels, and takes longer."""
+        ...
+
+
+class Fp8Gemm(Protocol):
+    """GEMMs with weights and activations in fp8, whose sums are float32. It quantises x, each row by itself, to the
+    nearest codes (`ops.fp8_blocks.quantised`), where that is not done yet. A row has the same bits among any number."""
+
+    def linear(
+        self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once; N a multiple of 16"""
+        ...
+
+    def gated(self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
         ...
 
 

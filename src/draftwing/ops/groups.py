@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.ops.fp8_blocks import TALL as BLOCK_ROWS
+from draftwing.ops.fp8_blocks import WIDE as BLOCK_COLUMNS
 from draftwing.ops.types import QuantizedRows
 
 TALL, CHUNK = 16, 64  # features and columns of a tile
@@ -289,11 +291,16 @@ _TRIED = 12  # scales of a group, of which the one with the least error is taken
 _ROWS = 1024  # that are quantised at a time
 
 
-def quantized(weight: Tensor, scheme: str) -> QuantizedRows:
+def quantized(weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
     """weight [rows, columns] floating point -> the same, on its device, as one of `SCHEMES` has it: `fp8`, with a scale
-    for each row; `w4a16`, 4 bits in groups of 128 columns; or `int8`, by row as well. Scales are bfloat16."""
-    parts = [_ROUNDED[scheme](part.float()) for part in weight.split(_ROWS)]
+    for each row; `w4a16`, 4 bits in groups of 128 columns; or `int8`, by row as well. Scales are bfloat16.
+
+    dynamic: of fp8, in blocks of `fp8_blocks`, whose sizes the matrix's are multiples of, with scales in float32."""
+    rounded = _to_fp8_blocks if dynamic else _ROUNDED[scheme]
+    parts = [rounded(part.float()) for part in weight.split(_ROWS)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    if dynamic:
+        return QuantizedRows(codes, 8, scales, None, BLOCK_ROWS, BLOCK_COLUMNS, None, True)
     wide = _GROUP if scheme == "w4a16" else weight.shape[1]
     return QuantizedRows(codes, 4 if scheme == "w4a16" else 8, scales, None, 1, wide, None)
 
@@ -301,6 +308,12 @@ def quantized(weight: Tensor, scheme: str) -> QuantizedRows:
 def _to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = (weight.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_min(1e-30).bfloat16()
     return (weight / scales.float()).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+def _to_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = weight.unflatten(1, (-1, BLOCK_COLUMNS)).unflatten(0, (-1, BLOCK_ROWS))
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / _LARGEST_FP8).clamp_min(1e-30)
+    return (blocks / scales).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1), scales[:, 0, :, 0]
 
 
 def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,7 @@ class QuantizedRows(NamedTuple):
     tall: int  # rows of a group
     wide: int  # columns of a group, where they follow each other
     group_of: Tensor | None  # [columns] int64: the group of each column; None: its number // wide
+    dynamic: bool = False  # they were made for activations in fp8, quantised by row and 128 columns as they come
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import compiler_process, precompile
 from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Precompilation
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8
@@ -517,6 +517,47 @@ except ChildProcessError:
 def test_a_fork_keeps_no_file_of_its_parent(job: Job, printed_by: Printed) -> None:
     lines = printed_by(FORKED, job)
     assert [line for line in lines if "torch.bfloat16 ['/dev/null']" in line] and lines[-1] == "none is left"
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "capability", "expected"),
+    [
+        ({}, {}, (9, 0), True),
+        ({}, {}, (8, 9), False),
+        ({}, {"fp8_activations": "none"}, (9, 0), False),
+        ({}, {"quantization": "none"}, (9, 0), False),
+        ({"activation_scheme": "static"}, {}, (9, 0), False),
+        ({"weight_block_size": [64, 64]}, {}, (9, 0), False),
+    ],
+)
+def test_kernels_for_activations_in_fp8(
+    job: Job, changes: dict[str, Any], options: dict[str, Any], capability: tuple[int, int], expected: bool
+) -> None:
+    (job.path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**BLOCKS, **changes}}))
+    job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
+    assert ((gemm_fp8.compile_ahead, capability) in precompile._products(job)) == expected
+
+
+OF_FP8 = """
+import pickle, sys
+from draftwing.engine.startup import precompile
+precompile.FP8_FROM = 0
+for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
+    if "*fp8e4nv" in launch.specialization:
+        precompile.compile_launch(launch)
+        print(launch.name)
+"""
+
+
+def test_kernels_that_store_activations_in_fp8_compile(job: Job, tmp_path: Path, printed_by: Printed) -> None:
+    """Norms of layers and of delta nets, and gates of attention: before products whose weights are for such."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "linear_value_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **HYBRID, **sizes, "quantization_config": BLOCKS}))
+    names = {name for name in printed_by(OF_FP8, job) if name.startswith("_")}
+    assert names == {"_rms_norm_kernel", "_add_rms_norm_kernel", "_gate_kernel", "_norm_kernel"}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ DYNAMIC = {
 
 
 def test_published_configs() -> None:
-    block = Scheme("plain", 8, 128, 128, "weight_scale_inv", real=True)
+    block = Scheme("plain", 8, 128, 128, "weight_scale_inv", real=True, dynamic=True)
     assert [parsed(DEEPSEEK_FP8).scheme_of(name) for name in (Q_PROJ, DOWN, "lm_head")] == [None, block, None]
     channel = Scheme("plain", 8, 1, 0, "weight_scale", real=True)
     assert [parsed(COMPRESSED_FP8).scheme_of(name) for name in (Q_PROJ, DOWN, "lm_head")] == [None, channel, None]

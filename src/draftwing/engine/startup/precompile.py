@@ -35,16 +35,20 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.linear_ops.base import LinearOp, PackMode
+from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.groups import alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
-from draftwing.models.loader import load_config
+from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.ops.cuda import gemm_fp8
 from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.fp8_blocks import FP8_FROM, TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import MX_BLOCK, MXRows
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
@@ -220,8 +224,10 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
     from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
-    yield gemm.compile_ahead, job.dtype, job.capability
     config = load_config(job.path)
+    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+        yield gemm_fp8.compile_ahead, job.capability
+    yield gemm.compile_ahead, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for width in widths | _width_of_lm_head(job, config):
         yield gemm_groups.compile_ahead, job.dtype, width, job.capability
@@ -249,6 +255,14 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     found = {MADE[asked]} if asked in MADE else set()
     found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
     return found | ({MADE["int8"]} if found else set())  # of draft heads
+
+
+def _multiplies_fp8(job: Job, stored: Quantization | None) -> bool:
+    """Returns whether weights are for activations in fp8, or are made so, as far as the config says."""
+    asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
+    made = job.options.quantization == "fp8"
+    stores = stored is not None and any(rule.scheme is not None and rule.scheme.dynamic for rule in stored.rules)
+    return asked and job.dtype == torch.bfloat16 and (made or stores)
 
 
 def _width_of_lm_head(job: Job, config: ModelConfig) -> set[Width]:
@@ -298,6 +312,8 @@ def _model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
+    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+        hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)
     return model
@@ -409,13 +425,13 @@ class _Held(LinearOp):
     def append(self, other: LinearOp) -> None:
         assert isinstance(other, _Held)
         whole = joined([self._weight, other._weight])
-        assert whole is not None
+        assert isinstance(whole, PackedGroups | MXRows)
         self._weight = whole
 
     def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
         parts = part_of({0: self._weight}, rows, columns)
         whole = None if parts is None else joined([*parts])
-        return None if whole is None else _Held(layer, whole, self._dtype)
+        return _Held(layer, whole, self._dtype) if isinstance(whole, PackedGroups | MXRows) else None
 
     def dense_weight(self) -> Tensor:
         return torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device="meta")
@@ -438,3 +454,43 @@ def _held(
 
 def _bytes(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+# -- weights for activations in fp8, without data: kernels before them store what they read --------------------------
+
+
+def hold_fp8(model: DecoderModel, asked: str) -> None:
+    """Puts stand-ins for their products into a model on the meta device that is to be packed. asked:
+    `--quantization`."""
+    schemes = schemes_of(model.config, model.ranks)
+    for name, part in model.layers.named_modules(prefix="layers"):
+        if type(part) is not Linear or part.in_features % WIDE or part.out_features % TALL:
+            continue
+        if part.in_features * part.out_features < FP8_FROM:
+            continue
+        scheme = schemes.get(f"{name}.weight")
+        if asked == "fp8" if scheme is None else scheme.dynamic:
+            part.op = _HeldFp8(part)
+
+
+class _HeldFp8(Fp8Linear):
+    def __init__(self, layer: Linear) -> None:
+        LinearOp.__init__(self, layer)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        return self
+
+    def __call__(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        return self._made(x, self.layer.out_features)
+
+    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
+        return self._made(x, self.layer.out_features // 2)
+
+    def dense_weight(self) -> Tensor:
+        return self.layer.weight
+
+    def _made(self, x: Tensor | Fp8Rows, columns: int) -> Tensor:
+        rows = x.rows if isinstance(x, Fp8Rows) else len(x)
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")

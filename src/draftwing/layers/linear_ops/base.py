@@ -187,6 +187,11 @@ class WeightFormat:
         """Returns the format of a matrix of which single rows are read, and nothing else."""
         return self
 
+    @property
+    def of_experts(self) -> WeightFormat:
+        """Returns the format of experts, where this is that of a layer's other matrices."""
+        return self
+
     def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         """Returns what a weight takes at least. dtype: of activations; quantized: the checkpoint has quantised
         matrices."""

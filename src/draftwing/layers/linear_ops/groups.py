@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
+from draftwing.layers.linear_ops.fp8 import Fp8Linear
+from draftwing.ops import fp8_blocks
 from draftwing.ops.contracts import TallGemm
+from draftwing.ops.fp8_blocks import Fp8Blocks
 from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
 logger = logging.getLogger(__name__)
+Part = PackedGroups | MXRows | Fp8Blocks  # of a weight as it is held
 
 # Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
 # them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is dequantised first and then
@@ -40,6 +44,8 @@ class GroupFormat(WeightFormat):
 
     scheme: str | None = None  # of `draftwing.ops.groups.SCHEMES`
     ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
+    # Values of a weight from which activations are fp8, where it was made for them; None: they never are.
+    fp8_from: int | None = None
 
     @property
     def reads_on(self) -> torch.device | None:
@@ -53,6 +59,10 @@ class GroupFormat(WeightFormat):
     @property
     def of_rows(self) -> WeightFormat:
         return DenseFormat()
+
+    @property
+    def of_experts(self) -> WeightFormat:
+        return replace(self, fp8_from=None)
 
     def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         return 0.5 if quantized or self.scheme is not None else dtype.itemsize
@@ -68,7 +78,7 @@ class Groups(Dense):
     def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._format, self._dtype = form, dtype
-        self._parts: dict[int, PackedGroups | MXRows] = {}
+        self._parts: dict[int, Part] = {}
         self.kept: Counter[str] = Counter()  # parts, by what they were
         self.refused: Counter[str] = Counter()
 
@@ -78,18 +88,32 @@ class Groups(Dense):
         if isinstance(value, Tensor):
             if self._format.scheme is None or not value.is_floating_point() or value.element_size() == 1:
                 return False
-            value = self._format.ops.quantize_groups(value, self._format.scheme)
-        reason = why_not(value, self._dtype) if isinstance(value, QuantizedRows) else None
-        if reason is not None:
-            self.refused[f"{value.label}: {reason}"] += 1
-            return False
+            height, width = value.shape
+            fits = height % fp8_blocks.TALL == width % fp8_blocks.WIDE == 0
+            dynamic = self._format.scheme == "fp8" and self._is_large and fits
+            value = self._format.ops.quantize_groups(value, self._format.scheme, dynamic)
         assert part.axis == 0 and part.start not in self._parts
-        packed = self._format.ops.pack_groups(value, self._dtype) if isinstance(value, QuantizedRows) else value
+        packed: Part | str = value if isinstance(value, MXRows) else self._packed_part(value)
+        if isinstance(packed, str):
+            self.refused[f"{value.label}: {packed}"] += 1
+            return False
         self._parts[part.start] = packed
-        self.kept[value.label] += 1
+        self.kept[value.label + (", for activations in fp8" if isinstance(packed, Fp8Blocks) else "")] += 1
         if sum(rows.rows for rows in self._parts.values()) == self.layer.out_features:
             del self.layer.weight  # nothing is missing
         return True
+
+    @property
+    def _is_large(self) -> bool:
+        """Returns whether products of the whole weight are faster with activations in fp8."""
+        least = self._format.fp8_from
+        return least is not None and self.layer.out_features * self.layer.in_features >= least
+
+    def _packed_part(self, rows: QuantizedRows) -> Part | str:
+        """Returns the rows as kernels read them, or why there are none."""
+        if rows.dynamic and self._is_large and fp8_blocks.why_not(rows, self._dtype) is None:
+            return self._format.ops.pack_fp8(rows)
+        return why_not(rows, self._dtype) or self._format.ops.pack_groups(rows, self._dtype)
 
     @property
     def sizes(self) -> Counter[str]:
@@ -127,20 +151,36 @@ class Groups(Dense):
         return own
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
-        whole = self.groups()
+        whole = self._whole()
+        if isinstance(whole, Fp8Blocks):
+            return Fp8Linear(self.layer, ops, whole)
         if isinstance(whole, MXRows):  # only experts have kernels for it
             self.layer.weight = nn.Parameter(whole.dense(self._dtype), False)
             return None
         return None if whole is None else PackedLinear(self.layer, ops, whole, mode)
 
     def groups(self) -> PackedGroups | MXRows | None:
+        whole = self._whole()
+        assert not isinstance(whole, Fp8Blocks), "as `of_experts` has it"
+        return whole
+
+    def _whole(self) -> Part | None:
         if not self._parts:
             return None
         whole = None if hasattr(self.layer, "weight") else joined([self._parts[at] for at in sorted(self._parts)])
+        if whole is None and any(isinstance(part, Fp8Blocks) for part in self._parts.values()):
+            self._widen_activations()
+            return self._whole()
         if whole is None:
             self._dequantise_all()
         self._parts.clear()
         return whole
+
+    def _widen_activations(self) -> None:
+        """Packs parts for activations in 16 bits, of which kernels read more together."""
+        for start, part in self._parts.items():
+            if isinstance(part, Fp8Blocks):
+                self._parts[start] = self._format.ops.pack_groups(part.quantized(), self._dtype)
 
     def _dequantise_all(self) -> None:
         """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
@@ -263,9 +303,7 @@ def dequantise_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Seque
             before[-1].prefetch_dequant([op for op in later if isinstance(op, PackedLinear)])
 
 
-def part_of(
-    parts: Mapping[int, PackedGroups | MXRows], rows: Sequence[range], columns: range
-) -> list[PackedGroups] | None:
+def part_of(parts: Mapping[int, Part], rows: Sequence[range], columns: range) -> list[PackedGroups] | None:
     """parts: by their first row. Returns these rows and columns, or None where they are not cut so."""
     found = []
     for some in rows:
@@ -278,18 +316,23 @@ def part_of(
     return found
 
 
-def alike(parts: Sequence[PackedGroups | MXRows]) -> bool:
+def alike(parts: Sequence[Part]) -> bool:
     """Returns whether one kernel reads them all."""
+    if len({type(part) for part in parts}) > 1:
+        return False
     packed = [part for part in parts if isinstance(part, PackedGroups)]
-    return joinable(packed) if len(packed) == len(parts) else not packed
+    return not packed or joinable(packed)
 
 
-def joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
+def joined(parts: Sequence[Part]) -> Part | None:
     """Returns the rows of one part after those of another, or None where one kernel cannot read them all."""
+    if not alike(parts):
+        return None
     packed = [part for part in parts if isinstance(part, PackedGroups)]
-    if len(packed) == len(parts):
+    if packed:
         return join(packed)
-    return MXRows(*map(torch.cat, zip(*parts, strict=True))) if not packed else None
+    blocks = [part for part in parts if isinstance(part, Fp8Blocks)]
+    return fp8_blocks.join(blocks) if blocks else MXRows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _traits(weight: PackedGroups) -> list[object]:
@@ -297,13 +340,15 @@ def _traits(weight: PackedGroups) -> list[object]:
     return [list(part.shape) if isinstance(part, Tensor) else part for part in weight]
 
 
-def dequantised(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
+def dequantised(weight: Part, dtype: torch.dtype) -> Tensor:
     """Returns the matrix, in the type of activations."""
-    return weight.dense(dtype) if isinstance(weight, MXRows) else unpacked(weight)
+    return unpacked(weight) if isinstance(weight, PackedGroups) else weight.dense(dtype)
 
 
-def sizes_of(weight: PackedGroups | MXRows) -> Counter[str]:
+def sizes_of(weight: Part) -> Counter[str]:
     """Returns bytes, by type."""
+    if isinstance(weight, Fp8Blocks):
+        return Counter({"fp8": weight.nbytes})
     if isinstance(weight, MXRows):
         return Counter({weight.label: weight.nbytes})
     return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})

@@ -1,7 +1,8 @@
 """Reads `quantization_config`: how the matrix of each module is stored.
 
-Activations are not rounded, whatever a config says of them in 8 bits: only the weights are taken. What would change
-their values and is not implemented is refused by its key.
+Activations are rounded to fp8 where a config has weights in blocks of 128 x 128 for that, and the device has kernels
+for it. Else they are not, whatever a config says of them in 8 bits: only the weights are taken. What would change their
+values and is not implemented is refused by its key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from draftwing.models.language_model import own_name
 from draftwing.requests.refusals import show
 
 WHOLE = 0  # a group as tall or wide as its matrix
+DYNAMIC_BLOCK = 128, 128  # of weights that are for activations in fp8, in groups of as many columns
 LONGEST_PATTERN = 4000  # characters
 MATCH_SECONDS = 0.1  # for one name
 INSTEAD = "Take the model's checkpoint that is not quantised, or another quantised one"
@@ -32,7 +34,7 @@ class Scheme:
     layout: `awq`, `gptq`; of compressed-tensors and fp8, `packed` in int32 or `plain`, a code in each element.
     real: codes are float8_e4m3fn, else integers of `bits`.  tall, wide: rows and columns of a group, or WHOLE.
     scale: suffix of the tensor of scales.  symmetric: zeros are 0.  act_order: a tensor says which columns are a group.
-    zero_offset: what is added to stored zeros.
+    zero_offset: what is added to stored zeros.  dynamic: made for activations in fp8, quantised by row and 128 columns.
     """
 
     layout: Layout
@@ -44,6 +46,7 @@ class Scheme:
     symmetric: bool = True
     act_order: bool = False
     zero_offset: int = 0
+    dynamic: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -137,11 +140,14 @@ def _gptq_scheme(own: Fields, common: Fields, zero_offset: int) -> Scheme:
 
 def _fp8(fields: Fields) -> Quantization:
     _expect(fields, "fmt", fields.text("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
-    _expect(fields, "activation_scheme", fields.text("activation_scheme", "dynamic"), ("dynamic", "static"))
+    activations = fields.text("activation_scheme", "dynamic")
+    _expect(fields, "activation_scheme", activations, ("dynamic", "static"))
     tall, wide, scale = WHOLE, WHOLE, "weight_scale"
     if fields.get("weight_block_size") is not None:
         (tall, wide), scale = _block(fields, "weight_block_size"), "weight_scale_inv"
-    return Quantization("fp8", (*_skipped(fields), Rule("any", "", Scheme("plain", 8, tall, wide, scale, real=True))))
+    dynamic = activations == "dynamic" and (tall, wide) == DYNAMIC_BLOCK
+    scheme = Scheme("plain", 8, tall, wide, scale, real=True, dynamic=dynamic)
+    return Quantization("fp8", (*_skipped(fields), Rule("any", "", scheme)))
 
 
 FORMATS_OF_TENSORS: dict[str, Layout] = {
@@ -202,10 +208,12 @@ def _compressed_scheme(group: Fields, top: Fields) -> Scheme | None:
     ):
         raise _refusal(weights, "actorder", "none, 'weight' or 'group'")
     tall, wide = _strategy(weights)
+    by_group = inputs.get("dynamic") is True and inputs.get("strategy") == "group"
+    dynamic = by_group and inputs.get("group_size") == wide and (tall, wide) == DYNAMIC_BLOCK
     return Scheme(
         layout, bits, tall, wide, "weight_scale", real=real == "float",
         symmetric=real == "float" or weights.flag("symmetric", True),
-        act_order=layout == "packed" and order in ("group", "dynamic", True),
+        act_order=layout == "packed" and order in ("group", "dynamic", True), dynamic=dynamic and real == "float",
     )  # fmt: skip
 
 

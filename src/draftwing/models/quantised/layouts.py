@@ -117,7 +117,8 @@ def _plain(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
     zeros = None
     if not scheme.symmetric:
         zeros = _matrix(module, "weight_zero_point", parts, torch.int8, grid).to(torch.int16)
-    return QuantizedRows(codes, scheme.bits, _scales(module, parts, scheme, grid), zeros, tall, wide, None)
+    scales = _scales(module, parts, scheme, grid)
+    return QuantizedRows(codes, scheme.bits, scales, zeros, tall, wide, None, scheme.dynamic)
 
 
 _READERS: dict[Layout, Callable[[str, Parts, Scheme], QuantizedRows]] = {

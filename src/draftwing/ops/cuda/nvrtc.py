@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftwing.files import cache_folder
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
@@ -27,7 +27,7 @@ Arg = Tensor | int | float | None
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_char * 64)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
 class _Config(ctypes.Structure):
@@ -44,13 +44,11 @@ class Kernel:
 
     def __init__(self, driver: ctypes.CDLL, handle: ctypes.c_void_p, threads: int, shared: int, programmatic: bool):
         self._driver, self._handle, self._threads, self._shared = driver, handle, threads, shared
-        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-        attribute.value = (1).to_bytes(4, "little")
-        self._attributes = (_Attribute * 1)(attribute)
         self._programmatic = programmatic
 
-    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True) -> None:
-        """overlap: where the kernel was made programmatic, it comes up while the one before it runs."""
+    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0) -> None:
+        """overlap: where the kernel was made programmatic, it comes up while the one before it runs. cluster: blocks
+        side by side that are one; 0: what the kernel's source says."""
         values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
         for arg in args:
             if isinstance(arg, int):
@@ -60,11 +58,32 @@ class Kernel:
             else:
                 values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        grid = [*grid, 1, 1][:3]
-        config = _Config(*grid, self._threads, 1, 1, self._shared)
+        config = self._config(grid, cluster, self._programmatic and overlap)
         config.stream = torch.cuda.current_stream().cuda_stream
-        config.attributes, config.count = self._attributes, int(self._programmatic and overlap)
         _check(self._driver, self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None))
+
+    def clusters_at_once(self, cluster: int) -> int:
+        """Returns how many clusters of so many blocks the device runs at the same time."""
+        found, config = ctypes.c_int(), self._config((cluster,), cluster, False)
+        _check(
+            self._driver,
+            self._driver.cuOccupancyMaxActiveClusters(ctypes.byref(found), self._handle, ctypes.byref(config)),
+        )
+        return found.value
+
+    def _config(self, grid: Sequence[int], cluster: int, programmatic: bool) -> _Config:
+        attributes = []
+        if programmatic:
+            attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        if cluster:  # the query of clusters wants it of one block, too
+            attributes.append(_attribute(_CLUSTER_DIMENSION, cluster, 1, 1))
+        config = _Config(*[*grid, 1, 1][:3], self._threads, 1, 1, self._shared)
+        config.attributes, config.count = (_Attribute * len(attributes))(*attributes), len(attributes)
+        return config
+
+
+def _attribute(number: int, *values: int) -> _Attribute:
+    return _Attribute(id=number, value=(ctypes.c_uint * 16)(*values))
 
 
 class Module:

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops import groups
+from draftwing.ops import fp8_blocks, groups
 from draftwing.ops.contracts import (
     BlockGemm,
     FewRowsGemm,
+    Fp8Gemm,
     GroupGemm,
     HeadProducts,
     HeadTopK,
@@ -25,9 +26,11 @@ from draftwing.ops.contracts import (
     WholeLayers,
     WholeMixture,
 )
+from draftwing.ops.fp8_blocks import Fp8Blocks, Fp8Rows, packed_rows, quantised
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps
+from draftwing.ops.torch.fp8 import TorchFp8Gemm
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 
@@ -70,6 +73,16 @@ class LayerOps(ExpertOps):
         # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
         both = torch.cat((x, -x), -1)
         return F.layer_norm(both, both.shape[-1:], eps=eps)[..., : x.shape[-1]] * weight
+
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+        """Returns `rms_norm` of x [M, size], and what products with activations in fp8 read of it."""
+        normed = self.rms_norm(x, weight, eps)
+        return packed_rows(*quantised(normed))._replace(x=normed)
+
+    def add_rms_norm_fp8(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+        """Returns x + delta [M, size] and `rms_norm_fp8` of it."""
+        total = x + delta
+        return total, self.rms_norm_fp8(total, weight, eps)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""
@@ -142,6 +155,10 @@ class LayerOps(ExpertOps):
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
         """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x
+
+    def gate_fp8(self, gate: Tensor, x: Tensor) -> Fp8Rows:
+        """Returns `gate` of both, as products with activations in fp8 read it."""
+        return packed_rows(*quantised(self.gate(gate, x)))
 
     def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """made [M, 3 * n]: k, f and o, state [M, n] -> tanh(o), and sigmoid(k) * state + (1 - sigmoid(k)) * tanh(f)"""
@@ -274,6 +291,16 @@ class LayerOps(ExpertOps):
         dequantised."""
         return None
 
+    fp8_from: int | None = None  # values of a weight from which products with activations in fp8 are faster; None: none
+
+    def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
+        """rows, to which `fp8_blocks.why_not` has nothing to say, on this device."""
+        return fp8_blocks.pack(rows, rows.codes.device)
+
+    def fp8_gemm(self) -> Fp8Gemm:
+        """Returns the GEMMs of `Fp8Blocks`."""
+        return TorchFp8Gemm()
+
     def side_work(self) -> SideWork | None:
         """Returns what runs beside other work, None where a device does one thing after the other."""
         return None
@@ -282,9 +309,9 @@ class LayerOps(ExpertOps):
         """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""
         return groups.pack(rows, dtype, rows.codes.device)
 
-    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        """weight [rows, columns] floating point -> its codes as one of `groups.SCHEMES` has it, on this device."""
-        return groups.quantized(weight, scheme)
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
+        """weight [rows, columns] floating point -> its codes as `groups.quantized` has them, on this device."""
+        return groups.quantized(weight, scheme, dynamic)
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
         """Returns whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""

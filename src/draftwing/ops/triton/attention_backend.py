@@ -19,6 +19,7 @@ from draftwing.ops.attention import (
     HeadShape,
     KernelAttend,
 )
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_room, prefill_rows
 from draftwing.ops.triton.attention_tiles import Room, prefill_tiles
@@ -100,7 +101,9 @@ class TritonAttend(KernelAttend):
             self._sources[width] = sources_of(batch, width - 1, self._backend.owners)
         return short_conv(made, taps, kept, batch.write_slots, self._sources[width])
 
-    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+    def delta(  # type: ignore[override]
+        self, layer: int, inputs: DeltaInputs, weights: DeltaWeights
+    ) -> Tensor | Fp8Rows:
         states = self._backend.pool.states
         assert states is not None, "only a pool with states of rows has such layers"
         kept = states.layers[self._first_layer + layer]

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from draftwing.kv.row_states import LayerStates
 from draftwing.ops.attention import DeltaInputs, DeltaWeights
+from draftwing.ops.fp8_blocks import WIDE, Fp8Rows
 from draftwing.ops.torch.delta_net import L2_EPS
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 from draftwing.ops.triton.delta_plan import QUERY, RECORD, Walks
+from draftwing.ops.triton.fp8 import empty_rows, parts_of, store_fp8
 
 # Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
 # stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
@@ -263,9 +265,9 @@ def _walk_kernel(
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize=["padded"], do_not_specialize_on_alignment=["tokens"])
 def _norm_kernel(
-    out, o, z, norm, tokens, z_stride,
+    out, codes, scales, padded, o, z, norm, tokens, z_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -283,7 +285,11 @@ def _norm_kernel(
     x = tl.load(o + query * (HEADS * DIM) + at, mask=mask & live, other=0.0)
     gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + EPS)[:, None] * weight[None, :]
-    tl.store(out + query * (HEADS * DIM) + at, (x * (gate * _sigmoid(gate))).to(out.dtype.element_ty), mask=mask)
+    result = (x * (gate * _sigmoid(gate))).to(z.dtype.element_ty)
+    if codes is None:
+        tl.store(out + query * (HEADS * DIM) + at, result, mask=mask)
+    else:  # a head is 128 columns
+        store_fp8(codes, scales, result.to(tl.float32), query + 0 * head, head, head < HEADS, padded)
 
 
 def _heads(heads: int, dim_pad: int) -> int:
@@ -294,7 +300,7 @@ def _heads(heads: int, dim_pad: int) -> int:
 def delta_net(
     kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
     columns: int = 0, stages: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor | Fp8Rows:  # fmt: skip
     """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
     columns, stages: of a program of the recurrence, 0: as is best; up to 32 columns change no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
@@ -332,9 +338,12 @@ def delta_net(
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **launched,
     )  # fmt: skip
-    out = z.new_empty(count, values)
+    rows = empty_rows(count, values, device) if weights.fp8 and spec.value_dim == WIDE else None
+    out = z.new_empty(count, values) if rows is None else None
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
-        out, o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim, PAD=value_pad,
-        EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
+        out, *parts_of(rows), o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim,
+        PAD=value_pad, EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
     )  # fmt: skip
-    return out
+    done = out if rows is None else rows
+    assert done is not None
+    return done

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwing.ops import groups
+from draftwing.ops import fp8_blocks, groups
 from draftwing.ops.contracts import (
     DeviceExpertGemm,
+    Fp8Gemm,
     GroupGemm,
     HeadProducts,
     PeerSums,
@@ -17,9 +18,10 @@ from draftwing.ops.contracts import (
     SmallMGemm,
     TallGemm,
 )
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_heads, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
+from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
@@ -40,8 +42,11 @@ class TritonLayerOps(LayerOps):
     rms_norm = staticmethod(layers.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
+    rms_norm_fp8 = staticmethod(layers.rms_norm_fp8)
+    add_rms_norm_fp8 = staticmethod(layers.add_rms_norm_fp8)
     silu_mul = staticmethod(layers.silu_mul)
     gate = staticmethod(layers.gate)
+    gate_fp8 = staticmethod(layers.gate_fp8)
     soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
     concat_rope = staticmethod(rope.concat_rope)
@@ -107,6 +112,17 @@ class TritonLayerOps(LayerOps):
     def keeps_groups(self) -> bool:  # type: ignore[override]
         return self.device.type == "cuda"
 
+    @property
+    def fp8_from(self) -> int | None:  # type: ignore[override]
+        there = self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
+        return FP8_FROM if there else None
+
+    def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
+        return fp8_blocks.pack(rows, self.device)
+
+    def fp8_gemm(self) -> Fp8Gemm:
+        return gemm_fp8.fp8_gemm(self.device)
+
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
         return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
 
@@ -119,5 +135,5 @@ class TritonLayerOps(LayerOps):
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)
 
-    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        return groups.quantized(uploaded(weight, self.device), scheme)
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
+        return groups.quantized(uploaded(weight, self.device), scheme, dynamic)

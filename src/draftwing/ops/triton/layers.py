@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
+from draftwing.ops.triton.fp8 import empty_rows, parts_of, store_fp8, store_rows_fp8
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
 
@@ -25,9 +27,12 @@ def _normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
     return x * tl.rsqrt(mean + EPS)[:, None] * weight
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _rms_norm_kernel(
     out,
+    codes,
+    scales,
+    padded,
     x,
     weight,
     rows,
@@ -48,14 +53,19 @@ def _rms_norm_kernel(
     row64 = row.to(tl.int64)
     source = (row64 // INNER) * x_outer + (row64 % INNER) * x_inner
     value = tl.load(x + source[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    result = _normed(value, w[None, :], SIZE, EPS)
-    tl.store(out + row64[:, None] * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+    result = _normed(value, w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    tl.store(out + row64[:, None] * SIZE + col[None, :], result, mask=mask)
+    if codes is not None:
+        store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _add_rms_norm_kernel(
     total,
     out,
+    codes,
+    scales,
+    padded,
     x,
     delta,
     weight,
@@ -78,8 +88,10 @@ def _add_rms_norm_kernel(
     b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     stream = (a + b).to(total.dtype.element_ty)
     tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
-    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS)
-    tl.store(out + row64 * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    tl.store(out + row64 * SIZE + col[None, :], result, mask=mask)
+    if codes is not None:
+        store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
 
 
 @triton.jit
@@ -106,9 +118,10 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded"])
 def _gate_kernel(
-    out, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +130,14 @@ def _gate_kernel(
     by = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0)
     value = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
     by = (1.0 / (1.0 + tl.exp(-by.to(tl.float32)))).to(by.dtype).to(tl.float32)
-    tl.store(out + row * SIZE + col, (by * value.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+    result = (by * value.to(tl.float32)).to(x.dtype.element_ty)
+    if codes is None:
+        tl.store(out + row * SIZE + col, result, mask=mask)
+    else:
+        GROUPS: tl.constexpr = BLOCK // 128
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        groups = tl.reshape(result.to(tl.float32), [GROUPS, 128])
+        store_fp8(codes, scales, groups, row + 0 * group, group, group < SIZE // 128, padded)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -276,37 +296,68 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size] of any strides but for the last, at most three axes; weight [size] -> [..., size]
 
     As F.rms_norm does it on CUDA, which rounds once, after the weight."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_rms_norm(out, None, x, weight, eps)
+    return out
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """x [M, size], size a multiple of 128 -> its norm, and what products with activations in fp8 read of it."""
+    rows = _room_for(x)
+    _run_rms_norm(rows.x, rows, x, weight, eps)
+    return rows
+
+
+def _room_for(x: Tensor) -> Fp8Rows:
+    return empty_rows(x.shape[0], x.shape[1], x.device, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+def _run_rms_norm(out: Tensor | None, into: Fp8Rows | None, x: Tensor, weight: Tensor, eps: float) -> None:
     size = weight.shape[0]
     assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1
     assert weight.dtype in (x.dtype, torch.float32)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner, x_inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows = x.shape[0] * inner
     if rows == 0:
-        return out
+        return
     per_program, block, warps = _row_blocks(size)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        out, x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block,
-        num_warps=warps, **launch_options(x.device),
+        out, *parts_of(into), x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program,
+        BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-    return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _run_add_rms_norm(total, out, None, x, delta, weight, eps)
+    return total, out
+
+
+def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """Returns x + delta, and its norm as `rms_norm_fp8` does."""
+    total, rows = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        _room_for(x),
+    )
+    _run_add_rms_norm(total, rows.x, rows, x, delta, weight, eps)
+    return total, rows
+
+
+def _run_add_rms_norm(
+    total: Tensor, out: Tensor | None, into: Fp8Rows | None, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> None:
     # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
     rows, size = x.shape[0], weight.shape[0]
     assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype
     assert x.stride(1) == delta.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32)
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows == 0:
-        return total, out
+        return
     per_program, block, warps = _row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        total, out, x, delta, weight, rows, x.stride(0), delta.stride(0),
+        total, out, *parts_of(into), x, delta, weight, rows, x.stride(0), delta.stride(0),
         SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-    return total, out
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -329,16 +380,28 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
 
 def gate(gate: Tensor, x: Tensor) -> Tensor:
     """gate, x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in torch"""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_gate(out, None, gate, x)
+    return out
+
+
+def gate_fp8(gate: Tensor, x: Tensor) -> Fp8Rows:
+    """gate, x [M, n], n a multiple of 128 -> `gate` of them, for products with activations in fp8"""
+    rows = empty_rows(x.shape[0], x.shape[1], x.device)
+    _run_gate(None, rows, gate, x)
+    return rows
+
+
+def _run_gate(out: Tensor | None, into: Fp8Rows | None, gate: Tensor, x: Tensor) -> None:
     rows, size = x.shape
     assert gate.shape == x.shape and gate.stride(1) == x.stride(1) == 1
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows == 0:
-        return out
+        return
     block = min(triton.next_power_of_2(size), _SHORT)
     _gate_kernel[(rows, triton.cdiv(size, block))](
-        out, gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **launch_options(x.device)
-    )
-    return out
+        out, *parts_of(into), gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4,
+        **launch_options(x.device),
+    )  # fmt: skip
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
