@@ -68,6 +68,7 @@ def ranges_of(rows: int, columns: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
     """rows: of x. features: of the result. clusters: how many run at once, by `_RANGES`."""
+    assert rows > 0 and features % (2 * EIGHT) == 0 and columns % WIDE == 0, f"{features} x {columns}"
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
     ranges = ranges_of(weights, columns)
     at_once, token_blocks = clusters[_RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
@@ -78,7 +79,7 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
         turns = -(-token_blocks * -(-weights // taken) // at_once)
         return turns * (taken + 32), taken
 
-    taken = min(range(step, _MOST_ROWS + 1, step), key=cost)
+    taken = min(range(step, _MOST_ROWS + 1, step), key=cost)  # gates and ups: as many of either, a multiple of 8
     size = Size(groups, next(part for part in _PARTS if part >= _half(taken)))
     x_rows, blocks = min(groups * _TOKENS, -(-rows // EIGHT) * EIGHT), -(-columns // WIDE // ranges)
     scales = blocks * 2 * (-(-size.part // EIGHT // 4) * 4) * 4
