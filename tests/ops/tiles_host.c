@@ -1,6 +1,7 @@
 /* GEMMs of blocks as they are compiled for AMX, in one thread, whose instructions are functions of tiles.h here. */
 
 #include "block_gemm.c"
+#include "rounding.c"
 
 Member join(Team *team) { return (Member){.team = team, .size = 1}; }
 void meet(const Member *me, Ahead *next) {}

@@ -12,7 +12,6 @@
 #include "tiles.h"
 
 #define TILE 32
-#define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
    the first, which is less than memory needs, and hardware does not see past a page's end. Types with further bits take
    the longest to unpack, so that of few rows they have no time for it. Swept: 2, 3, 4, 6 KB with 8 and 16 KB, or none. */
@@ -151,6 +150,12 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             int64_t r = 0;
             for (; r + MANY <= rows; r += MANY) ADD_ROWS(MANY);
             switch (rows - r) {
+#if MANY > 4
+            case 7: ADD_ROWS(7); break;
+            case 6: ADD_ROWS(6); break;
+            case 5: ADD_ROWS(5); break;
+            case 4: ADD_ROWS(4); break;
+#endif
 #if MANY > 2
             case 3: ADD_ROWS(3); break;
             case 2: ADD_ROWS(2); break;
@@ -163,178 +168,6 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
     }
 }
 
-#if HAS_TILES
-/* A block between its products and their scales. */
-typedef struct {
-    Weights weights;
-    int32_t whole[2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
-} Halfway;
-INLINE void begin_block(const Kind k, Halfway *to, const uint8_t *at, const Super *super, const int8_t *x,
-                        const Tiles *t, int turn) {
-    vb *w = to->weights.w[0];
-    weights_of(k, &to->weights, at, super, 0);
-    for (int g = 0; g < 8 && k.zero; g++) w[g] -= (uint8_t)(1 << k.zero);
-    multiply_tiles(t, w, x, to->whole[0], k.halves ? 0 : turn);
-    if (k.halves) multiply_tiles(t, w + 4, x + BLOCK / 2, to->whole[1], 1);
-}
-INLINE void end_block(const Kind k, const Halfway *of, Block x, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
-    for (int64_t r = 0; r < rows; r++) {
-        pi whole[2];
-        for (int half = 0; half < 1 + k.halves; half++) memcpy(&whole[half], of->whole[half][r], sizeof *whole);
-        pf value = floats_of(whole[0]) * of->weights.scale[0];
-        if (k.halves) value += floats_of(whole[1]) * of->weights.second[0];
-        add_value(k, sums[r], value, of->weights.second[0], x, r);
-    }
-}
-/* As `panel_of`, by tiles. Scales of a block are applied while tiles multiply the next one. */
-INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                           float (*sums)[PANEL_OUTPUTS], Tiles *t) {
-    const Kind k = kind_of(type);
-    const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
-    Super super = {0};
-    Halfway halfway[2];
-    size_tiles(t, rows, k.halves ? 4 : 8);
-    for (int64_t b = 0; b < blocks; b++, at += size) {
-        if (k.super && b % SUPER == 0) {
-            super_of(k, &super, at);
-            at += head_bytes(k);
-        }
-        fetch_block(k, at, size, rows);
-        begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
-        if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
-    }
-    end_block(k, &halfway[(blocks - 1) % 2], block_of(x, blocks - 1, row), rows, sums);
-}
-#define BY_TILES(type)                                   \
-    if (rows >= FEWEST) {                                \
-        panel_by_tiles(type, x, at, row, rows, sums, t); \
-        return;                                          \
-    }
-#else
-#define BY_TILES(type)
-#endif
-
-#define OF_TYPE(type)                                                                        \
-    static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
-                             float (*sums)[PANEL_OUTPUTS], Tiles *t) {                       \
-        BY_TILES(type)                                                                       \
-        panel_of(type, x, at, row, rows, sums);                                              \
-    }
-OF_TYPE(Q4_0)
-OF_TYPE(Q4_1)
-OF_TYPE(Q5_0)
-OF_TYPE(Q5_1)
-OF_TYPE(Q8_0)
-OF_TYPE(Q4_K)
-OF_TYPE(Q5_K)
-OF_TYPE(Q6_K)
-OF_TYPE(MXFP4)
-static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                  float (*sums)[PANEL_OUTPUTS], Tiles *t) {
-    switch (type) {
-    case Q4_0: panel_Q4_0(x, at, row, rows, sums, t); break;
-    case Q4_1: panel_Q4_1(x, at, row, rows, sums, t); break;
-    case Q5_0: panel_Q5_0(x, at, row, rows, sums, t); break;
-    case Q5_1: panel_Q5_1(x, at, row, rows, sums, t); break;
-    case Q8_0: panel_Q8_0(x, at, row, rows, sums, t); break;
-    case Q4_K: panel_Q4_K(x, at, row, rows, sums, t); break;
-    case Q5_K: panel_Q5_K(x, at, row, rows, sums, t); break;
-    case Q6_K: panel_Q6_K(x, at, row, rows, sums, t); break;
-    case MXFP4: panel_MXFP4(x, at, row, rows, sums, t); break;
-    }
-}
-
-/* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
-
-typedef int8_t byte_half __attribute__((vector_size(LANES)));
-typedef int32_t four __attribute__((vector_size(16)));
-typedef union {
-    vi all;
-    four parts[LANES / 4];
-} Fours;
-
-/* Of 16 numbers, twice: the largest. Of 16: the sum; all of them, which fit, as bytes. */
-INLINE four larger_four(four a, four b) {
-    const four first = a > b;
-    return (first & a) | (~first & b);
-}
-INLINE int32_t largest_of(vi v, vi w) {
-#if PART == 16
-    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)v, (__m512i)w));
-#else
-    const Fours x = {.all = v}, y = {.all = w};
-    four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
-    most = larger_four(most, larger_four(larger_four(y.parts[0], y.parts[1]), larger_four(y.parts[2], y.parts[3])));
-    most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
-    return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
-#endif
-}
-INLINE int32_t sum_of(vi v) {
-#if PART == 16
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    const Fours x = {.all = v};
-    four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
-    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
-    return sum[0] + sum[1];
-#endif
-}
-INLINE byte_half bytes_of(vi v) {
-#if PART == 16
-    return (byte_half)_mm512_cvtepi32_epi8((__m512i)v);
-#elif defined(__SSE2__)
-    const Fours x = {.all = v};
-    const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
-    return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
-#else
-    return __builtin_convertvector(v, byte_half);
-#endif
-}
-
-int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 20); }
-Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
-    const int64_t blocks = rows * (inputs / BLOCK);
-    char *at = memory;
-    return (Rounded){.bytes = (int8_t *)at,
-                     .scales = (float *)(at + blocks * BLOCK),
-                     .sums = (float *)(at + blocks * (BLOCK + 4)),
-                     .less = (int32_t *)(at + blocks * (BLOCK + 8)),
-                     .rows = rows,
-                     .inputs = inputs};
-}
-
-/* Sizes are compared as whole numbers, as which floats above 0 have the same order, and what is infinite or no number
-   comes last. It must not get lost: a block with it has no number as its scale. */
-INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
-    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
-    for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
-        const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
-        const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        const int32_t size = largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
-        float most;
-        memcpy(&most, &size, sizeof most);
-        const int lost = size >= 0x7f800000;
-        const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
-        vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
-        if (lost) a = c = (vi){0};
-        const byte_half bytes = bytes_of(a), others = bytes_of(c);
-        memcpy(to->bytes + place * BLOCK, &bytes, sizeof bytes);
-        memcpy(to->bytes + place * BLOCK + LANES, &others, sizeof others);
-        const int32_t first = sum_of(a), second = sum_of(c);
-        to->scales[place] = scale;
-        to->sums[place] = scale * (float)(first + second);
-        to->less[3 * place] = -first;
-        to->less[3 * place + 1] = -second;
-        to->less[3 * place + 2] = -(first + second);
-    }
-}
-void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
-    if (half) round_blocks(to, x, row, from, end, 1);
-    else round_blocks(to, x, row, from, end, 0);
-}
-
-/* -- shares of the work ---------------------------------------------------------------------------------------------- */
-
 static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int64_t rows, int64_t output,
                 int64_t count) {
     const int half = (int)p->half;
@@ -346,26 +179,179 @@ static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int
         store(p->out, at, count, half, y);
     }
 }
-void multiply_blocks(const Product *p, int64_t from, int64_t to) {
-    const int64_t *blocks = p->blocks;
-    Tiles tiles = {0};
-    for (int64_t i = 0; i < blocks[0]; i++) {
-        const Part part = part_of(blocks, i);
-        const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
-        int64_t output = from > part.first ? from : part.first;
-        for (; output < to && output < end; output += PANEL_OUTPUTS) {
-            const uint8_t *at = part.panels + (output - part.first) / PANEL_OUTPUTS * bytes;
-            const int64_t count = end - output < PANEL_OUTPUTS ? end - output : PANEL_OUTPUTS;
-            for (int64_t row = 0; row < p->rows; row += TILE) {
-                const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
-                float sums[TILE][PANEL_OUTPUTS];
-                memset(sums, 0, (size_t)rows * sizeof *sums);
-                panel(part.type, &p->rounded, at, row, rows, sums, &tiles);
-                put(p, sums, row, rows, output, count);
-            }
+/* Outputs [output, end) of a part. */
+INLINE void panels(const int64_t type, const Product *p, const Part part, int64_t output, int64_t end) {
+    const int64_t bytes = panel_bytes(kind_of(type), p->inputs);
+    for (; output < end; output += PANEL_OUTPUTS)
+        for (int64_t row = 0; row < p->rows; row += TILE) {
+            const int64_t rows = least(p->rows - row, TILE);
+            float sums[TILE][PANEL_OUTPUTS];
+            memset(sums, 0, (size_t)rows * sizeof *sums);
+            panel_of(type, &p->rounded, part.panels + (output - part.first) / PANEL_OUTPUTS * bytes, row, rows, sums);
+            put(p, sums, row, rows, output, least(end - output, PANEL_OUTPUTS));
+        }
+}
+
+#if HAS_TILES
+/* -- panels by tiles ------------------------------------------------------------------------------------------------ */
+
+/* Some blocks of a panel, and the rows that they are multiplied with. */
+typedef struct {
+    int64_t first, count; /* blocks; 0: none */
+    int64_t output, outputs, row, rows;
+    float (*sums)[PANEL_OUTPUTS];
+    int last; /* of the panel */
+} Chunk;
+/* What tiles read has to be in memory, and so do their sums before anything else reads them: neither is forwarded from
+   stores on their way. So chunks go through three stages, each one behind the next: while blocks of one are unpacked,
+   those of the one before are multiplied, and those of the one before that get their scales. */
+typedef struct {
+    Chunk chunks[3]; /* unpacked, multiplied, scaled */
+    int64_t turn;
+    Weights weights[3][CHUNK];
+    int32_t whole[2][CHUNK][2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
+    float sums[2][TILE][PANEL_OUTPUTS];
+} Belt;
+
+/* Adds a chunk's blocks to the sums of `rows` rows, of which its row `r` is the first. */
+INLINE void scale_rows(const Kind k, const Chunk *c, const Weights *weights, int32_t (*whole)[2][TILE][PANEL_OUTPUTS],
+                       const Rounded *x, int64_t r, const int rows) {
+    pf y[8];
+    for (int i = 0; i < rows; i++) y[i] = part_at(c->sums[r + i]);
+    for (int64_t b = 0; b < c->count; b++) {
+        const pf scale = weights[b].scale[0], second = weights[b].second[0];
+        const int32_t (*first)[PANEL_OUTPUTS] = whole[b][0] + r;
+        const Block of = block_of(x, c->first + b, c->row + r);
+        __asm__("" : "+r"(first)); /* else GCC 12 computes the addresses of all rows before */
+        for (int i = 0; i < rows; i++) {
+            vn sum[2];
+            memcpy(&sum[0], first[i], sizeof *sum);
+            if (k.halves) memcpy(&sum[1], first[TILE + i], sizeof *sum);
+            pf value = floats_of(sum[0]) * scale;
+            if (k.halves) value += floats_of(sum[1]) * second;
+            y[i] += value * every_float(of.scales[i]);
+            if (k.min) y[i] += second * every_float(of.sums[i]);
         }
     }
-    release_tiles(&tiles);
+    for (int i = 0; i < rows; i++) memcpy(c->sums[r + i], &y[i], sizeof y[i]);
+}
+#define SCALE_ROWS(count) scale_rows(k, scaled, weights, whole, &p->rounded, r, count), r += count
+/* Takes a chunk, and brings those before it one stage further. Returns where the next chunk's blocks are. */
+INLINE const uint8_t *advance(const Kind k, Belt *belt, Tiles *t, const Product *p, Chunk next, const uint8_t *at,
+                              Super *super) {
+    const Chunk *unpacked = &belt->chunks[0], *multiplied = &belt->chunks[1], *scaled = &belt->chunks[2];
+    memmove(belt->chunks + 1, belt->chunks, 2 * sizeof next);
+    belt->chunks[0] = next;
+    belt->turn = (belt->turn + 1) % 6;
+    Weights *to = belt->weights[belt->turn % 3], *of = belt->weights[(belt->turn + 2) % 3];
+    const Weights *weights = belt->weights[(belt->turn + 1) % 3];
+    int32_t (*made)[2][TILE][PANEL_OUTPUTS] = belt->whole[belt->turn % 2];
+    int32_t (*whole)[2][TILE][PANEL_OUTPUTS] = belt->whole[(belt->turn + 1) % 2];
+    if (multiplied->count) size_tiles(t, multiplied->rows, k.halves ? 4 : 8);
+    for (int64_t i = 0; i < CHUNK; i++) {
+        if (i < unpacked->count) {
+            if (k.super && (unpacked->first + i) % SUPER == 0) {
+                super_of(k, super, at);
+                at += head_bytes(k);
+            }
+            fetch_block(k, at, block_bytes(k), unpacked->rows);
+            weights_of(k, &to[i], at, super, 0);
+            for (int g = 0; g < 8 && k.zero; g++) to[i].w[0][g] -= (uint8_t)(1 << k.zero);
+            at += block_bytes(k);
+        }
+        if (i < multiplied->count) {
+            const int8_t *x = block_of(&p->rounded, multiplied->first + i, multiplied->row).bytes;
+            multiply_tiles(t, of[i].w[0], x, made[i][0], (int)(k.halves ? 2 * i : i) % 4);
+            if (k.halves) multiply_tiles(t, of[i].w[0] + 4, x + BLOCK / 2, made[i][1], (int)(2 * i + 1) % 4);
+        }
+        if (scaled->count) {
+            const int64_t end = scaled->rows * (i + 1) / CHUNK;
+            int64_t r = scaled->rows * i / CHUNK;
+            while (r + 8 <= end) SCALE_ROWS(8);
+            if (r + 4 <= end) SCALE_ROWS(4);
+            if (r + 2 <= end) SCALE_ROWS(2);
+            if (r < end) SCALE_ROWS(1);
+        }
+    }
+    if (scaled->count && scaled->last) put(p, scaled->sums, scaled->row, scaled->rows, scaled->output, scaled->outputs);
+    return at;
+}
+/* As `panels`. */
+INLINE void panels_by_tiles(const int64_t type, const Product *p, const Part part, int64_t output, int64_t end,
+                            Tiles *t) {
+    const Kind k = kind_of(type);
+    const int64_t blocks = p->inputs / BLOCK, bytes = panel_bytes(k, p->inputs);
+    const int64_t chunks = (blocks + CHUNK - 1) / CHUNK, tall = (p->rows + TILE - 1) / TILE;
+    const int64_t all = (end - output + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * tall * chunks;
+    const uint8_t *at = NULL;
+    Super super = {0};
+    Belt belt;
+    memset(belt.chunks, 0, sizeof belt.chunks);
+    belt.turn = 0;
+    for (int64_t i = 0; i < all + 2; i++) {
+        Chunk c = {.first = i % chunks * CHUNK};
+        if (i < all) {
+            const int64_t panel = i / chunks;
+            c.count = least(blocks - c.first, CHUNK);
+            c.output = output + panel / tall * PANEL_OUTPUTS;
+            c.row = panel % tall * TILE;
+            c.rows = least(p->rows - c.row, TILE);
+            c.outputs = least(end - c.output, PANEL_OUTPUTS);
+            c.sums = belt.sums[panel % 2];
+            c.last = c.first + CHUNK >= blocks;
+            if (!c.first) {
+                at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
+                memset(c.sums, 0, (size_t)c.rows * sizeof *c.sums);
+            }
+        }
+        at = advance(k, &belt, t, p, c, at, &super);
+    }
+}
+#define BY_TILES(type)                                  \
+    if (p->rows >= FEWEST) {                            \
+        panels_by_tiles(type, p, part, output, end, t); \
+        return;                                         \
+    }
+#else
+#define BY_TILES(type)
+#endif
+
+/* -- shares of the work ---------------------------------------------------------------------------------------------- */
+
+#define OF_TYPE(type)                                                                               \
+    static void panels_##type(const Product *p, Part part, int64_t output, int64_t end, Tiles *t) { \
+        BY_TILES(type)                                                                              \
+        panels(type, p, part, output, end);                                                         \
+    }
+OF_TYPE(Q4_0)
+OF_TYPE(Q4_1)
+OF_TYPE(Q5_0)
+OF_TYPE(Q5_1)
+OF_TYPE(Q8_0)
+OF_TYPE(Q4_K)
+OF_TYPE(Q5_K)
+OF_TYPE(Q6_K)
+OF_TYPE(MXFP4)
+void multiply_blocks(const Product *p, int64_t from, int64_t to) {
+    const int64_t *blocks = p->blocks;
+    Tiles tiles = {0}, *t = &tiles;
+    for (int64_t i = 0; i < blocks[0]; i++) {
+        const Part part = part_of(blocks, i);
+        const int64_t output = from > part.first ? from : part.first, end = least(to, part.first + part.outputs);
+        if (output >= end) continue;
+        switch (part.type) {
+        case Q4_0: panels_Q4_0(p, part, output, end, t); break;
+        case Q4_1: panels_Q4_1(p, part, output, end, t); break;
+        case Q5_0: panels_Q5_0(p, part, output, end, t); break;
+        case Q5_1: panels_Q5_1(p, part, output, end, t); break;
+        case Q8_0: panels_Q8_0(p, part, output, end, t); break;
+        case Q4_K: panels_Q4_K(p, part, output, end, t); break;
+        case Q5_K: panels_Q5_K(p, part, output, end, t); break;
+        case Q6_K: panels_Q6_K(p, part, output, end, t); break;
+        case MXFP4: panels_MXFP4(p, part, output, end, t); break;
+        }
+    }
+    release_tiles(t);
 }
 
 typedef struct {

@@ -25,15 +25,21 @@ typedef struct {
 #endif
 
 #define TILE_ROWS 16 /* of a tile */
-#define FEWEST 16    /* rows that tiles are used from: 8 rows take 1.2 of the time without them, 16 0.9, 32 0.8 */
+#ifndef FEWEST
+#define FEWEST 2 /* rows that tiles are used from */
+#endif
+#ifndef CHUNK
+#define CHUNK 4
+#endif
 
-/* Numbers of tiles: sums of two blocks in turn, each of the first rows and of others; rows; weights. */
+/* Numbers of tiles: sums of four products in turn, or, of more than TILE_ROWS rows, of the first rows and of others of two;
+   rows and weights of two. */
 #define SUMS_0 0
-#define OTHERS_0 1
-#define SUMS_1 2
-#define OTHERS_1 3
-#define FIRST_ROWS 4
-#define OTHER_ROWS 5
+#define SUMS_1 1
+#define SUMS_2 2
+#define SUMS_3 3
+#define ROWS_0 4
+#define ROWS_1 5
 #define WEIGHTS_0 6
 #define WEIGHTS_1 7
 
@@ -48,10 +54,9 @@ INLINE void size_tiles(Tiles *t, int64_t rows, int64_t groups) {
     if (t->rows == rows && t->groups == groups) return;
     TileSizes sizes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        const int64_t left = i % 2 && i < WEIGHTS_0 ? rows - TILE_ROWS : rows;
-        const int64_t count = i >= WEIGHTS_0 ? groups : left < 0 ? 0 : left < TILE_ROWS ? left : TILE_ROWS;
-        sizes.rows[i] = (uint8_t)count;
-        sizes.row_bytes[i] = (uint16_t)(!count ? 0 : i == FIRST_ROWS || i == OTHER_ROWS ? 4 * groups : 64);
+        const int64_t of_rows = rows <= TILE_ROWS ? rows : i % 2 ? rows - TILE_ROWS : TILE_ROWS;
+        sizes.rows[i] = (uint8_t)(i < WEIGHTS_0 ? of_rows : groups);
+        sizes.row_bytes[i] = (uint16_t)(i == ROWS_0 || i == ROWS_1 ? 4 * groups : 64);
     }
     __asm__ volatile("" : "+m"(sizes)); /* all of it is in memory: GCC 12 thinks that 8 bytes are read */
     _tile_loadconfig(&sizes);
@@ -62,27 +67,36 @@ INLINE void release_tiles(Tiles *t) {
     *t = (Tiles){0, 0};
 }
 
-/* sums[row][16]: of the groups that tiles are made for, x [rows][32 bytes] times w; `turn`, 0 or 1, takes other tiles
+/* sums[row][16]: of the groups that tiles are made for, x [rows][32 bytes] times w. `turn`, 0 to 3, takes other tiles
    than the one before. */
-#define PRODUCTS(WEIGHTS, SUMS, OTHERS)                        \
-    _tile_loadd(WEIGHTS, w, 64);                               \
-    _tile_loadd(FIRST_ROWS, x, BLOCK);                         \
-    _tile_zero(SUMS);                                          \
-    _tile_dpbssd(SUMS, FIRST_ROWS, WEIGHTS);                   \
-    if (t->rows > TILE_ROWS) {                                 \
-        _tile_loadd(OTHER_ROWS, x + TILE_ROWS * BLOCK, BLOCK); \
-        _tile_zero(OTHERS);                                    \
-        _tile_dpbssd(OTHERS, OTHER_ROWS, WEIGHTS);             \
-    }                                                          \
-    _tile_stored(SUMS, sums, 64);                              \
-    if (t->rows > TILE_ROWS) _tile_stored(OTHERS, sums[TILE_ROWS], 64)
+#define LOAD_ROWS(X, from) _tile_loadd(X, x + (from) * BLOCK, BLOCK)
+#define MULTIPLY(SUMS, X, W) \
+    _tile_zero(SUMS);        \
+    _tile_dpbssd(SUMS, X, W)
+#define ONE(SUMS, X, W)    \
+    _tile_loadd(W, w, 64); \
+    LOAD_ROWS(X, 0);       \
+    MULTIPLY(SUMS, X, W);  \
+    _tile_stored(SUMS, sums, 64)
+#define TWO(SUMS, OTHERS, W)      \
+    _tile_loadd(W, w, 64);        \
+    LOAD_ROWS(ROWS_0, 0);         \
+    LOAD_ROWS(ROWS_1, TILE_ROWS); \
+    MULTIPLY(SUMS, ROWS_0, W);    \
+    MULTIPLY(OTHERS, ROWS_1, W);  \
+    _tile_stored(SUMS, sums, 64); \
+    _tile_stored(OTHERS, sums[TILE_ROWS], 64)
 INLINE void multiply_tiles(const Tiles *t, const void *w, const int8_t *x, int32_t (*sums)[PANEL_OUTPUTS], int turn) {
     /* What tiles read is in memory, which GCC 12 does not know that they do. */
     __asm__ volatile("" : : "r"(w), "r"(x), "r"(sums) : "memory");
-    if (turn) {
-        PRODUCTS(WEIGHTS_1, SUMS_1, OTHERS_1);
-    } else {
-        PRODUCTS(WEIGHTS_0, SUMS_0, OTHERS_0);
+    if (t->rows > TILE_ROWS) turn = 4 + turn % 2;
+    switch (turn) {
+    case 0: ONE(SUMS_0, ROWS_0, WEIGHTS_0); break;
+    case 1: ONE(SUMS_1, ROWS_1, WEIGHTS_1); break;
+    case 2: ONE(SUMS_2, ROWS_0, WEIGHTS_0); break;
+    case 3: ONE(SUMS_3, ROWS_1, WEIGHTS_1); break;
+    case 4: TWO(SUMS_0, SUMS_1, WEIGHTS_0); break;
+    case 5: TWO(SUMS_2, SUMS_3, WEIGHTS_1); break;
     }
     __asm__ volatile("" : : : "memory");
 }
