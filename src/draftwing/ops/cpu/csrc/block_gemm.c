@@ -199,112 +199,114 @@ INLINE void panels(const int64_t type, const Product *p, const Part part, int64_
 typedef struct {
     int64_t first, count; /* blocks; 0: none */
     int64_t output, outputs, row, rows;
-    float (*sums)[PANEL_OUTPUTS];
-    int last; /* of the panel */
+    int64_t done; /* of the rows, by another chunk */
+    int last;     /* of the panel */
 } Chunk;
-/* What tiles read has to be in memory, and so do their sums before anything else reads them: neither is forwarded from
-   stores on their way. So chunks go through three stages, each one behind the next: while blocks of one are unpacked,
-   those of the one before are multiplied, and those of the one before that get their scales. */
+/* A chunk is as many blocks as there are tiles for their sums. It takes four turns: its blocks are unpacked, multiplied,
+   their sums stored, and their scales applied, block by block among those of three other chunks. So nobody waits: neither
+   a tile for what is stored right before it, nor a store for a product, nor a load for a store to an address that
+   has the same low 12 bits. */
 typedef struct {
-    Chunk chunks[3]; /* unpacked, multiplied, scaled */
+    Chunk chunks[4];
     int64_t turn;
-    Weights weights[3][CHUNK];
-    int32_t whole[2][CHUNK][2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
-    float sums[2][TILE][PANEL_OUTPUTS];
+    Weights weights[4][SUM_TILES];
+    int32_t whole[2][SUM_TILES][TILE_ROWS][PANEL_OUTPUTS];
+    float sums[TILE_ROWS][PANEL_OUTPUTS]; /* of the panel whose scales are applied */
 } Belt;
+INLINE int64_t blocks_of(const Kind k) { return k.halves ? SUM_TILES / 2 : SUM_TILES; }
 
 /* Adds a chunk's blocks to the sums of `rows` rows, of which its row `r` is the first. */
-INLINE void scale_rows(const Kind k, const Chunk *c, const Weights *weights, int32_t (*whole)[2][TILE][PANEL_OUTPUTS],
-                       const Rounded *x, int64_t r, const int rows) {
+INLINE void scale_rows(const Kind k, float (*sums)[PANEL_OUTPUTS], const Chunk *c, const Weights *weights,
+                       int32_t (*whole)[TILE_ROWS][PANEL_OUTPUTS], const Rounded *x, int64_t r, const int rows) {
     pf y[8];
-    for (int i = 0; i < rows; i++) y[i] = part_at(c->sums[r + i]);
+    for (int i = 0; i < rows; i++) y[i] = c->first ? part_at(sums[r + i]) : (pf){0};
     for (int64_t b = 0; b < c->count; b++) {
         const pf scale = weights[b].scale[0], second = weights[b].second[0];
-        const int32_t (*first)[PANEL_OUTPUTS] = whole[b][0] + r;
+        const int32_t (*first)[PANEL_OUTPUTS] = whole[k.halves ? 2 * b : b] + r;
         const Block of = block_of(x, c->first + b, c->row + r);
         __asm__("" : "+r"(first)); /* else GCC 12 computes the addresses of all rows before */
         for (int i = 0; i < rows; i++) {
             vn sum[2];
             memcpy(&sum[0], first[i], sizeof *sum);
-            if (k.halves) memcpy(&sum[1], first[TILE + i], sizeof *sum);
+            if (k.halves) memcpy(&sum[1], first[TILE_ROWS + i], sizeof *sum);
             pf value = floats_of(sum[0]) * scale;
             if (k.halves) value += floats_of(sum[1]) * second;
             y[i] += value * every_float(of.scales[i]);
             if (k.min) y[i] += second * every_float(of.sums[i]);
         }
     }
-    for (int i = 0; i < rows; i++) memcpy(c->sums[r + i], &y[i], sizeof y[i]);
+    for (int i = 0; i < rows; i++) memcpy(sums[r + i], &y[i], sizeof y[i]);
 }
-#define SCALE_ROWS(count) scale_rows(k, scaled, weights, whole, &p->rounded, r, count), r += count
-/* Takes a chunk, and brings those before it one stage further. Returns where the next chunk's blocks are. */
-INLINE const uint8_t *advance(const Kind k, Belt *belt, Tiles *t, const Product *p, Chunk next, const uint8_t *at,
-                              Super *super) {
-    const Chunk *unpacked = &belt->chunks[0], *multiplied = &belt->chunks[1], *scaled = &belt->chunks[2];
-    memmove(belt->chunks + 1, belt->chunks, 2 * sizeof next);
+#define SCALE_ROWS(count) \
+    scale_rows(k, belt->sums, scaled, belt->weights[(turn + 1) % 4], old, &p->rounded, r, count), r += count
+/* Takes a chunk, and brings those before it one turn further. Returns where the next chunk's blocks are. */
+INLINE const uint8_t *advance(const Kind k, Belt *belt, const Product *p, Chunk next, const uint8_t *at, Super *super) {
+    const Chunk *unpacked = belt->chunks, *multiplied = unpacked + 1, *stored = unpacked + 2, *scaled = unpacked + 3;
+    memmove(belt->chunks + 1, belt->chunks, 3 * sizeof next);
     belt->chunks[0] = next;
-    belt->turn = (belt->turn + 1) % 6;
-    Weights *to = belt->weights[belt->turn % 3], *of = belt->weights[(belt->turn + 2) % 3];
-    const Weights *weights = belt->weights[(belt->turn + 1) % 3];
-    int32_t (*made)[2][TILE][PANEL_OUTPUTS] = belt->whole[belt->turn % 2];
-    int32_t (*whole)[2][TILE][PANEL_OUTPUTS] = belt->whole[(belt->turn + 1) % 2];
-    if (multiplied->count) size_tiles(t, multiplied->rows, k.halves ? 4 : 8);
-    for (int64_t i = 0; i < CHUNK; i++) {
+    const int64_t turn = ++belt->turn, blocks = blocks_of(k);
+    int32_t (*new)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[turn % 2];
+    int32_t (*old)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[(turn + 1) % 2];
+    for (int64_t i = 0; i < blocks; i++) {
+        if (scaled->count) {
+            const int64_t rows = scaled->rows - scaled->done, end = scaled->done + rows * (i + 1) / blocks;
+            int64_t r = scaled->done + rows * i / blocks;
+            if (r + 8 <= end) SCALE_ROWS(8);
+            if (r + 4 <= end) SCALE_ROWS(4);
+            if (r + 2 <= end) SCALE_ROWS(2);
+            if (r < end) SCALE_ROWS(1);
+        }
         if (i < unpacked->count) {
+            Weights *to = &belt->weights[turn % 4][i];
             if (k.super && (unpacked->first + i) % SUPER == 0) {
                 super_of(k, super, at);
                 at += head_bytes(k);
             }
             fetch_block(k, at, block_bytes(k), unpacked->rows);
-            weights_of(k, &to[i], at, super, 0);
-            for (int g = 0; g < 8 && k.zero; g++) to[i].w[0][g] -= (uint8_t)(1 << k.zero);
+            weights_of(k, to, at, super, 0);
+            for (int g = 0; g < 8 && k.zero; g++) to->w[0][g] -= (uint8_t)(1 << k.zero);
             at += block_bytes(k);
         }
-        if (i < multiplied->count) {
-            const int8_t *x = block_of(&p->rounded, multiplied->first + i, multiplied->row).bytes;
-            multiply_tiles(t, of[i].w[0], x, made[i][0], (int)(k.halves ? 2 * i : i) % 4);
-            if (k.halves) multiply_tiles(t, of[i].w[0] + 4, x + BLOCK / 2, made[i][1], (int)(2 * i + 1) % 4);
-        }
-        if (scaled->count) {
-            const int64_t end = scaled->rows * (i + 1) / CHUNK;
-            int64_t r = scaled->rows * i / CHUNK;
-            while (r + 8 <= end) SCALE_ROWS(8);
-            if (r + 4 <= end) SCALE_ROWS(4);
-            if (r + 2 <= end) SCALE_ROWS(2);
-            if (r < end) SCALE_ROWS(1);
+        const vb *w = i < multiplied->count ? belt->weights[(turn + 3) % 4][i].w[0] : NULL;
+        const int8_t *x = block_of(&p->rounded, multiplied->first + i, multiplied->row).bytes;
+        for (int half = 0; half < 1 + k.halves; half++) {
+            const int64_t tile = k.halves ? 2 * i + half : i;
+            multiply_tile((int)tile, w ? w + 4 * half : NULL, x + BLOCK / 2 * half,
+                          i < stored->count ? new[tile] : NULL);
         }
     }
-    if (scaled->count && scaled->last) put(p, scaled->sums, scaled->row, scaled->rows, scaled->output, scaled->outputs);
+    if (scaled->count && scaled->last)
+        put(p, belt->sums + scaled->done, scaled->row + scaled->done, scaled->rows - scaled->done, scaled->output,
+            scaled->outputs);
     return at;
 }
 /* As `panels`. */
 INLINE void panels_by_tiles(const int64_t type, const Product *p, const Part part, int64_t output, int64_t end,
                             Tiles *t) {
     const Kind k = kind_of(type);
-    const int64_t blocks = p->inputs / BLOCK, bytes = panel_bytes(k, p->inputs);
-    const int64_t chunks = (blocks + CHUNK - 1) / CHUNK, tall = (p->rows + TILE - 1) / TILE;
+    const int64_t blocks = p->inputs / BLOCK, bytes = panel_bytes(k, p->inputs), rows = least(p->rows, TILE_ROWS);
+    const int64_t chunks = (blocks + blocks_of(k) - 1) / blocks_of(k), tall = (p->rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t all = (end - output + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * tall * chunks;
     const uint8_t *at = NULL;
     Super super = {0};
     Belt belt;
     memset(belt.chunks, 0, sizeof belt.chunks);
     belt.turn = 0;
-    for (int64_t i = 0; i < all + 2; i++) {
-        Chunk c = {.first = i % chunks * CHUNK};
+    size_tiles(t, rows, k.halves ? 4 : 8);
+    for (int64_t i = 0; i < all + 3; i++) {
+        Chunk c = {.first = i % chunks * blocks_of(k)};
         if (i < all) {
-            const int64_t panel = i / chunks;
-            c.count = least(blocks - c.first, CHUNK);
+            const int64_t panel = i / chunks, row = panel % tall * TILE_ROWS;
+            c.count = least(blocks - c.first, blocks_of(k));
             c.output = output + panel / tall * PANEL_OUTPUTS;
-            c.row = panel % tall * TILE;
-            c.rows = least(p->rows - c.row, TILE);
             c.outputs = least(end - c.output, PANEL_OUTPUTS);
-            c.sums = belt.sums[panel % 2];
-            c.last = c.first + CHUNK >= blocks;
-            if (!c.first) {
-                at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
-                memset(c.sums, 0, (size_t)c.rows * sizeof *c.sums);
-            }
+            c.row = least(row, p->rows - rows);
+            c.done = row - c.row;
+            c.rows = rows;
+            c.last = c.first + c.count == blocks;
+            if (!c.first) at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
         }
-        at = advance(k, &belt, t, p, c, at, &super);
+        at = advance(k, &belt, p, c, at, &super);
     }
 }
 #define BY_TILES(type)                                  \
