@@ -195,6 +195,8 @@ INLINE void panels(const int64_t type, const Product *p, const Part part, int64_
 #if HAS_TILES
 /* -- panels by tiles ------------------------------------------------------------------------------------------------ */
 
+#define PRODUCTS 4 /* of a chunk */
+
 /* Some blocks of a panel, and the rows that they are multiplied with. */
 typedef struct {
     int64_t first, count; /* blocks; 0: none */
@@ -202,18 +204,18 @@ typedef struct {
     int64_t done; /* of the rows, by another chunk */
     int last;     /* of the panel */
 } Chunk;
-/* A chunk is as many blocks as there are tiles for their sums. It takes four turns: its blocks are unpacked, multiplied,
-   their sums stored, and their scales applied, block by block among those of three other chunks. So nobody waits: neither
-   a tile for what is stored right before it, nor a store for a product, nor a load for a store to an address that
-   has the same low 12 bits. */
+/* Chunks go through stages, block by block among those of others: in one turn they are unpacked, in the next multiplied,
+   and two turns later their scales are applied. So nobody waits: neither a tile for what is stored right before, nor a
+   store for a product, nor a load for a store. */
 typedef struct {
     Chunk chunks[4];
-    int64_t turn;
-    Weights weights[4][SUM_TILES];
-    int32_t whole[2][SUM_TILES][TILE_ROWS][PANEL_OUTPUTS];
+    Weights weights[4][PRODUCTS];
+    int32_t whole[3][PRODUCTS][TILE_ROWS][PANEL_OUTPUTS];
+    int32_t (*made[SUM_TILES])[PANEL_OUTPUTS]; /* where what tiles have belongs; NULL: they have nothing */
+    int64_t products;                          /* so far */
     float sums[TILE_ROWS][PANEL_OUTPUTS]; /* of the panel whose scales are applied */
 } Belt;
-INLINE int64_t blocks_of(const Kind k) { return k.halves ? SUM_TILES / 2 : SUM_TILES; }
+INLINE int64_t blocks_of(const Kind k) { return k.halves ? PRODUCTS / 2 : PRODUCTS; }
 
 /* Adds a chunk's blocks to the sums of `rows` rows, of which its row `r` is the first. */
 INLINE void scale_rows(const Kind k, float (*sums)[PANEL_OUTPUTS], const Chunk *c, const Weights *weights,
@@ -239,19 +241,18 @@ INLINE void scale_rows(const Kind k, float (*sums)[PANEL_OUTPUTS], const Chunk *
 }
 #define SCALE_ROWS(count) \
     scale_rows(k, belt->sums, scaled, belt->weights[(turn + 1) % 4], old, &p->rounded, r, count), r += count
-/* Takes a chunk, and brings those before it one turn further. Returns where the next chunk's blocks are. */
-INLINE const uint8_t *advance(const Kind k, Belt *belt, const Product *p, Chunk next, const uint8_t *at, Super *super) {
-    const Chunk *unpacked = belt->chunks, *multiplied = unpacked + 1, *stored = unpacked + 2, *scaled = unpacked + 3;
-    memmove(belt->chunks + 1, belt->chunks, 3 * sizeof next);
-    belt->chunks[0] = next;
-    const int64_t turn = ++belt->turn, blocks = blocks_of(k);
-    int32_t (*new)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[turn % 2];
-    int32_t (*old)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[(turn + 1) % 2];
+/* Brings the chunks one turn further, of which chunks[turn % 4] is new. Returns where the next one's blocks are. */
+INLINE const uint8_t *advance(const Kind k, Belt *belt, int64_t turn, const Product *p, const uint8_t *at, Super *super) {
+    const Chunk *unpacked = &belt->chunks[turn % 4], *multiplied = &belt->chunks[(turn + 3) % 4];
+    const Chunk *scaled = &belt->chunks[(turn + 1) % 4];
+    const int64_t blocks = blocks_of(k);
+    int32_t (*new)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[turn % 3];
+    int32_t (*old)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[(turn + 1) % 3];
     for (int64_t i = 0; i < blocks; i++) {
-        if (scaled->count) {
-            const int64_t rows = scaled->rows - scaled->done, end = scaled->done + rows * (i + 1) / blocks;
-            int64_t r = scaled->done + rows * i / blocks;
-            if (r + 8 <= end) SCALE_ROWS(8);
+        if (scaled->count && 2 * i % blocks == 0) { /* eight rows among the first blocks, others among the last */
+            const int64_t end = least(scaled->rows, 16 * i / blocks + 8);
+            int64_t r = scaled->done > 16 * i / blocks ? scaled->done : 16 * i / blocks;
+            if (r + 8 == end) SCALE_ROWS(8);
             if (r + 4 <= end) SCALE_ROWS(4);
             if (r + 2 <= end) SCALE_ROWS(2);
             if (r < end) SCALE_ROWS(1);
@@ -267,13 +268,18 @@ INLINE const uint8_t *advance(const Kind k, Belt *belt, const Product *p, Chunk 
             for (int g = 0; g < 8 && k.zero; g++) to->w[0][g] -= (uint8_t)(1 << k.zero);
             at += block_bytes(k);
         }
-        const vb *w = i < multiplied->count ? belt->weights[(turn + 3) % 4][i].w[0] : NULL;
+        if (i >= multiplied->count) continue;
+        const vb *w = belt->weights[(turn + 3) % 4][i].w[0];
         const int8_t *x = block_of(&p->rounded, multiplied->first + i, multiplied->row).bytes;
         for (int half = 0; half < 1 + k.halves; half++) {
-            const int64_t tile = k.halves ? 2 * i + half : i;
-            multiply_tile((int)tile, w ? w + 4 * half : NULL, x + BLOCK / 2 * half,
-                          i < stored->count ? new[tile] : NULL);
+            int32_t (**made)[PANEL_OUTPUTS] = &belt->made[belt->products % SUM_TILES];
+            multiply_tile((int)(belt->products++ % 6), w + 4 * half, x + BLOCK / 2 * half, *made);
+            *made = new[k.halves ? 2 * i + half : i];
         }
+    }
+    for (int i = 0; i < SUM_TILES && multiplied->count < SUM_TILES; i++) { /* the next chunk may be the last but one */
+        store_tile(i, belt->made[i]);
+        belt->made[i] = NULL;
     }
     if (scaled->count && scaled->last)
         put(p, belt->sums + scaled->done, scaled->row + scaled->done, scaled->rows - scaled->done, scaled->output,
@@ -285,28 +291,34 @@ INLINE void panels_by_tiles(const int64_t type, const Product *p, const Part par
                             Tiles *t) {
     const Kind k = kind_of(type);
     const int64_t blocks = p->inputs / BLOCK, bytes = panel_bytes(k, p->inputs), rows = least(p->rows, TILE_ROWS);
-    const int64_t chunks = (blocks + blocks_of(k) - 1) / blocks_of(k), tall = (p->rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t all = (end - output + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * tall * chunks;
     const uint8_t *at = NULL;
     Super super = {0};
     Belt belt;
     memset(belt.chunks, 0, sizeof belt.chunks);
-    belt.turn = 0;
+    memset(belt.made, 0, sizeof belt.made);
+    belt.products = 0;
     size_tiles(t, rows, k.halves ? 4 : 8);
-    for (int64_t i = 0; i < all + 3; i++) {
-        Chunk c = {.first = i % chunks * blocks_of(k)};
-        if (i < all) {
-            const int64_t panel = i / chunks, row = panel % tall * TILE_ROWS;
-            c.count = least(blocks - c.first, blocks_of(k));
-            c.output = output + panel / tall * PANEL_OUTPUTS;
-            c.outputs = least(end - c.output, PANEL_OUTPUTS);
-            c.row = least(row, p->rows - rows);
-            c.done = row - c.row;
-            c.rows = rows;
-            c.last = c.first + c.count == blocks;
-            if (!c.first) at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
+    Chunk c = {.output = output, .rows = rows};
+    for (int64_t turn = 0, rest = 0; rest < 3; turn++) {
+        c.count = least(blocks - c.first, blocks_of(k));
+        if (c.output >= end) c.count = 0, rest++;
+        else if (!c.first) at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
+        c.outputs = least(end - c.output, PANEL_OUTPUTS);
+        c.last = c.first + c.count == blocks;
+        belt.chunks[turn % 4] = c;
+        at = advance(k, &belt, turn, p, at, &super);
+        c.first += c.count;
+        if (!c.last) continue;
+        c.first = 0;
+        c.row += rows;
+        c.done = 0;
+        if (c.row >= p->rows) {
+            c.row = 0;
+            c.output += PANEL_OUTPUTS;
+        } else if (c.row + rows > p->rows) {
+            c.done = c.row + rows - p->rows;
+            c.row = p->rows - rows;
         }
-        at = advance(k, &belt, p, c, at, &super);
     }
 }
 #define BY_TILES(type)                                  \

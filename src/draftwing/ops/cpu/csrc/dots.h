@@ -96,9 +96,7 @@ INLINE int32_t four_at(const int8_t *x) {
 /* Rows, and parts of a panel, that `dots` sums side by side: what is loaded serves several sums, and each waits for its
    own last instruction. Swept by GEMMs of 8 and 16 rows: 1 to 4 rows. */
 #if PART == 16
-#ifndef MANY
-#define MANY 4
-#endif
+#define MANY 8
 #define WIDE 1
 #elif PART == 8
 #define MANY 4

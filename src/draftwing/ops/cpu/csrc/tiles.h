@@ -28,13 +28,11 @@ typedef struct {
 #ifndef FEWEST
 #define FEWEST 2 /* rows that tiles are used from */
 #endif
-#define SUM_TILES 4
 
-/* Numbers of tiles: those of sums come first, then rows and weights of two products in turn. */
-#define ROWS_0 4
-#define ROWS_1 5
-#define WEIGHTS_0 6
-#define WEIGHTS_1 7
+/* Numbers of tiles: sums of two products in turn, rows and weights of three. Where another hardware thread of the core is
+   at work none of them can stand for several, as they do otherwise: one is loaded while two products wait for theirs. */
+#define SUM_TILES 2
+#define WEIGHTS 5
 
 /* How large tiles are, as the instruction reads it. */
 typedef struct {
@@ -47,8 +45,8 @@ INLINE void size_tiles(Tiles *t, int64_t rows, int64_t groups) {
     if (t->rows == rows && t->groups == groups) return;
     TileSizes sizes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        sizes.rows[i] = (uint8_t)(i < WEIGHTS_0 ? rows : groups);
-        sizes.row_bytes[i] = (uint16_t)(i == ROWS_0 || i == ROWS_1 ? 4 * groups : 64);
+        sizes.rows[i] = (uint8_t)(i < WEIGHTS ? rows : groups);
+        sizes.row_bytes[i] = (uint16_t)(i >= SUM_TILES && i < WEIGHTS ? 4 * groups : 64);
     }
     __asm__ volatile("" : "+m"(sizes)); /* all of it is in memory: GCC 12 thinks that 8 bytes are read */
     _tile_loadconfig(&sizes);
@@ -59,27 +57,31 @@ INLINE void release_tiles(Tiles *t) {
     *t = (Tiles){0, 0};
 }
 
-/* Stores the sums that tile `to` has, unless `sums` [row][16] is NULL, and makes others: of the groups that tiles are made
-   for, x [rows][32 bytes] times w, unless that is NULL. */
-#define IN_TURN(SUMS, X, W)                 \
-    if (w) {                                \
-        _tile_loadd(W, w, 64);              \
-        _tile_loadd(X, x, BLOCK);           \
-    }                                       \
+/* Stores what the tile of the product before the last one has in `sums` [row][16], unless that is NULL, and multiplies: of
+   the groups that tiles are made for, x [rows][32 bytes] times w. turn: products before this one, % 6. */
+#define IN_TURN(SUMS, X, W)    \
+    _tile_loadd(W, w, 64);     \
+    _tile_loadd(X, x, BLOCK);  \
     if (sums) _tile_stored(SUMS, sums, 64); \
-    if (w) {                                \
-        _tile_zero(SUMS);                   \
-        _tile_dpbssd(SUMS, X, W);           \
-    }
-INLINE void multiply_tile(int to, const void *w, const int8_t *x, int32_t (*sums)[PANEL_OUTPUTS]) {
+    _tile_zero(SUMS);          \
+    _tile_dpbssd(SUMS, X, W);
+INLINE void multiply_tile(int turn, const void *w, const int8_t *x, int32_t (*sums)[PANEL_OUTPUTS]) {
     /* What tiles read is in memory, which GCC 12 does not know that they do. */
     __asm__ volatile("" : : "r"(w), "r"(x), "r"(sums) : "memory");
-    switch (to) {
-    case 0: IN_TURN(0, ROWS_0, WEIGHTS_0); break;
-    case 1: IN_TURN(1, ROWS_1, WEIGHTS_1); break;
-    case 2: IN_TURN(2, ROWS_0, WEIGHTS_0); break;
-    case 3: IN_TURN(3, ROWS_1, WEIGHTS_1); break;
+    switch (turn) {
+    case 0: IN_TURN(0, 2, 5); break;
+    case 1: IN_TURN(1, 3, 6); break;
+    case 2: IN_TURN(0, 4, 7); break;
+    case 3: IN_TURN(1, 2, 5); break;
+    case 4: IN_TURN(0, 3, 6); break;
+    case 5: IN_TURN(1, 4, 7); break;
     }
+    __asm__ volatile("" : : : "memory");
+}
+INLINE void store_tile(int turn, int32_t (*sums)[PANEL_OUTPUTS]) {
+    if (!sums) return;
+    if (turn % SUM_TILES) _tile_stored(1, sums, 64);
+    else _tile_stored(0, sums, 64);
     __asm__ volatile("" : : : "memory");
 }
 #else
