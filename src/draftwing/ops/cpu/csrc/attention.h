@@ -37,6 +37,7 @@
 #endif
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* What chunks of a tile come to: of each row its maximum (-inf: it has no key there), the sum of its weights, and of

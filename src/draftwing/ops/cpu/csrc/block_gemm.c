@@ -9,9 +9,9 @@
    are computed together, and `dots`. */
 
 #include "dots.h"
-#include "tiles.h"
 
 #define TILE 32
+#define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
    the first, which is less than memory needs, and hardware does not see past a page's end. Types with further bits take
    the longest to unpack, so that of few rows they have no time for it. Swept: 2, 3, 4, 6 KB with 8 and 16 KB, or none. */
@@ -93,17 +93,31 @@ INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
     return (Block){x->bytes + at * BLOCK, x->scales + at, x->sums + at, x->less + 3 * at};
 }
 
+/* A block's sum times its scale. With vectors of 64 bytes a sum begins with the bits of 1.5 * 2^23, so what it comes to are
+   those of that float plus the sum. Nothing converts it then: the product with 1.5 * 2^23 is a float itself, but for
+   MXFP4's scales, and is taken off before anything is rounded. */
+#if PART == 16
+#define FROM(k) ((k).mx ? 0 : 0x4b400000)
+INLINE pf value_of(const Kind k, vn sum, pf scale) {
+    return k.mx ? floats_of(sum) * scale : (pf)_mm512_fmadd_ps((__m512)sum, scale, scale * -12582912.0f);
+}
+#else
+#define FROM(k) 0
+INLINE pf value_of(const Kind k, vn sum, pf scale) { return floats_of(sum) * scale; }
+#endif
 /* Adds a row's products with a block, times their scales, to `sum` [PART]. */
 INLINE void add_value(const Kind k, float *sum, pf value, pf second, Block x, int64_t r) {
     pf y = part_at(sum) + value * every_float(x.scales[r]);
     if (k.min) y += second * every_float(x.sums[r]);
     memcpy(sum, &y, sizeof y);
 }
-/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale, else of all of it. */
+/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale of its own, else of all of it. They
+   begin with FROM (see `value_of`). */
 INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half, const int rows, vn (*whole)[WIDE]) {
     const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED), all = k.halves ? half : 2;
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE; c++) whole[r][c] = takes_zero ? every(x.less[3 * r + all]) << k.zero : (vn){0};
+        for (int c = 0; c < WIDE; c++)
+            whole[r][c] = every(FROM(k) + (takes_zero ? x.less[3 * r + all] * (1 << k.zero) : 0));
     dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
 }
 /* Adds a block's products to sums[row][16] of `rows` rows, up to MANY, for WIDE parts from where `sums` begins. */
@@ -113,11 +127,11 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
     pf value[MANY][WIDE];
     products_of(k, w, x, 0, rows, whole);
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE; c++) value[r][c] = floats_of(whole[r][c]) * of->scale[c];
+        for (int c = 0; c < WIDE; c++) value[r][c] = value_of(k, whole[r][c], of->scale[c]);
     if (k.halves) {
         products_of(k, w, x, 1, rows, whole);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < WIDE; c++) value[r][c] += floats_of(whole[r][c]) * of->second[c];
+            for (int c = 0; c < WIDE; c++) value[r][c] += value_of(k, whole[r][c], of->second[c]);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < WIDE; c++) add_value(k, sums[r] + PART * c, value[r][c], of->second[c], x, r);
@@ -168,6 +182,126 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
     }
 }
 
+#define OF_TYPE(type)                                                                        \
+    static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
+                             float (*sums)[PANEL_OUTPUTS]) {                                 \
+        panel_of(type, x, at, row, rows, sums);                                              \
+    }
+OF_TYPE(Q4_0)
+OF_TYPE(Q4_1)
+OF_TYPE(Q5_0)
+OF_TYPE(Q5_1)
+OF_TYPE(Q8_0)
+OF_TYPE(Q4_K)
+OF_TYPE(Q5_K)
+OF_TYPE(Q6_K)
+OF_TYPE(MXFP4)
+static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                  float (*sums)[PANEL_OUTPUTS]) {
+    switch (type) {
+    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
+    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
+    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
+    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
+    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
+    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
+    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
+    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
+    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
+    }
+}
+
+/* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
+
+typedef int8_t byte_half __attribute__((vector_size(LANES)));
+typedef int32_t four __attribute__((vector_size(16)));
+typedef union {
+    vi all;
+    four parts[LANES / 4];
+} Fours;
+
+/* Of 16 numbers, twice: the largest. Of 16: the sum; all of them, which fit, as bytes. */
+INLINE four larger_four(four a, four b) {
+    const four first = a > b;
+    return (first & a) | (~first & b);
+}
+INLINE int32_t largest_of(vi v, vi w) {
+#if PART == 16
+    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)v, (__m512i)w));
+#else
+    const Fours x = {.all = v}, y = {.all = w};
+    four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
+    most = larger_four(most, larger_four(larger_four(y.parts[0], y.parts[1]), larger_four(y.parts[2], y.parts[3])));
+    most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
+    return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
+#endif
+}
+INLINE int32_t sum_of(vi v) {
+#if PART == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    const Fours x = {.all = v};
+    four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
+    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
+    return sum[0] + sum[1];
+#endif
+}
+INLINE byte_half bytes_of(vi v) {
+#if PART == 16
+    return (byte_half)_mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__SSE2__)
+    const Fours x = {.all = v};
+    const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
+    return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
+#else
+    return __builtin_convertvector(v, byte_half);
+#endif
+}
+
+int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 20); }
+Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
+    const int64_t blocks = rows * (inputs / BLOCK);
+    char *at = memory;
+    return (Rounded){.bytes = (int8_t *)at,
+                     .scales = (float *)(at + blocks * BLOCK),
+                     .sums = (float *)(at + blocks * (BLOCK + 4)),
+                     .less = (int32_t *)(at + blocks * (BLOCK + 8)),
+                     .rows = rows,
+                     .inputs = inputs};
+}
+
+/* Sizes are compared as whole numbers, as which floats above 0 have the same order, and what is infinite or no number
+   comes last. It must not get lost: a block with it has no number as its scale. */
+INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
+    for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
+        const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
+        const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
+        const int32_t size = largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
+        float most;
+        memcpy(&most, &size, sizeof most);
+        const int lost = size >= 0x7f800000;
+        const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
+        vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
+        if (lost) a = c = (vi){0};
+        const byte_half bytes = bytes_of(a), others = bytes_of(c);
+        memcpy(to->bytes + place * BLOCK, &bytes, sizeof bytes);
+        memcpy(to->bytes + place * BLOCK + LANES, &others, sizeof others);
+        const int32_t first = sum_of(a), second = sum_of(c);
+        to->scales[place] = scale;
+        to->sums[place] = scale * (float)(first + second);
+        to->less[3 * place] = -first;
+        to->less[3 * place + 1] = -second;
+        to->less[3 * place + 2] = -(first + second);
+    }
+}
+void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
+    if (half) round_blocks(to, x, row, from, end, 1);
+    else round_blocks(to, x, row, from, end, 0);
+}
+
+/* -- shares of the work ---------------------------------------------------------------------------------------------- */
+
 static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int64_t rows, int64_t output,
                 int64_t count) {
     const int half = (int)p->half;
@@ -179,193 +313,24 @@ static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int
         store(p->out, at, count, half, y);
     }
 }
-/* Outputs [output, end) of a part. */
-INLINE void panels(const int64_t type, const Product *p, const Part part, int64_t output, int64_t end) {
-    const int64_t bytes = panel_bytes(kind_of(type), p->inputs);
-    for (; output < end; output += PANEL_OUTPUTS)
-        for (int64_t row = 0; row < p->rows; row += TILE) {
-            const int64_t rows = least(p->rows - row, TILE);
-            float sums[TILE][PANEL_OUTPUTS];
-            memset(sums, 0, (size_t)rows * sizeof *sums);
-            panel_of(type, &p->rounded, part.panels + (output - part.first) / PANEL_OUTPUTS * bytes, row, rows, sums);
-            put(p, sums, row, rows, output, least(end - output, PANEL_OUTPUTS));
-        }
-}
-
-#if HAS_TILES
-/* -- panels by tiles ------------------------------------------------------------------------------------------------ */
-
-#define PRODUCTS 4 /* of a chunk */
-
-/* Some blocks of a panel, and the rows that they are multiplied with. */
-typedef struct {
-    int64_t first, count; /* blocks; 0: none */
-    int64_t output, outputs, row, rows;
-    int64_t done; /* of the rows, by another chunk */
-    int last;     /* of the panel */
-} Chunk;
-/* Chunks go through stages, block by block among those of others: in one turn they are unpacked, in the next multiplied,
-   and two turns later their scales are applied. So nobody waits: neither a tile for what is stored right before, nor a
-   store for a product, nor a load for a store. */
-typedef struct {
-    Chunk chunks[4];
-    Weights weights[4][PRODUCTS];
-    int32_t whole[3][PRODUCTS][TILE_ROWS][PANEL_OUTPUTS];
-    int32_t (*made[SUM_TILES])[PANEL_OUTPUTS]; /* where what tiles have belongs; NULL: they have nothing */
-    int64_t products;                          /* so far */
-    float sums[TILE_ROWS][PANEL_OUTPUTS]; /* of the panel whose scales are applied */
-} Belt;
-INLINE int64_t blocks_of(const Kind k) { return k.halves ? PRODUCTS / 2 : PRODUCTS; }
-
-/* Adds a chunk's blocks to the sums of `rows` rows, of which its row `r` is the first. */
-INLINE void scale_rows(const Kind k, float (*sums)[PANEL_OUTPUTS], const Chunk *c, const Weights *weights,
-                       int32_t (*whole)[TILE_ROWS][PANEL_OUTPUTS], const Rounded *x, int64_t r, const int rows) {
-    pf y[8];
-    for (int i = 0; i < rows; i++) y[i] = c->first ? part_at(sums[r + i]) : (pf){0};
-    for (int64_t b = 0; b < c->count; b++) {
-        const pf scale = weights[b].scale[0], second = weights[b].second[0];
-        const int32_t (*first)[PANEL_OUTPUTS] = whole[k.halves ? 2 * b : b] + r;
-        const Block of = block_of(x, c->first + b, c->row + r);
-        __asm__("" : "+r"(first)); /* else GCC 12 computes the addresses of all rows before */
-        for (int i = 0; i < rows; i++) {
-            vn sum[2];
-            memcpy(&sum[0], first[i], sizeof *sum);
-            if (k.halves) memcpy(&sum[1], first[TILE_ROWS + i], sizeof *sum);
-            pf value = floats_of(sum[0]) * scale;
-            if (k.halves) value += floats_of(sum[1]) * second;
-            y[i] += value * every_float(of.scales[i]);
-            if (k.min) y[i] += second * every_float(of.sums[i]);
-        }
-    }
-    for (int i = 0; i < rows; i++) memcpy(sums[r + i], &y[i], sizeof y[i]);
-}
-#define SCALE_ROWS(count) \
-    scale_rows(k, belt->sums, scaled, belt->weights[(turn + 1) % 4], old, &p->rounded, r, count), r += count
-/* Brings the chunks one turn further, of which chunks[turn % 4] is new. Returns where the next one's blocks are. */
-INLINE const uint8_t *advance(const Kind k, Belt *belt, int64_t turn, const Product *p, const uint8_t *at, Super *super) {
-    const Chunk *unpacked = &belt->chunks[turn % 4], *multiplied = &belt->chunks[(turn + 3) % 4];
-    const Chunk *scaled = &belt->chunks[(turn + 1) % 4];
-    const int64_t blocks = blocks_of(k);
-    int32_t (*new)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[turn % 3];
-    int32_t (*old)[TILE_ROWS][PANEL_OUTPUTS] = belt->whole[(turn + 1) % 3];
-    for (int64_t i = 0; i < blocks; i++) {
-        if (scaled->count && 2 * i % blocks == 0) { /* eight rows among the first blocks, others among the last */
-            const int64_t end = least(scaled->rows, 16 * i / blocks + 8);
-            int64_t r = scaled->done > 16 * i / blocks ? scaled->done : 16 * i / blocks;
-            if (r + 8 == end) SCALE_ROWS(8);
-            if (r + 4 <= end) SCALE_ROWS(4);
-            if (r + 2 <= end) SCALE_ROWS(2);
-            if (r < end) SCALE_ROWS(1);
-        }
-        if (i < unpacked->count) {
-            Weights *to = &belt->weights[turn % 4][i];
-            if (k.super && (unpacked->first + i) % SUPER == 0) {
-                super_of(k, super, at);
-                at += head_bytes(k);
-            }
-            fetch_block(k, at, block_bytes(k), unpacked->rows);
-            weights_of(k, to, at, super, 0);
-            for (int g = 0; g < 8 && k.zero; g++) to->w[0][g] -= (uint8_t)(1 << k.zero);
-            at += block_bytes(k);
-        }
-        if (i >= multiplied->count) continue;
-        const vb *w = belt->weights[(turn + 3) % 4][i].w[0];
-        const int8_t *x = block_of(&p->rounded, multiplied->first + i, multiplied->row).bytes;
-        for (int half = 0; half < 1 + k.halves; half++) {
-            int32_t (**made)[PANEL_OUTPUTS] = &belt->made[belt->products % SUM_TILES];
-            multiply_tile((int)(belt->products++ % 6), w + 4 * half, x + BLOCK / 2 * half, *made);
-            *made = new[k.halves ? 2 * i + half : i];
-        }
-    }
-    for (int i = 0; i < SUM_TILES && multiplied->count < SUM_TILES; i++) { /* the next chunk may be the last but one */
-        store_tile(i, belt->made[i]);
-        belt->made[i] = NULL;
-    }
-    if (scaled->count && scaled->last)
-        put(p, belt->sums + scaled->done, scaled->row + scaled->done, scaled->rows - scaled->done, scaled->output,
-            scaled->outputs);
-    return at;
-}
-/* As `panels`. */
-INLINE void panels_by_tiles(const int64_t type, const Product *p, const Part part, int64_t output, int64_t end,
-                            Tiles *t) {
-    const Kind k = kind_of(type);
-    const int64_t blocks = p->inputs / BLOCK, bytes = panel_bytes(k, p->inputs), rows = least(p->rows, TILE_ROWS);
-    const uint8_t *at = NULL;
-    Super super = {0};
-    Belt belt;
-    memset(belt.chunks, 0, sizeof belt.chunks);
-    memset(belt.made, 0, sizeof belt.made);
-    belt.products = 0;
-    size_tiles(t, rows, k.halves ? 4 : 8);
-    Chunk c = {.output = output, .rows = rows};
-    for (int64_t turn = 0, rest = 0; rest < 3; turn++) {
-        c.count = least(blocks - c.first, blocks_of(k));
-        if (c.output >= end) c.count = 0, rest++;
-        else if (!c.first) at = part.panels + (c.output - part.first) / PANEL_OUTPUTS * bytes;
-        c.outputs = least(end - c.output, PANEL_OUTPUTS);
-        c.last = c.first + c.count == blocks;
-        belt.chunks[turn % 4] = c;
-        at = advance(k, &belt, turn, p, at, &super);
-        c.first += c.count;
-        if (!c.last) continue;
-        c.first = 0;
-        c.row += rows;
-        c.done = 0;
-        if (c.row >= p->rows) {
-            c.row = 0;
-            c.output += PANEL_OUTPUTS;
-        } else if (c.row + rows > p->rows) {
-            c.done = c.row + rows - p->rows;
-            c.row = p->rows - rows;
-        }
-    }
-}
-#define BY_TILES(type)                                  \
-    if (p->rows >= FEWEST) {                            \
-        panels_by_tiles(type, p, part, output, end, t); \
-        return;                                         \
-    }
-#else
-#define BY_TILES(type)
-#endif
-
-/* -- shares of the work ---------------------------------------------------------------------------------------------- */
-
-#define OF_TYPE(type)                                                                               \
-    static void panels_##type(const Product *p, Part part, int64_t output, int64_t end, Tiles *t) { \
-        BY_TILES(type)                                                                              \
-        panels(type, p, part, output, end);                                                         \
-    }
-OF_TYPE(Q4_0)
-OF_TYPE(Q4_1)
-OF_TYPE(Q5_0)
-OF_TYPE(Q5_1)
-OF_TYPE(Q8_0)
-OF_TYPE(Q4_K)
-OF_TYPE(Q5_K)
-OF_TYPE(Q6_K)
-OF_TYPE(MXFP4)
 void multiply_blocks(const Product *p, int64_t from, int64_t to) {
     const int64_t *blocks = p->blocks;
-    Tiles tiles = {0}, *t = &tiles;
     for (int64_t i = 0; i < blocks[0]; i++) {
         const Part part = part_of(blocks, i);
-        const int64_t output = from > part.first ? from : part.first, end = least(to, part.first + part.outputs);
-        if (output >= end) continue;
-        switch (part.type) {
-        case Q4_0: panels_Q4_0(p, part, output, end, t); break;
-        case Q4_1: panels_Q4_1(p, part, output, end, t); break;
-        case Q5_0: panels_Q5_0(p, part, output, end, t); break;
-        case Q5_1: panels_Q5_1(p, part, output, end, t); break;
-        case Q8_0: panels_Q8_0(p, part, output, end, t); break;
-        case Q4_K: panels_Q4_K(p, part, output, end, t); break;
-        case Q5_K: panels_Q5_K(p, part, output, end, t); break;
-        case Q6_K: panels_Q6_K(p, part, output, end, t); break;
-        case MXFP4: panels_MXFP4(p, part, output, end, t); break;
+        const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
+        int64_t output = from > part.first ? from : part.first;
+        for (; output < to && output < end; output += PANEL_OUTPUTS) {
+            const uint8_t *at = part.panels + (output - part.first) / PANEL_OUTPUTS * bytes;
+            const int64_t count = end - output < PANEL_OUTPUTS ? end - output : PANEL_OUTPUTS;
+            for (int64_t row = 0; row < p->rows; row += TILE) {
+                const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
+                float sums[TILE][PANEL_OUTPUTS];
+                memset(sums, 0, (size_t)rows * sizeof *sums);
+                panel(part.type, &p->rounded, at, row, rows, sums);
+                put(p, sums, row, rows, output, count);
+            }
         }
     }
-    release_tiles(t);
 }
 
 typedef struct {

@@ -37,7 +37,6 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 #define PART 4
 #endif
 typedef float pf __attribute__((vector_size(4 * PART)));
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef uint32_t pu __attribute__((vector_size(4 * PART)));
 typedef int32_t pi __attribute__((vector_size(4 * PART)));
 typedef uint16_t ph __attribute__((vector_size(2 * PART)));

@@ -36,6 +36,7 @@ typedef struct {
     int64_t mask, window;
 } Memory;
 
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t clamped(int64_t x, int64_t end) { return x < 0 ? 0 : x < end ? x : end - 1; }
 
 /* First entry of the bucket of the i-th hashed length. Sums wrap around, as torch's do. */
