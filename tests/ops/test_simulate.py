@@ -10,9 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.errors import ConfigError
+from draftwing.ops.drafts import graded, new_calibration
+from draftwing.ops.reference.assign import learn
 from draftwing.ops.reference.tree import Accepted, accept, derive, fraction_bits
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Draft, Tree
+from draftwing.ops.types import Calibration, Draft, Tree
 from draftwing.spec.simulate import Simulation
 
 VOCAB = 12  # small: samples and siblings collide often
@@ -92,6 +94,31 @@ def test_lengths_of_the_deepest_trees_and_of_others(ops: TorchOps, mean: float) 
         count = accepted(ops, chain(batch, depth + 1), depth, simulation, rows, kv_len).count.double()
         expected = sum(chance**level for level in range(depth + 1))
         assert abs(count.mean().item() - expected) <= 4 * count.std().item() / batch**0.5
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("mean", [1.3, 2.5, 3.4])
+def test_the_first_guesses_of_a_calibration_are_what_is_accepted(topk: int, mean: float) -> None:
+    """Of whole trees, whose drafts have no grades that say anything."""
+    depth, batch = 3, 2000
+    levels = [topk**level for level in range(depth + 1)]
+    parent = [0, *(node for node in range(sum(levels[:-1])) for _ in range(topk))]
+    tokens = torch.tensor([2 + at % topk for at in range(len(parent))]).expand(batch, -1)
+    draft = graded(Draft(tokens, torch.tensor(parent).expand(batch, -1), torch.ones_like(tokens, dtype=torch.bool)))
+    rows, simulation = torch.arange(batch), Simulation(mean, depth, VOCAB, topk)
+    found, tree = (
+        accepted(TorchOps(torch.device("cpu")), draft, depth, simulation, rows, rows),
+        derive(*draft[1:3], depth),
+    )
+    packed = torch.cat((tree.depth[:, :1], found.count[:, None], found.committed, found.order), 1)
+    guesses = new_calibration(torch.device("cpu"), simulation.share)
+    seen, right = (counts.clone() for counts in guesses)
+    learn(draft, tree, packed, rows < 0, Calibration(seen, right))
+    tried, was_right = (seen - guesses.seen)[0], (right - guesses.accepted)[0]
+    assert tried[1] == batch * topk and tried[depth + 1 :].sum() == 0
+    for level in range(1, depth + 1):
+        error = 4 * (simulation.share / tried[level].item()) ** 0.5
+        assert abs((was_right / tried)[level].item() - simulation.share) <= error
 
 
 @pytest.mark.parametrize("mean", [0.5, 4.5])

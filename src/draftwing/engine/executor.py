@@ -98,7 +98,7 @@ class Executor:
             )
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
-        self.calibration = new_calibration(device.device)
+        self.calibration = new_calibration(device.device, None if simulation is None else simulation.share)
         self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration

@@ -12,7 +12,6 @@ from torch import Tensor
 from draftwing.engine.devices.base import Device
 from draftwing.errors import ConfigError
 from draftwing.models.heads.base import FeatureHead
-from draftwing.ops.drafts import new_calibration
 from draftwing.spec.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -23,8 +22,9 @@ class LoadedHeads:
     """Of one rank, by number. `load` and `drop` belong to one thread, which may be another than that of the steps."""
 
     def __init__(self, drafter: Drafter | None, device: Device, calibration: Sequence[Tensor]) -> None:
-        """calibration: how often drafts were right, of the serving head."""
+        """calibration: how often drafts were right, of the serving head; now the first guesses."""
         self._drafter, self._device, self._calibration = drafter, device, calibration
+        self._guesses = [counts.clone() for counts in calibration]
         self._heads: dict[int, FeatureHead] = {}
 
     def load(self, number: int, folder: Path | None) -> None:
@@ -45,8 +45,8 @@ class LoadedHeads:
         were loaded before it are forgotten."""
         assert self._drafter is not None
         self._drafter.take_head(self._heads[number])
-        for counts, fresh in zip(self._calibration, new_calibration(self._device.device), strict=True):
-            counts.copy_(fresh)
+        for counts, guesses in zip(self._calibration, self._guesses, strict=True):
+            counts.copy_(guesses)
         for loaded in [one for one in list(self._heads) if one <= number]:
             self.drop(loaded)
 

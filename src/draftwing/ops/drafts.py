@@ -27,11 +27,14 @@ def level_of_odds(odds: Tensor) -> Tensor:
     return (SLOPE * odds + MIDDLE).round().clamp_(0, LEVELS - 1).long()
 
 
-def new_calibration(device: torch.device) -> Calibration:
-    """Nothing is known yet but what the grades themselves say: these are the first guesses, counted as nodes."""
+def new_calibration(device: torch.device, share: float | None = None) -> Calibration:
+    """Nothing is known yet but what the grades themselves say: these are the first guesses, counted as nodes. share: of
+    nodes that are right at any level, where acceptance is simulated and grades say nothing."""
     level = torch.arange(LEVELS, dtype=torch.float32)
     guess = torch.sigmoid((level - MIDDLE) / SLOPE).clamp_(0.02, 0.95).repeat(len(SOURCES))
     guess[0] = 0.5  # a drafter that does not say
+    if share is not None:
+        guess.fill_(share)
     seen = torch.full((GRADES, DEPTHS), PRIOR_WEIGHT, dtype=torch.float32)
     return Calibration(seen.to(device), (seen * guess[:, None]).to(device))
 

@@ -20,11 +20,12 @@ from draftwing.ops.types import Draft, Tree
 class Simulation:
     """mean: tokens that a step commits on average with trees of `depth` levels, the target's own included. Each level's
     draft is accepted with the same chance where that of the level before was, so trees that are less deep bring less.
-    vocab: the target's."""
+    vocab: the target's. topk: siblings of a level, of which one may be accepted."""
 
     mean: float
     depth: int
     vocab: int
+    topk: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.depth + 1:
@@ -39,6 +40,11 @@ class Simulation:
             length = sum((middle / one) ** level for level in range(self.depth + 1))
             low, high = (middle, high) if length <= self.mean else (low, middle)
         return low
+
+    @property
+    def share(self) -> float:
+        """Returns the share of drafts that are accepted where their parent is."""
+        return self.chance / (1 << FRACTION_BITS) / self.topk
 
     def __call__(self, ops: TreeOps, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor) -> Tensor:
         """The samples to give to `TreeOps.commit`: target [B, N] -> [B, N]; rows, kv_len [B], which the choice depends

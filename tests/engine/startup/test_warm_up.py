@@ -34,6 +34,7 @@ def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 600.0)
+    monkeypatch.setattr(warming, "FIRST_SECONDS", 600.0)
     monkeypatch.setattr(warming, "LENGTHS_SECONDS", 600.0)
 
 
@@ -102,6 +103,14 @@ def test_every_shape_has_a_price(model: str, unhurried: None) -> None:
         assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in costs.points())
 
 
+def test_every_shape_of_a_large_model_has_a_price(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt alone takes longer than steps of a small one."""
+    monkeypatch.setattr(warming, "SECONDS", 0.0)
+    monkeypatch.setattr(warming, "FIRST_SECONDS", 600.0)
+    with load(model, **NGRAM) as llm:
+        assert llm.engine.parts.costs.complete
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_plain_steps_have_a_price_where_parts_of_prompts_are_beside_them(
     model: str, unhurried: None, mixed: bool
@@ -114,6 +123,7 @@ def test_plain_steps_have_a_price_where_parts_of_prompts_are_beside_them(
 
 def test_it_ends_in_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
+    monkeypatch.setattr(warming, "FIRST_SECONDS", 0.0)
     with load(model, **NGRAM) as llm:
         assert not list(llm.engine.parts.costs.points())
         assert len(llm.generate(PROMPT, GREEDY)[0].token_ids) == 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -100,6 +101,42 @@ def test_what_was_measured_of_one_row_alone_is_not_tried_at_once(batch: int, hit
     first, _ = world.run(policy, hits, 64)
     then, _ = world.run(policy, hits, 200)
     assert min(first, then) > 0.985 * world.rate(PLAIN, hits)
+
+
+class Unmeasured(World):
+    """A step takes 0.1 s, so a start had no time for any. Of each shape the first ones take twice as long: they make
+    what the others run on."""
+
+    def __init__(self, first: int, threads: float, seed: int) -> None:
+        """first: so many steps.  threads: that run, as a share."""
+        super().__init__(chain_menu(TreeShape(3, 1, 4)), 100.0, 6.0, 8.0, seed)
+        self.first, self.threads, self.ran = first, threads, dict[TreeShape, int]()
+
+    def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
+        ran = self.ran[shape] = self.ran.get(shape, 0) + 1
+        found, times = super().step(shape, hits, noise), self.rng.lognormvariate(0, 0.05) / self.threads
+        return replace(found, seconds=found.seconds * times * (2 if ran <= self.first else 1), threads=self.threads)
+
+
+@pytest.mark.parametrize("hit", [0.4, 0.65, 0.9])
+@pytest.mark.parametrize(("first", "threads"), [(0, 1.0), (1, 1.0), (2, 1.0), (1, 0.5)])
+def test_large_models_find_the_best_shape_in_their_first_steps(hit: float, first: int, threads: float) -> None:
+    for seed in range(4):
+        world = Unmeasured(first, threads, seed)
+        rate, _ = world.run(TreePolicy(world.menu, StepCost(world.menu, False)), [hit], 80)
+        assert rate > 0.93 * max(world.rate(shape, [hit]) for shape in world.menu)
+
+
+@pytest.mark.parametrize("hit", [0.4, 0.65, 0.9])
+@pytest.mark.parametrize("slower", [1.5, 2.5, 4.0])
+def test_a_machine_that_is_slower_than_at_the_start(slower: float, hit: float) -> None:
+    """Drafts show it first, then plain steps: it is the machine, which makes no drafts dearer that have shown it."""
+    menu = chain_menu(TreeShape(3, 1, 4))
+    for seed in range(4):
+        world = World(menu, 100.0 * slower, 6.0 * slower, 8.0 * slower, seed)
+        policy = TreePolicy(menu, World(menu, 100.0, 6.0, 8.0).cost())
+        rate, _ = world.run(policy, [hit], 120)
+        assert rate > 0.95 * max(world.rate(shape, [hit]) for shape in menu)
 
 
 def test_what_no_drafts_cost_is_found_out() -> None:

@@ -95,8 +95,8 @@ def make_executor(
         graph_size = 0
     simulation = None
     if options.simulate_accept_length is not None:
-        depth = max(shape.depth for shape in menu)
-        simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size)
+        depth, topk = max(shape.depth for shape in menu), max(shape.topk for shape in menu)
+        simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size, topk)
     executor = Executor(
         model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral_of(options, rig),
         options.enable_mixed_chunk,

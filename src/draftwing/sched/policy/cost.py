@@ -6,7 +6,7 @@ sample moves a shape's own factor by `idle / (idle + RECENT)` of its error, wher
 shape ran before, and the speed by `RATE` of the rest. So while one shape runs for long the speed follows it, and a
 shape that runs rarely is corrected at once.
 
-Steps that run in fewer threads than usual have factors of their own, and teach nothing else.
+Steps that run in fewer threads than usual have factors of their own, and teach nothing else but what was only guessed.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class StepCost:
         self.menu = tuple(menu)
         self._table = CostTable(stepwise)
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
+        self._unsure: set[tuple[TreeShape, int]] = set()  # of which fewer are all that is known, see `_sampled`
         self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
         self._factors = {1.0: _Factors()}  # by that share
         # Of such steps whose context is longer than any measured: the context, least seconds, and how many there were.
@@ -112,8 +113,9 @@ class StepCost:
         return self._table.near(shape, batch)
 
     def guessed(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether neither the shape at such a size nor anything like it was measured."""
-        return not self.known(shape, batch) and not self._table.by_rows(shape, batch)
+        """Returns whether neither the shape at such a size nor anything like it was measured, or too little to be
+        believed."""
+        return (shape, batch) in self._unsure or not (self.known(shape, batch) or self._table.by_rows(shape, batch))
 
     @property
     def complete(self) -> bool:
@@ -141,9 +143,8 @@ class StepCost:
         if seconds <= 0:
             return
         expected = self.seconds(shape, batch, context)
-        if self.threads < 1:
-            if expected is not None:
-                self._correct(shape, batch.bit_length(), math.log(seconds / expected))
+        if self.threads < 1 and expected is not None and not self.guessed(shape, batch):
+            self._correct(shape, batch.bit_length(), math.log(seconds / expected))
             return
         if expected is not None and self._too_fast(shape, batch, seconds, expected):
             self._doubts += 1
@@ -177,19 +178,21 @@ class StepCost:
         """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
         if shape is None or not self._table.shapes() - {shape}:
             self._table.forget(None)
-            for known in (self._samples, self._longer, self._doubts_of):
+            for known in (self._samples, self._longer, self._doubts_of, self._unsure):
                 known.clear()
             self._factors = {1.0: _Factors()}
             return
         self._table.forget(shape)
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
         self._longer = {step: known for step, known in self._longer.items() if step[0] != shape}
+        self._unsure = {step for step in self._unsure if step[0] != shape}
         for factors in self._factors.values():
             factors.forget(shape)
 
     def _sampled(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none, or none of a context like its own; returns
-        whether it did. Of the first steps the least counts, for they pay for caches and allocations."""
+        whether it did. Of the first steps the least counts, for they pay for caches and allocations. Until there are
+        `DOUBT` of them what was guessed before is tried as guesses are: it may cost much less than the first one."""
         step, longer = (shape, batch), self._longer.get((shape, batch))
         if longer is not None and context < longer[0]:  # of other rows
             del self._longer[step]
@@ -201,6 +204,10 @@ class StepCost:
         samples = self._samples.get(step, 0)
         if samples == DOUBT or (not samples and self.known(shape, batch)):
             return False
+        if not samples and self.guessed(*step):
+            self._unsure.add(step)
+        elif samples + 1 == DOUBT:
+            self._unsure.discard(step)
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
         minimum = min([seconds, *self._table.at(shape, batch).values()])
         self._table.measure(shape, batch, context, minimum, alone=True)
@@ -230,6 +237,10 @@ class StepCost:
         longer = factors.disproved((shape, bucket), error)
         if longer is not None:  # of plain steps it is the machine: drafts are compared with them
             share, rate = (1.0, 0.0) if shape.depth else (0.0, 1.0)
+            if not shape.depth:  # what others have taken of late is known: it has been the machine there, too
+                for step, (its, when) in factors.own.items():
+                    if step[1] == bucket and now - when < RECENT:
+                        factors.own[step] = its - longer, when
         error = longer or min(max(error, -math.log(DOUBT)), math.log(AGREE))
         limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
         factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now

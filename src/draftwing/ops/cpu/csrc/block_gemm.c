@@ -13,11 +13,10 @@
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
-   the first, which is less than memory needs, and hardware does not see past a page's end. Types with further bits take
-   the longest to unpack, so that of few rows they have no time for it. Swept: 2, 3, 4, 6 KB with 8 and 16 KB, or none. */
+   the first, which is less than memory needs, and hardware does not see past a page's end. Swept: 2, 3, 4, 6, 8 KB with
+   8, 16 and 32 KB, or none. */
 #define AHEAD (4 << 10)
 #define FAR_AHEAD (16 << 10)
-#define FEW_ROWS 2
 
 /* -- one panel ------------------------------------------------------------------------------------------------------ */
 
@@ -94,12 +93,14 @@ INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
 }
 
 /* A block's sum times its scale. With vectors of 64 bytes a sum begins with the bits of 1.5 * 2^23, so what it comes to are
-   those of that float plus the sum. Nothing converts it then: the product with 1.5 * 2^23 is a float itself, but for
-   MXFP4's scales, and is taken off before anything is rounded. */
+   those of that float plus the sum. Nothing converts it then: the product with 1.5 * 2^23 is a float itself, and is taken
+   off before anything is rounded. Not so of MXFP4, whose scales may be too large, and of blocks with two scales, where it
+   takes longer on Zen 4. */
 #if PART == 16
-#define FROM(k) ((k).mx ? 0 : 0x4b400000)
+#define FROM(k) ((k).mx || (k).halves ? 0 : 0x4b400000)
 INLINE pf value_of(const Kind k, vn sum, pf scale) {
-    return k.mx ? floats_of(sum) * scale : (pf)_mm512_fmadd_ps((__m512)sum, scale, scale * -12582912.0f);
+    if (!FROM(k)) return floats_of(sum) * scale;
+    return (pf)_mm512_fmadd_ps((__m512)sum, scale, scale * -12582912.0f);
 }
 #else
 #define FROM(k) 0
@@ -115,9 +116,11 @@ INLINE void add_value(const Kind k, float *sum, pf value, pf second, Block x, in
    begin with FROM (see `value_of`). */
 INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half, const int rows, vn (*whole)[WIDE]) {
     const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED), all = k.halves ? half : 2;
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
+        const int32_t less = takes_zero ? x.less[3 * r + all] : 0;
         for (int c = 0; c < WIDE; c++)
-            whole[r][c] = every(FROM(k) + (takes_zero ? x.less[3 * r + all] * (1 << k.zero) : 0));
+            whole[r][c] = FROM(k) ? every(FROM(k) + less * (1 << k.zero)) : every(less) << k.zero;
+    }
     dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
 }
 /* Adds a block's products to sums[row][16] of `rows` rows, up to MANY, for WIDE parts from where `sums` begins. */
@@ -138,10 +141,14 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
 }
 
 #define ADD_ROWS(count) add_rows(k, w, &weights, block_of(x, b, row + r), count, (void *)(sums[r] + PART * c))
-INLINE void fetch_block(const Kind k, const uint8_t *at, int64_t size, int64_t rows) {
+#define REST(count)                        \
+    case count:                            \
+        if (many > count) ADD_ROWS(count); \
+        break
+INLINE void fetch_block(const uint8_t *at, int64_t size) {
     for (int64_t c = 0; c < size; c += 64) {
         __builtin_prefetch(at + AHEAD + c);
-        if (!k.high || rows > FEW_ROWS) __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
+        __builtin_prefetch(at + FAR_AHEAD + c, 0, 2);
     }
 }
 /* sums[row][16] of rows [row, row + rows) with a panel. */
@@ -149,33 +156,34 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                      float (*sums)[PANEL_OUTPUTS]) {
     const Kind k = kind_of(type);
     const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
+    const int many = k.halves && MANY > 4 ? 4 : MANY; /* sums of halves leave no registers for more */
     Super super = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
             super_of(k, &super, at);
             at += head_bytes(k);
         }
-        fetch_block(k, at, size, rows);
+        fetch_block(at, size);
         for (int c = 0; c < PANEL_OUTPUTS / PART; c += WIDE) {
             Weights weights;
             weights_of(k, &weights, at, &super, c);
             const vb(*w)[8] = weights.w;
             IN_MEMORY(w, weights.w);
             int64_t r = 0;
-            for (; r + MANY <= rows; r += MANY) ADD_ROWS(MANY);
+            for (; r + many <= rows; r += many) ADD_ROWS(many);
             switch (rows - r) {
 #if MANY > 4
-            case 7: ADD_ROWS(7); break;
-            case 6: ADD_ROWS(6); break;
-            case 5: ADD_ROWS(5); break;
-            case 4: ADD_ROWS(4); break;
+                REST(7);
+                REST(6);
+                REST(5);
+                REST(4);
 #endif
 #if MANY > 2
-            case 3: ADD_ROWS(3); break;
-            case 2: ADD_ROWS(2); break;
+                REST(3);
+                REST(2);
 #endif
 #if MANY > 1
-            case 1: ADD_ROWS(1); break;
+                REST(1);
 #endif
             }
         }
