@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, d
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            for rows in (1, 2, 3, 8, 31, 32, 33, 64, 101):
+            for rows in (1, 2, 3, 4, 5, 6, 7, 8, 31, 32, 33, 64, 101):
                 found = torch.cat(
                     [
                         gemm(*pair)

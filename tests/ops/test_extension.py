@@ -16,8 +16,7 @@ WORDS = {  # of /proc/cpuinfo, where they differ
 @pytest.mark.parametrize(
     ("lacks", "best"),
     [
-        (set(), "amx"),
-        ({"amx_int8"}, "avx512_bf16"),
+        (set(), "avx512_bf16"),
         ({"avx512_bf16"}, "avx512"),
         ({"avx512_vbmi"}, "avx512"),
         ({"avx512vl"}, "avx_vnni"),
@@ -51,8 +50,7 @@ def test_the_features_are_those_that_linux_names(fresh: pytest.MonkeyPatch) -> N
         pytest.skip("Linux does not list them here")
     every, features = {feature for isa in known_sets() for feature in isa.needs}, set(_plain.cpu_features())
     named = {name for name in every if WORDS.get(name, name) in found}
-    asked_for = {"amx_tile", "amx_int8"}  # and may be refused
-    assert named - asked_for == every & features - asked_for and every & features <= named
+    assert named == every & features
 
 
 def test_the_best_set_is_chosen_or_the_one_that_is_named(fresh: pytest.MonkeyPatch) -> None:
@@ -63,17 +61,6 @@ def test_the_best_set_is_chosen_or_the_one_that_is_named(fresh: pytest.MonkeyPat
         assert extension.chosen_isa() == isa
     fresh.setenv("DRAFTWING_NATIVE", "0")
     assert extension.chosen_isa() is None
-
-
-def test_a_set_that_must_be_named_is_not_chosen_otherwise(fresh: pytest.MonkeyPatch) -> None:
-    from draftwing.ops.cpu import _plain
-
-    by_name = [isa for isa in extension.built_sets() if isa.only_by_name]
-    fresh.setattr(_plain, "cpu_features", lambda: [name for isa in known_sets() for name in isa.needs])
-    assert not set(by_name) & set(extension.usable_sets())
-    for isa in by_name:
-        fresh.setenv("DRAFTWING_CPU_ISA", isa.name)
-        assert extension.chosen_isa() == isa
 
 
 def test_a_set_that_is_not_there_is_refused_with_those_that_are(fresh: pytest.MonkeyPatch) -> None:

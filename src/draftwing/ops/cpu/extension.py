@@ -71,8 +71,8 @@ def chosen_isa() -> Isa | None:
 
 @functools.cache
 def usable_sets() -> tuple[Isa, ...]:
-    """Returns the sets that were built and that this CPU runs, from the plainest to the best, without those that
-    somebody must name. `plain` shows what the CPU has: if it is missing, there are none."""
+    """Returns the sets that were built and that this CPU runs, from the plainest to the best. `plain` shows what the
+    CPU has: if it is missing, there are none."""
     built = built_sets()
     if PLAIN not in built:
         return ()
@@ -80,8 +80,7 @@ def usable_sets() -> tuple[Isa, ...]:
         features = importlib.import_module(PLAIN.module_name).cpu_features()
     except ImportError:  # of another Python, or another libc
         return ()
-    named = os.environ.get("DRAFTWING_CPU_ISA")
-    return tuple(isa for isa in runnable_sets(features) if isa in built and (not isa.only_by_name or isa.name == named))
+    return tuple(isa for isa in runnable_sets(features) if isa in built)
 
 
 def built_sets() -> tuple[Isa, ...]:

@@ -17,13 +17,11 @@ INTERFACE = (
 
 class Isa(NamedTuple):
     """name: of the set; the module is `module_name`. flags: the compiler's. needs: what a CPU must have to run it, in
-    the words of `csrc/features.c`: no flag may allow an instruction that is not among them. only_by_name: whether it
-    runs where DRAFTWING_CPU_ISA names it and not otherwise."""
+    the words of `csrc/features.c`: no flag may allow an instruction that is not among them."""
 
     name: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    only_by_name: bool = False
 
     @property
     def module_name(self) -> str:
@@ -39,7 +37,6 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX2 = "-march=x86-64-v3", "-mtune=skylake-avx512"
 _WIDE = "-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"
 _BF16 = *_WIDE, "-mavx512bf16", "-mavx512vbmi"
-_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"}
 _DOTPROD = frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})
 
 # From the plainest to the best.
@@ -49,9 +46,8 @@ _SETS = {
         Isa("avx2", _AVX2, _V3),
         Isa("avx_vnni", (*_AVX2, "-mavxvnni"), _V3 | {"avx_vnni"}),
         Isa("avx512", _WIDE, _V4 | {"avx512_vnni"}),
-        Isa("avx512_bf16", _BF16, _V4_BF16),  # what Zen 4 and Sapphire Rapids share, as far as kernels ask for it
-        # By name: where it was timed it was as fast as the one before.
-        Isa("amx", (*_BF16, "-mamx-tile", "-mamx-int8"), _V4_BF16 | {"amx_tile", "amx_int8"}, only_by_name=True),
+        # What Zen 4 and Sapphire Rapids share, as far as kernels ask for it. None for AMX: its tiles were never faster.
+        Isa("avx512_bf16", _BF16, _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"}),
     ),
     "aarch64": (
         PLAIN,

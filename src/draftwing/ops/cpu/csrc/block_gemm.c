@@ -9,7 +9,6 @@
    are computed together, and `dots`. */
 
 #include "dots.h"
-#include "tiles.h"
 
 #define TILE 32
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
@@ -93,17 +92,35 @@ INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
     return (Block){x->bytes + at * BLOCK, x->scales + at, x->sums + at, x->less + 3 * at};
 }
 
+/* A block's sum times its scale. With vectors of 64 bytes a sum begins with the bits of 1.5 * 2^23, so what it comes to are
+   those of that float plus the sum. Nothing converts it then: the product with 1.5 * 2^23 is a float itself, and is taken
+   off before anything is rounded. Not so of MXFP4, whose scales may be too large, and of blocks with two scales, where it
+   takes longer on Zen 4. */
+#if PART == 16
+#define FROM(k) ((k).mx || (k).halves ? 0 : 0x4b400000)
+INLINE pf value_of(const Kind k, vn sum, pf scale) {
+    if (!FROM(k)) return floats_of(sum) * scale;
+    return (pf)_mm512_fmadd_ps((__m512)sum, scale, scale * -12582912.0f);
+}
+#else
+#define FROM(k) 0
+INLINE pf value_of(const Kind k, vn sum, pf scale) { return floats_of(sum) * scale; }
+#endif
 /* Adds a row's products with a block, times their scales, to `sum` [PART]. */
 INLINE void add_value(const Kind k, float *sum, pf value, pf second, Block x, int64_t r) {
     pf y = part_at(sum) + value * every_float(x.scales[r]);
     if (k.min) y += second * every_float(x.sums[r]);
     memcpy(sum, &y, sizeof y);
 }
-/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale, else of all of it. */
+/* The sums of q times x, without `Kind.zero`: of half a block where each has a scale of its own, else of all of it. They
+   begin with FROM (see `value_of`). */
 INLINE void products_of(const Kind k, const vb (*w)[8], Block x, const int half, const int rows, vn (*whole)[WIDE]) {
     const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED), all = k.halves ? half : 2;
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE; c++) whole[r][c] = takes_zero ? every(x.less[3 * r + all]) << k.zero : (vn){0};
+    for (int r = 0; r < rows; r++) {
+        const int32_t less = takes_zero ? x.less[3 * r + all] : 0;
+        for (int c = 0; c < WIDE; c++)
+            whole[r][c] = FROM(k) ? every(FROM(k) + less * (1 << k.zero)) : every(less) << k.zero;
+    }
     dots(k, w, x.bytes, 4 * half, k.halves ? 4 * half + 4 : 8, rows, whole);
 }
 /* Adds a block's products to sums[row][16] of `rows` rows, up to MANY, for WIDE parts from where `sums` begins. */
@@ -113,17 +130,21 @@ INLINE void add_rows(const Kind k, const vb (*w)[8], const Weights *of, Block x,
     pf value[MANY][WIDE];
     products_of(k, w, x, 0, rows, whole);
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE; c++) value[r][c] = floats_of(whole[r][c]) * of->scale[c];
+        for (int c = 0; c < WIDE; c++) value[r][c] = value_of(k, whole[r][c], of->scale[c]);
     if (k.halves) {
         products_of(k, w, x, 1, rows, whole);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < WIDE; c++) value[r][c] += floats_of(whole[r][c]) * of->second[c];
+            for (int c = 0; c < WIDE; c++) value[r][c] += value_of(k, whole[r][c], of->second[c]);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < WIDE; c++) add_value(k, sums[r] + PART * c, value[r][c], of->second[c], x, r);
 }
 
 #define ADD_ROWS(count) add_rows(k, w, &weights, block_of(x, b, row + r), count, (void *)(sums[r] + PART * c))
+#define REST(count)                        \
+    case count:                            \
+        if (many > count) ADD_ROWS(count); \
+        break
 INLINE void fetch_block(const uint8_t *at, int64_t size) {
     for (int64_t c = 0; c < size; c += 64) {
         __builtin_prefetch(at + AHEAD + c);
@@ -135,6 +156,7 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                      float (*sums)[PANEL_OUTPUTS]) {
     const Kind k = kind_of(type);
     const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
+    const int many = k.halves && MANY > 4 ? 4 : MANY; /* sums of halves leave no registers for more */
     Super super = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
@@ -148,75 +170,29 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
             const vb(*w)[8] = weights.w;
             IN_MEMORY(w, weights.w);
             int64_t r = 0;
-            for (; r + MANY <= rows; r += MANY) ADD_ROWS(MANY);
+            for (; r + many <= rows; r += many) ADD_ROWS(many);
             switch (rows - r) {
+#if MANY > 4
+                REST(7);
+                REST(6);
+                REST(5);
+                REST(4);
+#endif
 #if MANY > 2
-            case 3: ADD_ROWS(3); break;
-            case 2: ADD_ROWS(2); break;
+                REST(3);
+                REST(2);
 #endif
 #if MANY > 1
-            case 1: ADD_ROWS(1); break;
+                REST(1);
 #endif
             }
         }
     }
 }
 
-#if HAS_TILES
-/* A block between its products and their scales. */
-typedef struct {
-    Weights weights;
-    int32_t whole[2][TILE][PANEL_OUTPUTS]; /* of both halves, or of all in the first */
-} Halfway;
-INLINE void begin_block(const Kind k, Halfway *to, const uint8_t *at, const Super *super, const int8_t *x,
-                        const Tiles *t, int turn) {
-    vb *w = to->weights.w[0];
-    weights_of(k, &to->weights, at, super, 0);
-    for (int g = 0; g < 8 && k.zero; g++) w[g] -= (uint8_t)(1 << k.zero);
-    multiply_tiles(t, w, x, to->whole[0], k.halves ? 0 : turn);
-    if (k.halves) multiply_tiles(t, w + 4, x + BLOCK / 2, to->whole[1], 1);
-}
-INLINE void end_block(const Kind k, const Halfway *of, Block x, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
-    for (int64_t r = 0; r < rows; r++) {
-        pi whole[2];
-        for (int half = 0; half < 1 + k.halves; half++) memcpy(&whole[half], of->whole[half][r], sizeof *whole);
-        pf value = floats_of(whole[0]) * of->weights.scale[0];
-        if (k.halves) value += floats_of(whole[1]) * of->weights.second[0];
-        add_value(k, sums[r], value, of->weights.second[0], x, r);
-    }
-}
-/* As `panel_of`, by tiles. Scales of a block are applied while tiles multiply the next one. */
-INLINE void panel_by_tiles(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                           float (*sums)[PANEL_OUTPUTS], Tiles *t) {
-    const Kind k = kind_of(type);
-    const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
-    Super super = {0};
-    Halfway halfway[2];
-    size_tiles(t, rows, k.halves ? 4 : 8);
-    for (int64_t b = 0; b < blocks; b++, at += size) {
-        if (k.super && b % SUPER == 0) {
-            super_of(k, &super, at);
-            at += head_bytes(k);
-        }
-        fetch_block(at, size);
-        begin_block(k, &halfway[b % 2], at, &super, block_of(x, b, row).bytes, t, b % 2);
-        if (b) end_block(k, &halfway[(b - 1) % 2], block_of(x, b - 1, row), rows, sums);
-    }
-    end_block(k, &halfway[(blocks - 1) % 2], block_of(x, blocks - 1, row), rows, sums);
-}
-#define BY_TILES(type)                                   \
-    if (rows >= FEWEST) {                                \
-        panel_by_tiles(type, x, at, row, rows, sums, t); \
-        return;                                          \
-    }
-#else
-#define BY_TILES(type)
-#endif
-
 #define OF_TYPE(type)                                                                        \
     static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
-                             float (*sums)[PANEL_OUTPUTS], Tiles *t) {                       \
-        BY_TILES(type)                                                                       \
+                             float (*sums)[PANEL_OUTPUTS]) {                                 \
         panel_of(type, x, at, row, rows, sums);                                              \
     }
 OF_TYPE(Q4_0)
@@ -229,17 +205,17 @@ OF_TYPE(Q5_K)
 OF_TYPE(Q6_K)
 OF_TYPE(MXFP4)
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                  float (*sums)[PANEL_OUTPUTS], Tiles *t) {
+                  float (*sums)[PANEL_OUTPUTS]) {
     switch (type) {
-    case Q4_0: panel_Q4_0(x, at, row, rows, sums, t); break;
-    case Q4_1: panel_Q4_1(x, at, row, rows, sums, t); break;
-    case Q5_0: panel_Q5_0(x, at, row, rows, sums, t); break;
-    case Q5_1: panel_Q5_1(x, at, row, rows, sums, t); break;
-    case Q8_0: panel_Q8_0(x, at, row, rows, sums, t); break;
-    case Q4_K: panel_Q4_K(x, at, row, rows, sums, t); break;
-    case Q5_K: panel_Q5_K(x, at, row, rows, sums, t); break;
-    case Q6_K: panel_Q6_K(x, at, row, rows, sums, t); break;
-    case MXFP4: panel_MXFP4(x, at, row, rows, sums, t); break;
+    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
+    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
+    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
+    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
+    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
+    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
+    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
+    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
+    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
     }
 }
 
@@ -347,7 +323,6 @@ static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int
 }
 void multiply_blocks(const Product *p, int64_t from, int64_t to) {
     const int64_t *blocks = p->blocks;
-    Tiles tiles = {0};
     for (int64_t i = 0; i < blocks[0]; i++) {
         const Part part = part_of(blocks, i);
         const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
@@ -359,12 +334,11 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
                 const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
                 float sums[TILE][PANEL_OUTPUTS];
                 memset(sums, 0, (size_t)rows * sizeof *sums);
-                panel(part.type, &p->rounded, at, row, rows, sums, &tiles);
+                panel(part.type, &p->rounded, at, row, rows, sums);
                 put(p, sums, row, rows, output, count);
             }
         }
     }
-    release_tiles(&tiles);
 }
 
 typedef struct {

@@ -9,17 +9,10 @@ typedef struct {
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
-enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_D, LEAF_7_1_A, LEAF_EXT_C, WORDS };
+enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_1_A, LEAF_EXT_C, WORDS };
 #define YMM 0x06u
 #define ZMM 0xe6u
-#define TILES 0x60000u
-#define TILE_DATA 18               /* the state's number */
-#define ARCH_REQ_XCOMP_PERM 0x1023 /* of arch_prctl */
 static const Feature features[] = {
     {"sse4_2", LEAF_1_C, 20, 0},         {"movbe", LEAF_1_C, 22, 0},        {"popcnt", LEAF_1_C, 23, 0},
     {"lzcnt", LEAF_EXT_C, 5, 0},         {"bmi1", LEAF_7_B, 3, 0},          {"bmi2", LEAF_7_B, 8, 0},
@@ -27,17 +20,8 @@ static const Feature features[] = {
     {"avx2", LEAF_7_B, 5, YMM},          {"avx_vnni", LEAF_7_1_A, 4, YMM},  {"avx512f", LEAF_7_B, 16, ZMM},
     {"avx512dq", LEAF_7_B, 17, ZMM},     {"avx512cd", LEAF_7_B, 28, ZMM},   {"avx512bw", LEAF_7_B, 30, ZMM},
     {"avx512vl", LEAF_7_B, 31, ZMM},     {"avx512_vbmi", LEAF_7_C, 1, ZMM}, {"avx512_vnni", LEAF_7_C, 11, ZMM},
-    {"avx512_bf16", LEAF_7_1_A, 5, ZMM}, {"amx_tile", LEAF_7_D, 24, TILES}, {"amx_int8", LEAF_7_D, 25, TILES},
+    {"avx512_bf16", LEAF_7_1_A, 5, ZMM},
 };
-
-/* Linux lets a process use tiles after it has asked, once for all of its threads. */
-static int may_use_tiles(void) {
-#if defined(__linux__)
-    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA);
-#else
-    return 0;
-#endif
-}
 
 /* words: some of cpuid's, by what `Feature` calls them -> what the operating system keeps of a thread's registers. */
 static uint32_t read_words(uint32_t *words) {
@@ -48,8 +32,6 @@ static uint32_t read_words(uint32_t *words) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return kept;
     words[LEAF_7_B] = b;
     words[LEAF_7_C] = c;
-    words[LEAF_7_D] = d;
-    if ((kept & TILES) == TILES && !may_use_tiles()) kept &= ~TILES;
     if (a && __get_cpuid_count(7, 1, &a, &b, &c, &d)) words[LEAF_7_1_A] = a;
     return kept;
 }
