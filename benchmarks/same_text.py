@@ -65,8 +65,8 @@ def answers(args: argparse.Namespace, prompts: Sequence[str], way: Way) -> tuple
         {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True}
         for i in range(len(prompts))
     ]
-    given = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1, **args.options}
-    given["sampling_defaults"] = "openai"
+    given: dict[str, Any] = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1}
+    given |= {"sampling_defaults": "openai", **args.options}  # those of `SamplingParams`, in both kinds of runs
     if args.draft and way.drafter not in WITHOUT_MODEL:
         given["speculative_draft_model_path"] = args.draft
     with LLM(args.model, speculative_algorithm=way.drafter, **(given | way.options)) as llm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -345,7 +345,7 @@ class MixedAttend(Attend):
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         weights = weights._replace(fp8=False)
         made = [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
-        return torch.cat([x for x in made if isinstance(x, Tensor)])
+        return torch.cat(cast("list[Tensor]", made))
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,

@@ -11,7 +11,7 @@ from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.core import PLAIN, Chunk, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
-from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.graphs.cuda import WANTED, Key
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.requests.request import LogprobParams
 from draftwing.sched.state_slots import StateSizes
@@ -386,5 +386,13 @@ def test_graphs_are_wanted_for_the_time_that_launches_lose(harness, model, monke
     assert prefills.wanted == pytest.approx(1.1 / prefill_graphs.MIXED_WANTED) and not executor.wants_capture
     prefills.launched(chunks, key, 1.0)
     assert executor.wants_capture
+    # What is wanted most comes first, of both kinds: while requests run, and while nobody does.
+    steps = executor.graphs.later
+    steps[Key(PLAIN, 2)] = 2 * WANTED
+    executor.capture_next()
+    assert not steps and executor.wants_capture
     executor.capture_next()
     assert {size for size, _ in prefills.later} == {30} and not executor.wants_capture
+    steps[Key(PLAIN, 2)] = 1
+    executor.capture_next()
+    assert steps and not prefills.later, "a fifth of a launch, and one step of 16"

@@ -83,8 +83,8 @@ class GraphCache:
 
     @property
     def wanted(self) -> float:
-        """Returns how often steps were padded further for want of a graph, at most, in `WANTED`; from 1 on it is worth
-        an interruption."""
+        """Returns how many steps were padded further for want of the same graph, at most, over `WANTED`; from 1 on that
+        graph is worth an interruption."""
         return max(self.later.values(), default=0) / WANTED
 
     def set_rows(self, rows: IntArray, size: int) -> None:

@@ -43,8 +43,8 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
-# Times what a launch takes: where so much time was lost for want of a graph it is captured while requests run, which
-# takes as long (on an H100 50 ms, as two launches of 32 layers).
+# Launches of a forward: where the time of so many was lost for want of a graph, it is captured while requests run. A
+# capture takes as long (on an H100 50 ms, as two launches of 32 layers).
 MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
@@ -161,8 +161,8 @@ class PrefillGraphs:
 
     @property
     def wanted(self) -> float:
-        """Returns how much of what a capture takes was lost for want of it, at most; from 1 on it is worth an
-        interruption."""
+        """Returns how much time was lost for want of the same graph, at most, over what a capture takes; from 1 on that
+        graph is worth an interruption."""
         return max(self.later.values(), default=0.0) / MIXED_WANTED
 
     def launched(self, chunks: Sequence[Chunk], key: Key, seconds: float) -> None:

@@ -336,10 +336,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
     """Returns x + delta, and its norm as `rms_norm_fp8` does."""
-    total, rows = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        _room_for(x),
-    )
+    total, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _room_for(x)
     _run_add_rms_norm(total, rows.x, rows, x, delta, weight, eps)
     return total, rows
 
