@@ -25,8 +25,8 @@ from draftwing.sched.results import NOT_FINITE_MESSAGE
 log = logging.getLogger("draftwing")
 
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
-# The same of the first ones of each shape, counted from the prompt's end, where nothing is known of them: without them a
-# large model's first answers are drafted by guesses. A 4B in Q4_K takes one second on two cores.
+# The same of the first ones of each shape, counted from the prompt's end, where no earlier start knows what they cost:
+# without them a large model's first answers are drafted by guesses. A 4B in Q4_K takes one second on two cores.
 FIRST_SECONDS = 2.5
 PROMPT = 32  # tokens
 COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
