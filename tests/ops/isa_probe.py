@@ -258,6 +258,24 @@ def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
 
 @case
+def blocks_at_their_ends(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """The largest sums of both signs, with scales of any size, and few rows beside each other."""
+    scales = torch.tensor([6e-8, -6e-8, 5.9e-5, -0.37, 65504.0, 0.0, -0.0, 1.0], dtype=torch.float16)
+    x = torch.full((9, 512), 127.0)
+    x[1], x[2, ::2], x[3], x[4], x[5] = -127, -127, 1e-38, 1e-41, 0
+    for kind, (values, size, halves) in BLOCKS.items():
+        for fill in (0x00, 0xFF, 0x7F, 0x80):
+            data = torch.full((40, 512 // values, size), fill, dtype=torch.uint8)
+            for at in halves:
+                data[:, :, at : at + 2] = scales.repeat(5)[:, None, None].view(torch.uint8)
+            if kind == "MXFP4":  # an exponent
+                data[:, :, 0] = torch.tensor([0, 1, 2, 3, 100, 127, 200, 201], dtype=torch.uint8).repeat(5)[:, None]
+            gemm = ops.block_gemm([BlockRows(kind, data.view(40, -1), 512)], dtype)
+            for rows in range(1, 10):
+                yield gemm(x[:rows].to(dtype), None, None)
+
+
+@case
 def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     count, hidden, ffn = 21, 96, 64
     for kind, limit, routing in (

@@ -97,7 +97,8 @@ def test_the_largest_numbers_fit(ops: CpuOps, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, dtype: torch.dtype) -> None:
-    parts = [blocks("Q4_1", 48, 256, 1), blocks("Q6_K", 16, 256, 2), blocks("Q8_0", 37, 256, 3)]
+    kinds = (("Q4_1", 16), ("Q6_K", 16), ("Q4_K", 16), ("MXFP4", 16), ("Q8_0", 37))
+    parts = [blocks(kind, outputs, 256, seed) for seed, (kind, outputs) in enumerate(kinds)]
     gemm, before = ops.block_gemm(parts, dtype), torch.get_num_threads()
     x = torch.randn(101, 256, generator=torch.Generator().manual_seed(4)).to(dtype)
     residual = torch.randn(101, 101, generator=torch.Generator().manual_seed(5)).to(dtype)

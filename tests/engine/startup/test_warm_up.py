@@ -111,6 +111,18 @@ def test_every_shape_of_a_large_model_has_a_price(model: str, monkeypatch: pytes
         assert llm.engine.parts.costs.complete
 
 
+def test_steps_whose_costs_are_known_take_no_time_of_a_start(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Plan] = []
+    monkeypatch.setattr(warming, "SECONDS", 0.0)
+    with load(model, **NGRAM) as llm:
+        parts = llm.engine.parts
+        executor, menu = parts.executor, parts.sched.choice.policy.menu
+        launch = executor.launch
+        monkeypatch.setattr(executor, "launch", lambda plan: (ran.append(plan), launch(plan))[1])
+        warming.warm_up(executor, parts.pool, menu, None)
+        assert [plan.kind for plan in ran] == ["prefill"]
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_plain_steps_have_a_price_where_parts_of_prompts_are_beside_them(
     model: str, unhurried: None, mixed: bool

@@ -337,6 +337,26 @@ def test_they_are_kept() -> None:
     assert fewer.complete and fewer.seconds(CHAIN, 1, 0) == cost.seconds(CHAIN, 1, 0)
 
 
+def test_what_too_few_steps_have_measured_is_not_kept() -> None:
+    """The next start would believe it."""
+    cost = measured(False, menu=(PLAIN,))
+    for count in range(DOUBT):
+        again = StepCost.from_json(cost.to_json(), MENU, False)
+        assert cost.guessed(TREE, 1) and again.guessed(TREE, 1) and not again.complete, count
+        cost.record(TREE, 1, 0, (1 if count else 3) * true_seconds(TREE, 1, 0))
+    again = StepCost.from_json(cost.to_json(), MENU, False)
+    assert not again.guessed(TREE, 1) and again.seconds(TREE, 1, 0) == pytest.approx(true_seconds(TREE, 1, 0))
+
+
+def test_a_guess_that_is_too_high_in_fewer_threads_disproves_nothing() -> None:
+    cost = measured(False)
+    kept = cost.to_json()["measured"]
+    cost.threads = 0.5
+    for _ in range(2 * DOUBT):
+        cost.record(PLAIN, 64, 0, 0.1 * true_seconds(PLAIN, 64, 0))
+    assert [point for point in cost.to_json()["measured"] if point[1] < 64] == kept
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -128,6 +128,20 @@ def test_large_models_find_the_best_shape_in_their_first_steps(hit: float, first
 
 
 @pytest.mark.parametrize("hit", [0.4, 0.65, 0.9])
+@pytest.mark.parametrize("before", [[(1, 3)], [(1, 5)], [(3, 4), (4, 4)]])
+def test_too_few_steps_of_a_smaller_batch_are_not_believed(hit: float, before: list[tuple[int, int]]) -> None:
+    """before: rows and steps, until one row more comes and stays."""
+    for seed in range(4):
+        world = Unmeasured(1, 1.0, seed)
+        policy = TreePolicy(world.menu, StepCost(world.menu, False))
+        for rows, steps in before:
+            world.run(policy, [hit] * rows, steps)
+        hits = [hit] * (before[-1][0] + 1)
+        rate, _ = world.run(policy, hits, 80)
+        assert rate > 0.92 * max(world.rate(shape, hits) for shape in world.menu)
+
+
+@pytest.mark.parametrize("hit", [0.4, 0.65, 0.9])
 @pytest.mark.parametrize("slower", [1.5, 2.5, 4.0])
 def test_a_machine_that_is_slower_than_at_the_start(slower: float, hit: float) -> None:
     """Drafts show it first, then plain steps: it is the machine, which makes no drafts dearer that have shown it."""

@@ -25,8 +25,8 @@ from draftwing.sched.results import NOT_FINITE_MESSAGE
 log = logging.getLogger("draftwing")
 
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
-# The same of the first ones of each shape, behind the prompt: without them a large model's first answers are drafted by
-# guesses. A 4B in Q4_K takes one on two cores.
+# The same of the first ones of each shape, counted from the prompt's end, where no earlier start knows what they cost:
+# without them a large model's first answers are drafted by guesses. A 4B in Q4_K takes one second on two cores.
 FIRST_SECONDS = 2.5
 PROMPT = 32  # tokens
 COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
@@ -50,10 +50,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
     try_prompt(executor)
     tokens = min(PROMPT, executor.table.length // 2)
     menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    met, began = set[TreeShape](), time.monotonic()
+    until = started + SECONDS if cost is None else time.monotonic() + FIRST_SECONDS
+    met = set[TreeShape]()
     with experts_at_random(executor):
         for shape in STEPS * menu[::-1]:  # plain steps first: with these others can be guessed
-            if time.monotonic() > began + FIRST_SECONDS:
+            if time.monotonic() > until:
                 break
             seconds = _run(executor, _step(executor.table.rows, shape, tokens))
             if cost is not None and shape in met:

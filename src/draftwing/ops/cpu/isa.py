@@ -46,7 +46,7 @@ _SETS = {
         Isa("avx2", _AVX2, _V3),
         Isa("avx_vnni", (*_AVX2, "-mavxvnni"), _V3 | {"avx_vnni"}),
         Isa("avx512", _WIDE, _V4 | {"avx512_vnni"}),
-        # What Zen 4 and Sapphire Rapids share, as far as kernels ask for it. None for AMX: its tiles were never faster.
+        # What Zen 4 and Sapphire Rapids share, as far as kernels ask for it. None for AMX: its tiles gained nothing.
         Isa("avx512_bf16", _BF16, _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"}),
     ),
     "aarch64": (

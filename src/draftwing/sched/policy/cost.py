@@ -110,12 +110,16 @@ class StepCost:
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is near."""
-        return self._table.near(shape, batch)
+        return bool(self._table.near(shape, batch))
 
     def guessed(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether neither the shape at such a size nor anything like it was measured, or too little to be
         believed."""
-        return (shape, batch) in self._unsure or not (self.known(shape, batch) or self._table.by_rows(shape, batch))
+        sizes = self._table.near(shape, batch)
+        unsure = [size for size in sizes if (shape, size) in self._unsure]
+        if not sizes:
+            return not self._table.by_rows(shape, batch)
+        return batch in unsure or len(unsure) == len(sizes)
 
     @property
     def complete(self) -> bool:
@@ -146,7 +150,7 @@ class StepCost:
         if self.threads < 1 and expected is not None and not self.guessed(shape, batch):
             self._correct(shape, batch.bit_length(), math.log(seconds / expected))
             return
-        if expected is not None and self._too_fast(shape, batch, seconds, expected):
+        if expected is not None and self.threads == 1 and self._too_fast(shape, batch, seconds, expected):
             self._doubts += 1
             self._doubts_of[shape] = self._doubts_of.get(shape, 0) + 1
             if max(self._doubts, self._doubts_of[shape]) < DOUBT:
@@ -202,9 +206,10 @@ class StepCost:
         if longer is not None:
             return self._sampled_longer(step, longer, seconds)
         samples = self._samples.get(step, 0)
-        if samples == DOUBT or (not samples and self.known(shape, batch)):
+        guessed = self.guessed(*step)
+        if samples == DOUBT or (not samples and self.known(*step) and not guessed):
             return False
-        if not samples and self.guessed(*step):
+        if not samples and guessed:
             self._unsure.add(step)
         elif samples + 1 == DOUBT:
             self._unsure.discard(step)
@@ -249,14 +254,18 @@ class StepCost:
     # -- keeping it for the next start --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all that is known of steps, for `from_json`."""
+        """Returns all that is known of steps, for `from_json`; what too few steps have measured is not."""
         usual = self._factors[1.0]
         factors: list[tuple[list[int] | None, int, float]] = [(None, *speed) for speed in usual.speed.items()]
         factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in usual.own.items()]
         return {
             "version": VERSION,
             "stepwise": self.stepwise,
-            "measured": [[list(shape), *point] for shape, *point in self._table.points()],
+            "measured": [
+                [list(shape), batch, *point]
+                for shape, batch, *point in self._table.points()
+                if (shape, batch) not in self._unsure
+            ],
             "corrections": [[shape, bucket, math.exp(factor)] for shape, bucket, factor in factors],
         }
 

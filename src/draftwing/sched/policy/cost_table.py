@@ -82,10 +82,9 @@ class CostTable:
                 for context, seconds in found.items():
                     yield shape, batch, context, seconds
 
-    def near(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether the shape was measured at a size that is less than twice or half as large."""
-        sizes = self._measured.get(shape)
-        return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
+    def near(self, shape: TreeShape, batch: int) -> list[int]:
+        """Returns the measured sizes of a shape that are at most twice or half as large."""
+        return [size for size in self._measured.get(shape, ()) if batch <= 2 * size and size <= 2 * batch]
 
     def by_rows(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain

@@ -95,7 +95,7 @@ INLINE Block block_of(const Rounded *x, int64_t block, int64_t row) {
 /* A block's sum times its scale. With vectors of 64 bytes a sum begins with the bits of 1.5 * 2^23, so what it comes to are
    those of that float plus the sum. Nothing converts it then: the product with 1.5 * 2^23 is a float itself, and is taken
    off before anything is rounded. Not so of MXFP4, whose scales may be too large, and of blocks with two scales, where it
-   takes longer on Zen 4. */
+   takes longer on Zen 4. An infinite scale, which no sound file has, gives NaN here and perhaps infinity elsewhere. */
 #if PART == 16
 #define FROM(k) ((k).mx || (k).halves ? 0 : 0x4b400000)
 INLINE pf value_of(const Kind k, vn sum, pf scale) {
