@@ -106,6 +106,16 @@ def test_one_beside_a_dense_part_is_dequantised() -> None:
     assert not isinstance(layer.op, (Fp8Linear, PackedLinear))
 
 
+def test_scales_that_16_bits_cannot_have() -> None:
+    """With activations in fp8 they can be anything; a part beside that needs 16 bits has the matrix dequantised."""
+    large = fp8(128)._replace(scales=torch.full((1, 2), 200.0))
+    assert isinstance(made(large).op, Fp8Linear)
+    layer, other = made(large, fp8(64, dynamic=False, seed=1)), fp8(64, seed=1)
+    assert not isinstance(layer.op, (Fp8Linear, PackedLinear))
+    torch.testing.assert_close(layer.dense_weight()[:128], large.dense(BF16), rtol=0, atol=0)
+    torch.testing.assert_close(layer.dense_weight()[128:], other.dense(BF16), rtol=2.0**-7, atol=0)
+
+
 def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
     config = decoder_config(
         hidden_size=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64, ffn_size=192, vocab_size=16,
