@@ -80,7 +80,7 @@ class Kernel:
 @functools.cache  # a launch outside graphs waits for the host; to make them takes 3 us
 def _attributes(cluster: int, programmatic: bool) -> tuple[ctypes.Array[_Attribute], int]:
     """Returns those of a launch, which nobody changes, and how many they are."""
-    found = [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if programmatic else []
+    found: list[tuple[int, tuple[int, ...]]] = [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if programmatic else []
     if cluster:  # the query of clusters wants it of one block, too
         found.append((_CLUSTER_DIMENSION, (cluster, 1, 1)))
     made = [_Attribute(id=number, value=(ctypes.c_uint * 16)(*values)) for number, values in found]
