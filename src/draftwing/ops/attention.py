@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -343,9 +343,9 @@ class MixedAttend(Attend):
         return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        weights = weights._replace(fp8=False)
+        weights = weights._replace(fp8=False)  # rows that are quantised cannot be joined
         made = [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
-        return torch.cat([x for x in made if isinstance(x, Tensor)])
+        return torch.cat(cast(list[Tensor], made))
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
