@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from decoder_configs import decoder_config
 from group_ops import Fp8TorchOps
+from thread_ranks import meet
 from torch import Tensor
 
 from draftwing.layers.experts import ExpertLinear
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.fp8_blocks import FP8_FROM
+from draftwing.ops.fp8_blocks import FP8_FROM, packed_rows, quantised
 from draftwing.ops.types import QuantizedRows
 from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import Share
@@ -106,6 +108,16 @@ def test_one_beside_a_dense_part_is_dequantised() -> None:
     assert not isinstance(layer.op, (Fp8Linear, PackedLinear))
 
 
+def test_scales_that_16_bits_cannot_have() -> None:
+    """With activations in fp8 they can be anything; a part beside that needs 16 bits has the matrix dequantised."""
+    large = fp8(128)._replace(scales=torch.full((1, 2), 200.0))
+    assert isinstance(made(large).op, Fp8Linear)
+    layer, other = made(large, fp8(64, dynamic=False, seed=1)), fp8(64, seed=1)
+    assert not isinstance(layer.op, (Fp8Linear, PackedLinear))
+    torch.testing.assert_close(layer.dense_weight()[:128], large.dense(BF16), rtol=0, atol=0)
+    torch.testing.assert_close(layer.dense_weight()[128:], other.dense(BF16), rtol=2.0**-7, atol=0)
+
+
 def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
     config = decoder_config(
         hidden_size=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64, ffn_size=192, vocab_size=16,
@@ -138,6 +150,27 @@ def test_shares_and_orders_of_rows() -> None:
     for part, expected in ((columns, dense[:, 128:384]), (order, dense[rows])):
         layer = made(part)
         assert isinstance(layer.op, Fp8Linear) and torch.equal(layer.dense_weight(), expected)
+
+
+def test_ranks_take_what_is_quantised() -> None:
+    """Each has columns of the weight and of x; what is quantised with it is as what is quantised for it."""
+    whole, x, found = fp8(128, 512), inputs(3, 512), {}
+    for ranks in meet(2):
+        columns = Cut(1, Share(256 * ranks.rank, 256, 512))
+        part = columns.of("w", whole)
+        assert isinstance(part, QuantizedRows)
+        layer = row_parallel(Linear(256, 128, False, BF16, torch.device("meta"), FORM), ranks)
+        assert layer.op.keep(ParamSlice("weight", 0, 128), part)
+        layer.pack(FORM.ops, PackMode())
+        assert layer.takes_fp8
+        found[ranks.rank] = layer, columns.of_tensor("x", x)
+    with ThreadPoolExecutor(2) as threads:
+        plain = [*threads.map(lambda rank: found[rank][0](found[rank][1]), found)]
+        rows = {rank: packed_rows(*quantised(share)) for rank, (_, share) in found.items()}
+        taken = [*threads.map(lambda rank: found[rank][0](rows[rank]), found)]
+    assert all(torch.equal(y, plain[0]) for y in (*plain, *taken))
+    right = rounded(x) @ whole.dense(torch.float64).T
+    torch.testing.assert_close(plain[0].double(), right, rtol=2.0**-6, atol=1e-3)
 
 
 def test_a_weight_takes_the_values_of_another() -> None:

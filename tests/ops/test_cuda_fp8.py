@@ -125,3 +125,10 @@ class TestOnGpu:
         rows = ours().quantise(x)
         assert isinstance(rows, Fp8Rows)
         assert torch.equal(ours().linear(rows, weight, None), ours().linear(x, weight, None))
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    def test_what_is_not_finite_stays_so(self, value: float) -> None:
+        weight, x = weight_of(160, 512, 4), rows_of(9, 512, 5)
+        x[3, 200] = value
+        for found in (ours().linear(x, weight, None), ours().gated(x, weight, None)):
+            assert (~found.isfinite().all(1)).nonzero().flatten().tolist() == [3] and not found[3].isfinite().any()

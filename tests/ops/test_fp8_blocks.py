@@ -75,6 +75,15 @@ def test_the_largest_value_of_a_group_becomes_the_largest_code() -> None:
     )
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """All of its row, which a server says so; no other row."""
+    weight, x = fp8_blocks.pack(rows_of(32, 256), "cpu"), inputs(3, 256)
+    x[1, 200] = value
+    found = TorchFp8Gemm().linear(x, weight, None).isfinite()
+    assert found.all(1).tolist() == [True, False, True] and not found[1].any()
+
+
 def test_parts_are_joined_and_taken_apart() -> None:
     parts = [rows_of(48, 256, 16, seed=1), rows_of(80, 256, 80, seed=2)]
     packed = [fp8_blocks.pack(part, "cpu") for part in parts]

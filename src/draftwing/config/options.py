@@ -62,10 +62,10 @@ class Options:
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "quantise weights when they are loaded; GPU: fp8 (with --fp8-activations in blocks of 16 x 128, else with a "
-        "scale for each row), w4a16 (4 bits in groups of 128); CPU: q8_0 (fp8 is the same), q4_0 (w4a16), q4_k, with "
-        "activations rounded to 8 bits; auto: q8_0 on a CPU with --dtype auto, nothing on a GPU. A quantised "
-        "checkpoint stays as it is where there are kernels; none: it is dequantised",
+        "quantise weights when they are loaded; GPU: fp8 (a scale for each row, or for 16 x 128 values where "
+        "activations are fp8, too: see --fp8-activations), w4a16 (4 bits in groups of 128); CPU: q8_0 (fp8 is the "
+        "same), q4_0 (w4a16), q4_k, with activations rounded to 8 bits; auto: q8_0 on a CPU with --dtype auto, nothing "
+        "on a GPU. A quantised checkpoint stays as it is where there are kernels; none: it is dequantised",
         choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
     )  # fmt: skip
     fp8_activations: str = option(

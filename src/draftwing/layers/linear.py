@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import pack_dense
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
 from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
@@ -85,12 +84,10 @@ class Linear(nn.Module):
 
         overwrite: once packed, the result may be written into `residual`.
         """
-        if isinstance(x, Fp8Rows):
-            if isinstance(self.op, Fp8Linear):
-                return self.op(x, self.bias, residual, overwrite)
+        if isinstance(x, Fp8Rows) and not self.op.takes_fp8:
             assert x.x is not None
             x = x.x
-        return self.op(x, self.bias, residual, overwrite)
+        return self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -101,17 +98,15 @@ class Linear(nn.Module):
     @property
     def takes_fp8(self) -> bool:
         """Returns whether its products are of activations in fp8, which may come so."""
-        return isinstance(self.op, Fp8Linear)
+        return self.op.takes_fp8
 
     def gated(self, x: Tensor | Fp8Rows, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
         GELU instead."""
         if gelu:
             return self._ops.gelu_mul(self(x))
-        if isinstance(self.op, Fp8Linear):
-            out = self.op.gated(x, self.bias)
-        else:
-            out = self.op.gated(x, self.bias) if isinstance(x, Tensor) else None
+        takes_it = isinstance(x, Tensor) or self.op.takes_fp8
+        out = self.op.gated(x, self.bias) if takes_it else None  # type: ignore[arg-type]
         return self._ops.silu_mul(self(x)) if out is None else out
 
     def dense_weight(self) -> Tensor:

@@ -343,7 +343,7 @@ class MixedAttend(Attend):
         return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        weights = weights._replace(fp8=False)
+        weights = weights._replace(fp8=False)  # rows that are quantised cannot be joined
         made = [part.delta(layer, DeltaInputs(*(x[at] for x in inputs)), weights) for part, at in self._parts]
         return torch.cat(cast("list[Tensor]", made))
 

@@ -104,6 +104,7 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
         name(types=types._replace(kv_dtype=torch.bfloat16)), name(types=types._replace(dtype=torch.bfloat16)),
         name(dataclasses.replace(options, enable_deterministic_inference=True)),
         name(dataclasses.replace(options, quantization="q4_k")),
+        name(dataclasses.replace(options, fp8_activations="none")),
         name(dataclasses.replace(options, context_length=4096)),
         name(dataclasses.replace(options, max_total_tokens=9999)),
         name(dataclasses.replace(options, speculative_ngram_max_bfs_breadth=3)),

@@ -25,6 +25,9 @@ from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import compiler_process, precompile
 from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Precompilation
+from draftwing.layers.experts import ExpertMLP
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config
 from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
@@ -539,6 +542,25 @@ def test_kernels_for_activations_in_fp8(
     (job.path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**BLOCKS, **changes}}))
     job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
     assert ((gemm_fp8.compile_ahead, capability) in precompile._products(job)) == expected
+
+
+def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have activations in 16 bits, however large they are: so those of others can take them in."""
+    experts = {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "first_k_dense_replace": 1,
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "hidden_size": 128,
+        "intermediate_size": 128, "quantization_config": BLOCKS,
+    }  # fmt: skip
+    (job.path / "config.json").write_text(json.dumps(CONFIG | experts))
+    monkeypatch.setattr(precompile, "FP8_FROM", 0)
+    config = load_config(job.path)
+    model = DecoderModel(config, torch.bfloat16, "meta")
+    precompile.hold_experts(model, torch.bfloat16, "auto", config.quantization)
+    precompile.hold_fp8(model, "auto")
+    mlp = model.layers[1].mlp
+    assert isinstance(mlp, ExpertMLP) and mlp.shared is not None and model.layers[0].mlp.gate_up.takes_fp8
+    assert mlp.gate_up.op.can_append(mlp.shared.gate_up.op) and mlp.down.op.can_append(mlp.shared.down.op)
 
 
 OF_FP8 = """

@@ -75,6 +75,7 @@ class LinearOp:
     `dense_weight` is all that one has to write; the rest is there to be overridden by what is faster.
     """
 
+    takes_fp8 = False  # whether products are of activations in fp8, which may come so (`Fp8Rows`)
     few_rows: FewRowsGemm | None = None  # what calls of several operations in one are told of it (`ops.whole_layers`)
 
     def __init__(self, layer: Linear) -> None:

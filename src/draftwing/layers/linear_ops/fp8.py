@@ -20,6 +20,8 @@ class Fp8Linear(LinearOp):
     """Activations are quantised whatever the number of rows, each row by itself, and a row's sums have one order: it
     has the same bits in plain steps, trees and prompts, with or without deterministic mode."""
 
+    takes_fp8 = True
+
     def __init__(self, layer: Linear, ops: LayerOps, weight: Fp8Blocks) -> None:
         super().__init__(layer)
         self._weight, self._gemm = weight, ops.fp8_gemm()

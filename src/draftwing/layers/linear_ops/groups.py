@@ -167,20 +167,19 @@ class Groups(Dense):
     def _whole(self) -> Part | None:
         if not self._parts:
             return None
-        whole = None if hasattr(self.layer, "weight") else joined([self._parts[at] for at in sorted(self._parts)])
-        if whole is None and any(isinstance(part, Fp8Blocks) for part in self._parts.values()):
-            self._widen_activations()
-            return self._whole()
+        parts = [self._parts[at] for at in sorted(self._parts)]
+        whole = None if hasattr(self.layer, "weight") else joined(parts) or joined([*map(self._for_16_bits, parts)])
         if whole is None:
             self._dequantise_all()
         self._parts.clear()
         return whole
 
-    def _widen_activations(self) -> None:
-        """Packs parts for activations in 16 bits, of which kernels read more together."""
-        for start, part in self._parts.items():
-            if isinstance(part, Fp8Blocks):
-                self._parts[start] = self._format.ops.pack_groups(part.quantized(), self._dtype)
+    def _for_16_bits(self, part: Part) -> Part:
+        """Returns a part for activations in 16 bits, of which kernels read more together, where it can be one."""
+        rows = part.quantized() if isinstance(part, Fp8Blocks) else None
+        if rows is None or why_not(rows, self._dtype) is not None:
+            return part
+        return self._format.ops.pack_groups(rows, self._dtype)
 
     def _dequantise_all(self) -> None:
         """What one kernel does not read at once: parts that are dense, or quantised in different ways."""

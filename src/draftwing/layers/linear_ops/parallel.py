@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.ranks import Ranks
 
@@ -43,10 +44,15 @@ class _Parallel(LinearOp):
 class RowParallel(_Parallel):
     """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
 
+    def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks) -> None:
+        super().__init__(op, ops, ranks)
+        self.takes_fp8 = op.takes_fp8
+
     def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        return self._ranks.sum_rows(self._op(x, None), bias, residual, self._ops)
+        made = self._op(x, None)  # type: ignore[arg-type]  # quantised where that `takes_fp8`
+        return self._ranks.sum_rows(made, bias, residual, self._ops)
 
 
 class VocabParallel(_Parallel):

@@ -72,18 +72,19 @@ class Kernel:
         return found.value
 
     def _config(self, grid: Sequence[int], cluster: int, programmatic: bool) -> _Config:
-        attributes = []
-        if programmatic:
-            attributes.append(_attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        if cluster:  # the query of clusters wants it of one block, too
-            attributes.append(_attribute(_CLUSTER_DIMENSION, cluster, 1, 1))
         config = _Config(*[*grid, 1, 1][:3], self._threads, 1, 1, self._shared)
-        config.attributes, config.count = (_Attribute * len(attributes))(*attributes), len(attributes)
+        config.attributes, config.count = _attributes(cluster, programmatic)
         return config
 
 
-def _attribute(number: int, *values: int) -> _Attribute:
-    return _Attribute(id=number, value=(ctypes.c_uint * 16)(*values))
+@functools.cache  # a launch outside graphs waits for the host; to make them takes 3 us
+def _attributes(cluster: int, programmatic: bool) -> tuple[ctypes.Array[_Attribute], int]:
+    """Returns those of a launch, which nobody changes, and how many they are."""
+    found: list[tuple[int, tuple[int, ...]]] = [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if programmatic else []
+    if cluster:  # the query of clusters wants it of one block, too
+        found.append((_CLUSTER_DIMENSION, (cluster, 1, 1)))
+    made = [_Attribute(id=number, value=(ctypes.c_uint * 16)(*values)) for number, values in found]
+    return (_Attribute * len(made))(*made), len(made)
 
 
 class Module:
