@@ -41,7 +41,7 @@ class Noting(Attend):
 
 class NotedOp:
     def __init__(self, op: Any, calls: list[Any]) -> None:
-        self.op, self.calls = op, calls
+        self.op, self.calls, self.takes_fp8 = op, calls, op.takes_fp8
 
     def __call__(self, *args: Any) -> Any:
         self.calls.append(self.op)
