@@ -39,9 +39,9 @@ LM_HEAD = "speculative_lm_head_quantization"
 class Ops(GroupTorchOps):
     quantized: ClassVar[list[tuple[int, str]]]  # rows and scheme of each matrix
 
-    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
         self.quantized.append((len(weight), scheme))
-        return super().quantize_groups(weight, scheme)
+        return super().quantize_groups(weight, scheme, dynamic)
 
 
 @pytest.fixture(autouse=True)
