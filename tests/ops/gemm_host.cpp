@@ -378,7 +378,6 @@ static void sync_cluster_but_producers() { meet(cluster_arrived, fibers.size() /
 static void leave_cluster() { sync_cluster_but_producers(); }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
-static float4 four_of_rank(const float* p, int rank) { return load_four_from_rank(p, rank); }
 static void add_four(const u16* p, float (&sum)[4]) {
     for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
 }

@@ -163,14 +163,19 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, beside: bool, caplog: pytest.
     check(head, model, theirs, weights)
 
 
-def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
-    theirs = reference("qwen3.5")
-    path = write(tmp_path / "m.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)}, Type.Q8_0)
+def in_blocks(folder: Path, kind: str, stored: Type) -> tuple[Path, BlockFormat, DecoderModel]:
+    """Returns a file whose matrices are blocks of `stored`, a format that makes blocks of Q8_0, and its model so."""
+    theirs = reference(kind)
+    path = write(folder / "m.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)}, stored)
     ops = make_ops(torch.device("cpu"))
     if "Q8_0" not in getattr(ops, "block_kinds", ()):
         pytest.skip("needs the C extension")
     form = BlockFormat("Q8_0", ops)
-    model = load_model(path, torch.float32, "cpu", weight_format=form)
+    return path, form, load_model(path, torch.float32, "cpu", weight_format=form)
+
+
+def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
+    path, form, model = in_blocks(tmp_path, "qwen3.5", Type.Q8_0)
     head = load_mtp_head(path, model, torch.float32, "cpu", weight_format=form)
     dense = load_mtp_head(path, model, torch.float32, "cpu")
     assert set(head.layers[0].input_proj.op.sizes) == {"Q8_0"}
@@ -181,13 +186,7 @@ def test_blocks_of_a_file_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "stored"), [("qwen3.5", "Q8_0"), ("qwen3.5-moe", "Q4_0")])
 def test_blocks_of_layers_that_nothing_replaces_stay(tmp_path: Path, kind: str, stored: str) -> None:
     """Layers that can be trained are loaded as a trained one would be; experts would take four times the memory."""
-    theirs = reference(kind)
-    path = write(tmp_path / "m.gguf", theirs.config, {**theirs.state_dict(), **layer_weights(theirs)}, Type.Q4_0)
-    ops = make_ops(torch.device("cpu"))
-    if "Q8_0" not in getattr(ops, "block_kinds", ()):
-        pytest.skip("needs the C extension")
-    form = BlockFormat("Q8_0", ops)
-    model = load_model(path, torch.float32, "cpu", weight_format=form)
+    path, form, model = in_blocks(tmp_path, kind, Type.Q4_0)
     head = load_mtp_head(path, model, torch.float32, "cpu", weight_format=form, as_stored=False)
     assert set(head.layers[0].input_proj.op.sizes) == {stored}
 

@@ -1,4 +1,5 @@
-// Follows gemm.cu: bulk copies from global to shared memory and the barriers that report them (compute capability 9.0).
+// Follows gemm.cu: bulk copies from global to shared memory, the barriers that report them, and loads of four from another
+// block's shared memory (compute capability 9.0).
 
 #ifndef ON_HOST
 typedef unsigned long long Barrier;
@@ -43,5 +44,15 @@ __device__ __forceinline__ void wait_barrier(Barrier* barrier, int parity) {
             shared_at(barrier)),
         "r"(parity)
         : "memory");
+}
+
+// From the shared memory of a block of the cluster, at the address that p has in this one.
+__device__ __forceinline__ float4 load_four_from_rank(const float* p, int rank) {
+    float4 v;
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(shared_at(p)), "r"(rank)
+                 : "memory");
+    return v;
 }
 #endif

@@ -61,15 +61,6 @@ __device__ __forceinline__ int blocks_of_cluster() {
     return blocks;
 }
 
-__device__ __forceinline__ float4 four_of_rank(const float* p, int rank) {
-    float4 v;
-    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(shared_at(p)), "r"(rank)
-                 : "memory");
-    return v;
-}
-
 // Volatile for the reason that `load_value` has.
 __device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
     u32 pairs[2];
@@ -123,7 +114,7 @@ __device__ __forceinline__ void store_sums(const Fp8Task& task, const Fp8Place& 
         auto sum_of = [&](const float* p, const u16* bias, float (&out)[4]) {
             out[0] = out[1] = out[2] = out[3] = 0.f;
             for (int v = 0; v < place.ranks; ++v) {
-                const float4 part = place.ranks == 1 ? *(const float4*)p : four_of_rank(p, v);
+                const float4 part = place.ranks == 1 ? *(const float4*)p : load_four_from_rank(p, v);
                 out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
             }
             if (task.bias)

@@ -15,15 +15,6 @@
 #ifndef ON_HOST
 __device__ __forceinline__ float4 load_four(const float* p) { return *(const float4*)p; }
 
-__device__ __forceinline__ float4 load_four_from_rank(const float* p, int rank) {
-    float4 v;
-    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(shared_at(p)), "r"(rank)
-                 : "memory");
-    return v;
-}
-
 // Volatile for the reason that `load_value` has.
 __device__ __forceinline__ uint2 load_four_values(const u16* p) {
     uint2 v;
