@@ -81,7 +81,8 @@ def ours() -> Fp8Gemm:
 
 
 def assert_close(found: Tensor, expected: Tensor, size: Tensor) -> None:
-    """size: of the parts that a result is the sum of."""
+    """size: of the parts that a result is the sum of. Tensor cores add products in fp8 with fewer bits than float32
+    has: up to 1e-3 of the size was seen on an H200."""
     assert found.dtype == torch.bfloat16 and found.isfinite().all()
     error = (found.double() - expected).abs() - expected.abs() / 256
     assert (error <= size * 4e-3).all(), (error / size).max()
