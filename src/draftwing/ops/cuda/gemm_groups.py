@@ -32,7 +32,7 @@ from draftwing.ops.cuda.gemm import (
     wide,
 )  # fmt: skip
 from draftwing.ops.cuda.nvrtc import ALL_SHARED, Kernel, Module, compile_source
-from draftwing.ops.groups import CHUNK, TALL, PackedGroups
+from draftwing.ops.groups import CHUNK, TILE_ROWS, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
 _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a time, and warps of a block
@@ -279,13 +279,13 @@ def _from_feature(first: int, *tensors: Tensor | None) -> tuple[Tensor | None, .
     """Codes, scales and zeros [tiles, ...], bias [N], residual and result [M, N] -> the same, as a kernel is to have
     them whose first feature is this one: all that it reads and writes lies as far behind what it is given."""
     of_tiles, of_features = tensors[:3], tensors[3:]
-    tiles = [None if part is None else part[first // TALL :] for part in of_tiles]
+    tiles = [None if part is None else part[first // TILE_ROWS :] for part in of_tiles]
     return (*tiles, *(None if part is None else part[..., first:] for part in of_features))
 
 
 def unpack_blocks(rows: int, columns: int, room: int) -> int:
     """Returns the blocks of a grid of `unpack` for a matrix of this shape, at most `room`."""
-    return min(room, -(-rows // TALL * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
+    return min(room, -(-rows // TILE_ROWS * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
 
 
 def tile_of(rows: int, tiles: Sequence[int]) -> int:
