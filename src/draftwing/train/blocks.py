@@ -58,7 +58,7 @@ class BlockObjective(nn.Module):
         self._target_head = target_head
         self.steps = head.config_of_block.steps
         head.set_max_positions(max_length + head.config_of_block.rows)
-        self._ids = None if head.target_ids is None else _draft_ids(head.target_ids, head.config.vocab_size)
+        self._ids = head.draft_ids()
 
     def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Returns the loss, a scalar, and the counts, [steps, len(STATS)] float64. The loss is summed over drafts and
@@ -255,9 +255,3 @@ def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
         x, state = markov.mix(hidden[:, step], above[:, step], state, newest=step == 0)
         out.append(x)
     return torch.stack(out, 1)
-
-
-def _draft_ids(target_ids: Tensor, vocab: int) -> Tensor:
-    """[vocab] int64: the head's own number of each of the target's tokens, -1 where it has none."""
-    numbers = torch.full((vocab,), -1, dtype=torch.int64, device=target_ids.device)
-    return numbers.index_copy_(0, target_ids, torch.arange(len(target_ids), device=target_ids.device))

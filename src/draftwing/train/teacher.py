@@ -70,10 +70,9 @@ def lean_to_text(teacher: Teacher, head: FeatureHead, said: Tensor, share: float
     target's. Where the head cannot say that token, all of it is the target's."""
     at, rows = said, torch.arange(len(said), device=said.device)
     moved = teacher.probs.new_full((len(said),), share)
-    if head.target_ids is not None:
-        places = torch.full((head.config.vocab_size,), -1, device=said.device)
-        places[head.target_ids] = torch.arange(len(head.target_ids), device=said.device)
-        at = places[said]
+    draft_ids = head.draft_ids()
+    if draft_ids is not None:
+        at = draft_ids[said]
         moved *= at >= 0
     probs = teacher.probs.mul_((1 - moved).unsqueeze(1))  # in place: nothing of a step is larger
     probs[rows, at] += moved  # nothing where `at` is -1
