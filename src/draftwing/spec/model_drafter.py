@@ -154,22 +154,16 @@ class ModelDrafter(HeadDrafter):
             self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
             return
         assert feature is not None
-        final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
-        rows = torch.cat([batch.rows[:0], *(batch.rows[row : row + 1] for row, _ in final)])
-
-        def newest(x: Tensor) -> Tensor:
-            return torch.stack([x[i] for _, i in final])
-
+        rows, newest = prompt_ends(batch)
         self._write(table, batch._replace(ids=next_ids), feature, rows, newest, noisy)
 
     def _keep_first_of_prompts(self, table: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
-        final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
-        if final:
-            rows = torch.cat([chunks.rows[span.row : span.row + 1] for span, _ in final])
-            newest = torch.stack([hidden[i] for _, i in final])  # [F, H]
-            self._keep_feature(rows, newest)
-            self._keep_first(table, rows, newest, noisy)
+        rows, newest = prompt_ends(chunks)
+        if len(rows):
+            hidden = newest(hidden)  # [F, H]
+            self._keep_feature(rows, hidden)
+            self._keep_first(table, rows, hidden, noisy)
 
     def _keep_first(self, table: RowTensors, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
         """newest [B, H]: of the queries that the newest tokens are in, which is kept, on a GPU with what may follow."""
@@ -221,6 +215,14 @@ class ModelDrafter(HeadDrafter):
         if native is None or rows > FEW_ROWS or self.topk > native.max_topk:
             return None
         return native
+
+
+def prompt_ends(batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns the rows [F] whose last chunk is in the batch, and what takes their last queries of all: [M, ...] -> [F,
+    ...]."""
+    final = [span for span in batch.chunks if span.final]
+    rows = torch.cat([batch.rows[:0], *(batch.rows[span.row : span.row + 1] for span in final)])
+    return rows, lambda x: torch.stack([x[span.offset + span.length - 1] for span in final])
 
 
 def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:
