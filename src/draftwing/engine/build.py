@@ -344,10 +344,10 @@ def _scheduler_config(
         credited=options.drafter_spec.credited,
         states=StateSizes(made.states, lazy=ops.lazy_states) if made.states else None,
         mixes=mixes,
-        prefill_sizes=() if prefills is None else tuple(prefills.sizes),
-        mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),
-        prefill_seconds=() if prefills is None else tuple(sorted(prefills.seconds.items())),
-        at_once=1 if prefills is None else AT_ONCE,
+        prefill_sizes=tuple(prefills.sizes),
+        mixed_sizes=tuple(prefills.mixed_sizes),
+        prefill_seconds=tuple(sorted(prefills.seconds.items())),
+        at_once=AT_ONCE if prefills.sizes else 1,
     )
     if drafter is None:
         return config

@@ -49,7 +49,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
     started = time.monotonic()
     try_prompt(executor)
     tokens = min(PROMPT, executor.table.length // 2)
-    menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    menu = executor.common_shapes(menu)
     until = started + SECONDS if cost is None else time.monotonic() + FIRST_SECONDS
     met = set[TreeShape]()
     with experts_at_random(executor):
@@ -103,7 +103,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
             log.debug("prompts of %d of %d lengths were tried", count, len(lengths))
             break
         _run(executor, _prompt(length))
-    if executor.target.mixes(PLAIN, 1) and executor.prefills is not None:
+    if executor.target.mixes(PLAIN, 1) and executor.prefills.sizes:
         for params in (GREEDY, SamplingParams(temperature=1.0, top_p=0.9)):
             _run(executor, _mixed(_step(executor.table.rows, PLAIN, tokens), _prompt(tokens, 1, params)))
     for shape in menu:
