@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from draftwing.errors import CheckpointError, RequestError
+from draftwing.plugins import import_environment
 from draftwing.text import template_sandbox as sandbox
 
 PATIENCE = 60.0  # seconds of the clock for one text, on a machine that is busy with other things
@@ -34,7 +35,7 @@ class _Process:
                 [sys.executable, "-P", "-m", sandbox.__name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env=import_environment(),
                 start_new_session=True,
             )
         self._conn = Connection(ours.detach())

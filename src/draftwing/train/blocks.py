@@ -28,7 +28,7 @@ from draftwing.train.block_loss import BlockLoss, Rows, block_loss
 from draftwing.train.heads import TargetHead
 from draftwing.train.settings import Settings
 from draftwing.train.store import Tokens
-from draftwing.train.teacher import Batch, Teacher, ratio, teach
+from draftwing.train.teacher import Batch, Teacher, acceptance, ratio, teach
 
 # Columns of what `BlockObjective` counts, per draft.
 STATS = ("rows", "loss", "accepted", "confidence_loss", "hits", "chains", "chain_hits")
@@ -93,7 +93,6 @@ class BlockObjective(nn.Module):
     def metrics(self, stats: Tensor) -> dict[str, float]:
         """Returns a row of metrics from the counts."""
         rows, loss, accepted, unsure, hits, chains, chain_hits = stats.t().tolist()
-        accept = [ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
         more = {"confidence_loss": ratio(sum(unsure), sum(rows))} if self.head.confidence is not None else {}
         return {
             "loss": sum(ratio(*pair) for pair in zip(loss, rows, strict=True)),
@@ -101,8 +100,7 @@ class BlockObjective(nn.Module):
             "overlap": ratio(sum(accepted), sum(rows)),
             **more,
             "hit_rate": ratio(hits[0], rows[0]),
-            "accept_length": 1 + sum(accept),
-            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+            **acceptance(chains, chain_hits),
         }
 
     # -- blocks -----------------------------------------------------------------------------------------------------

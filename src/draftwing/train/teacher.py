@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,3 +83,10 @@ def lean_to_text(teacher: Teacher, head: FeatureHead, said: Tensor, share: float
 def ratio(part: float, whole: float) -> float:
     """Returns their quotient, 0 of nothing."""
     return part / whole if whole else 0.0
+
+
+def acceptance(chains: Sequence[float], hits: Sequence[float]) -> dict[str, float]:
+    """Returns the acceptance length, and by place of a draft how often it is accepted: of chains that reach the place,
+    `hits` are right up to it."""
+    rates = [ratio(*pair) for pair in zip(hits, chains, strict=True)]
+    return {"accept_length": 1 + sum(rates), **{f"accept_{k}": rate for k, rate in enumerate(rates, 1)}}

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.plugins import import_environment
 
 PR_SET_PDEATHSIG = 1
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
@@ -52,7 +53,7 @@ def start_module(module: str, connections: int, new_session: bool) -> tuple[subp
             [sys.executable, "-P", "-m", module, *map(str, numbers), str(parent)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=import_environment(),
             start_new_session=new_session,
         )
     finally:
