@@ -202,6 +202,14 @@ def test_plain_gemms_by_expert(ops: TorchOps) -> None:
 # -- Triton's GEMMs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(device)
+
+
 @pytest.mark.parametrize(("rows", "tile"), [(1, 16), (7, 16), (70, 16), (30, 64), (400, 64)])
 def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: int, tile: int) -> None:
     from draftwing.ops.triton.experts import tiles_of
