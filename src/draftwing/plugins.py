@@ -4,18 +4,12 @@ what an installed package names as an entry point."""
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import ConfigError
-
-
-def import_environment() -> dict[str, str]:
-    """Returns the environment of a process that finds what it imports where this one does."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def import_attribute(name: str, option: str) -> Any:

@@ -13,8 +13,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from draftwing.child_processes import import_environment
 from draftwing.errors import CheckpointError, RequestError
-from draftwing.plugins import import_environment
 from draftwing.text import template_sandbox as sandbox
 
 PATIENCE = 60.0  # seconds of the clock for one text, on a machine that is busy with other things

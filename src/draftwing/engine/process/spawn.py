@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,10 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from draftwing.child_processes import end_with_parent, import_environment
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
-from draftwing.plugins import import_environment
 
-PR_SET_PDEATHSIG = 1
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 
 
@@ -69,9 +67,7 @@ def joined(argv: Sequence[str]) -> list[Connection]:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the parent, which may get them too, decides when this process ends
     if parent:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
     return [Connection(number) for number in numbers]
 
 
