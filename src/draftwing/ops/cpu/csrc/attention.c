@@ -12,9 +12,10 @@
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
-   chunks of a tile. Where threads wait for memory it is these chunks of the tiles of all heads of keys, so that a
-   token's keys and values are read in one piece; then all chunks are stored. Else a tile that is one unit is joined as
-   it goes, and of one of several units the chunks are stored. The thread that ends the last unit joins them. */
+   chunks of a tile. Where threads wait for memory it is one chunk of the tiles of all heads of keys, so that a token's
+   keys and values are read in one piece; each thread goes through a share of its own, and fetches the chunk behind the
+   one that it computes; all chunks are stored. Else a tile that is one unit is joined as it goes, and of one of several
+   units the chunks are stored. The thread that ends the last unit joins them. */
 
 #include "attention.h"
 
