@@ -442,6 +442,13 @@ static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from,
 }
 
 void attend_anew(const Attention *a) { memset(a->taken, 0, (size_t)(a->workers->most * TAKEN) * sizeof *a->taken); }
+/* Of all, in order, or of this thread's share. */
+static int next_units(const Plan *p, Shares *s) {
+    if (p->heads > 1) return take_units(s);
+    s->from = take(s->taken, 1);
+    s->to = s->from + 1;
+    return s->from < p->units;
+}
 void attend_units(const Attention *a, int64_t thread, Ahead *next) {
     const Plan plan = plan_of(a);
     const Member me = {.number = thread, .size = a->workers->most};
@@ -449,7 +456,7 @@ void attend_units(const Attention *a, int64_t thread, Ahead *next) {
     Cursor c = cursor_of(plan);
     Tile t = {.a = a};
     scratch_of(&t, a, a->scratch + thread * thread_floats(a));
-    while (plan.heads > 1 ? take_units(&some) : (some.to = 1 + (some.from = take(a->taken, 1))) <= plan.units)
+    while (next_units(&plan, &some))
         for (int64_t unit = some.from, end; unit < some.to; unit = end) {
             if (unit < c.unit) c = cursor_of(plan); /* of some other thread's share */
             while (unit >= c.unit + c.units) next_tile(a, &c);

@@ -66,8 +66,10 @@ void halve_queries(const Tile *t) {
 INLINE void turn(Prefetch *next, float *to, const char *const *at, int64_t words, int64_t bytes, const int halves) {
     for (int64_t first = 0; first < words; first += PART) {
         pu word[PART];
-        next->at = prefetch_turn(next->at, next, STAGE_LINES);
-        next->lines += STAGE_LINES;
+        if (next->end) {
+            next->at = prefetch_turn(next->at, next, STAGE_LINES);
+            next->lines += STAGE_LINES;
+        }
         turn_words(word, at, 4 * first);
 #pragma GCC unroll 16
         for (int i = 0; i < PART; i++)
