@@ -86,7 +86,13 @@ class CostTable:
         """Returns the measured sizes of a shape that are at most twice or half as large."""
         return [size for size in self._measured.get(shape, ()) if batch <= 2 * size and size <= 2 * batch]
 
-    def by_rows(self, shape: TreeShape, batch: int) -> bool:
+    def estimated(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether measurements tell what a batch takes that is larger than one of the shape that was measured:
+        two sizes of the shape itself, or plain steps of as many rows as it has queries."""
+        sizes = self._measured.get(shape, {})
+        return batch > min(sizes, default=batch) and (len(sizes) > 1 or self._by_rows(shape, batch))
+
+    def _by_rows(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain
         steps of as many rows as it has queries: these tell what the target takes for more of them."""
         sizes = self._measured.get(shape, {})
@@ -123,7 +129,7 @@ class CostTable:
         """Returns seconds above the largest size: as steep as over the upper half of the sizes, or over all of them. Of
         a single size: what drafts take times the batch, and what the target does by its rows."""
         last, seconds = points[-1]
-        if self.by_rows(shape, batch):
+        if self._by_rows(shape, batch):
             before, after = (self._empty(PLAIN, size * shape.queries) for size in (last, batch))
             return max(seconds - before, 0.0) * batch / last + after
         steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
