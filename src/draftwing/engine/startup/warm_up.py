@@ -67,11 +67,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
 
 
 def _run(executor: Executor, plan: Plan) -> float:
-    """-> seconds as of `timed_step`"""
-    result, seconds = timed_step(executor, plan)
+    """-> seconds as of `Timed`"""
+    result, run = timed_step(executor, plan)
     if (result.tokens >= NOT_FINITE).any():
         raise CheckpointError(f"found in the first steps: {NOT_FINITE_MESSAGE}")
-    return seconds
+    return run.seconds
 
 
 def try_prompt(executor: Executor) -> None:
