@@ -301,7 +301,7 @@ class Engine:
                 if self.explainer is not None:
                     self.explainer.look()
                 if self.parts.executor.wants_capture:
-                    self._capture_next()
+                    self._unless_loading(self.parts.executor.capture_next)
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -312,19 +312,18 @@ class Engine:
             return outputs
 
     def _wait(self) -> None:
-        """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
-        executor = self.parts.executor
-        while not self._input.wait(IDLE_SECONDS if executor.later else None):
+        """Waits for something to do, and does what the start has left for now meanwhile."""
+        parts = self.parts
+        while not self._input.wait(IDLE_SECONDS if parts.later else None):
             with self._turning:
-                if executor.later:
-                    self._capture_next()
+                self._unless_loading(parts.run_later)
 
-    def _capture_next(self) -> None:
-        """Captures what is wanted most, unless a head is being loaded: that waits for the whole device, which ends a
+    def _unless_loading(self, capture: Callable[[], None]) -> None:
+        """Does what may capture graphs, unless a head is being loaded: that waits for the whole device, which ends a
         capture on it by an error."""
         if self._loading.acquire(blocking=False):
             try:
-                self.parts.executor.capture_next()
+                capture()
             finally:
                 self._loading.release()
 
@@ -335,6 +334,7 @@ class Engine:
             parts = self.__dict__.pop("parts", None)
             if parts is not None:
                 parts.keep_costs()
+                parts.lengths.clear()
                 parts.executor.close()
                 if self._memory is not None:
                     self._memory.close()

@@ -335,8 +335,8 @@ def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], obj
     sizing.trial(options, rig, graph_size_of(options))
     parts = assemble(options, model, precision, device, drafter, policy, before=before)
     before("")
-    while parts.executor.later:
-        parts.executor.capture_next()
+    while parts.later:
+        parts.run_later()
     return parts
 
 
