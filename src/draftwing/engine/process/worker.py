@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.devices.context import begin_context
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import Failed, joined
+from draftwing.engine.startup.gpu_context import begin_context
 from draftwing.engine.startup.laps import Laps
 from draftwing.errors import DraftwingError, RequestError
 from draftwing.log import configure_logging
