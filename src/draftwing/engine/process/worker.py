@@ -78,8 +78,6 @@ class Worker:
             lap("the GPU's context, imports aside")
         engine = Engine(options, self.die, Compiler.ready_for(options))
         lap("the engine")
-        engine.measure_read_rate()
-        lap("how fast memory is read")
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s
         gc.enable()
