@@ -23,7 +23,7 @@ from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import Failed, joined
-from draftwing.engine.startup.gpu_context import begin_context
+from draftwing.engine.startup import gpu_context
 from draftwing.engine.startup.laps import Laps
 from draftwing.errors import DraftwingError, RequestError
 from draftwing.log import configure_logging
@@ -67,15 +67,15 @@ class Worker:
         """Loads the engine and turns it until the server says Close."""
         # It reads from the start, to see a server that goes away while the engine loads.
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
-        context = begin_context() if options.device in (AUTO, "cuda") else None
+        preparing = gpu_context.begin() if options.device in (AUTO, "cuda") else None
         lap = Laps()
         from draftwing.engine.engine import Engine
         from draftwing.engine.startup.compiler_process import Compiler
 
         lap("imports")
-        if context is not None:
-            context.join()
-            lap("the GPU's context, imports aside")
+        if preparing is not None:
+            preparing.join()
+            lap("the GPU, imports aside")
         engine = Engine(options, self.die, Compiler.ready_for(options))
         lap("the engine")
         gc.collect()

@@ -77,7 +77,9 @@ class Compiler:
         a look at devices; None, too, where there is no room for another process."""
         if options.device == "cpu" or torch.version.cuda is None:
             return None
-        with suppress(OSError):
+        with suppress(OSError, ImportError):
+            import draftwing.ops.triton.ops  # noqa: F401 (once, and not in both processes)
+
             return cls.fork()
         return None
 
