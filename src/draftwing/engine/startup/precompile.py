@@ -89,7 +89,9 @@ def main(connection: int) -> None:
     os.nice(5)  # loading comes first
     import draftwing.ops.triton.ops  # noqa: F401 (the processes that compile get a copy of what is imported)
     from draftwing.engine import build  # noqa: F401
+    from draftwing.ops.triton.hashes import hash_all
 
+    hash_all()  # as the engine's process does
     torch.set_num_threads(1)  # the process forks
     with Connection(connection) as engine:
         try:
