@@ -398,6 +398,21 @@ def test_it_runs_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run(job._replace(token_ids=torch.arange(1, 4))) == "\n\n\n"
 
 
+def test_it_runs_again_in_a_copy_of_the_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton finds nothing there: its files name the folder that they were in."""
+    stand_in(tmp_path, monkeypatch, COMPILES)
+    for i, folder in enumerate((tmp_path / "one", tmp_path / "other"), 1):
+        if i > 1:
+            shutil.copytree(tmp_path / "one", folder)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        for _ in range(2):
+            ahead = compiler_process.precompile(job)
+            assert ahead is not None
+            ahead.wait(STAGES[-1])
+            ahead.stop(30)
+            assert (tmp_path / "runs").read_text() == "\n" * i
+
+
 def test_a_stage_does_not_wait_for_the_next(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "engine.send(('memory', ''))\nwhile not (folder / 'go').exists(): time.sleep(0.01)\nengine.send(('graphs', ''))"

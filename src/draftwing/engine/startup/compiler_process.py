@@ -216,7 +216,8 @@ def _engine_options(options: Options) -> Options:
 def _digest(job: Job) -> str:
     import triton
 
-    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode())
+    # Triton's files name their folder: a copy of it at another place is compiled anew.
+    found = hashlib.sha256(f"{__version__} {triton.__version__} {triton.knobs.cache.dir} ".encode())
     found.update(pickle.dumps(job._replace(token_ids=None)))
     if job.token_ids is not None:  # of a tensor pickle notes an address
         found.update(job.token_ids.numpy().tobytes())
