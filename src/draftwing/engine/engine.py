@@ -294,6 +294,7 @@ class Engine:
         if block and self._loop.idle:
             self._wait()
         with self._turning, self._heartbeat.step():
+            self._loop.pause()  # who comes meanwhile can be in the next step
             self._receive()
             self._swap()
             if not self._loop.idle:

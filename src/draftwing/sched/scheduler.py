@@ -317,6 +317,11 @@ class Scheduler:
         self._steps += 1
         return plan
 
+    def seconds(self, plan: Plan) -> float:
+        """Returns what the device will take for a plan just made, about; 0 where that is unknown."""
+        reqs = [req for row in plan.rows.tolist() if (req := self.kv.by_row.get(row)) is not None]
+        return self.choice.seconds(plan, reqs)
+
     def guidance(self, plan: Plan) -> Guidance | None:
         """Returns the host's part in a plan just made, if it has any."""
         if not len(plan.guided):
