@@ -43,10 +43,10 @@ class Loop:
     def slack(self) -> float:
         """Returns the seconds for which the device is busy with the step in flight before the next one must be planned;
         a request that comes meanwhile can be in it. Not above 0 where there is no time to lose."""
-        if self._flying is None:
+        if self._flying is None or (margin := max(self._margins)) == math.inf:
             return 0.0
         expected = PLANNED_AT * self._sched.seconds(self._flying[0].plan)
-        return self._began + expected - max(self._margins) - time.perf_counter()
+        return self._began + expected - margin - time.perf_counter()
 
     def pause(self) -> None:
         """Waits as long as there is slack."""
