@@ -15,31 +15,29 @@ class Rig:
     """A device that takes `seconds` for each step, which is expected to take `expected`; the host takes `host` to plan
     and launch one. Stands in for the clock, the scheduler and the executor."""
 
-    needs_results, idle = False, False
+    needs_results, idle, has_prompts = False, False, False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, host: float, expected: float) -> None:
         self.now, self.taken, self.host, self.expected = 0.0, seconds, host, expected
         self.free = self.lost = 0.0  # when the device has nothing more to do, and for how long it had nothing
         self.planned: list[float] = []  # how far the step in flight had come
         self.kv = SimpleNamespace(take_quarantined=lambda: None)
-        monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.loop = Loop(self, self, True, lambda plan, result: None)  # type: ignore[arg-type]
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
     def run(self, turns: int) -> None:
         self.planned.clear()
         self.lost = 0.0
         for _ in range(turns):
-            self.loop.pause()
+            self.now += max(self.loop.slack, 0.0)
             self.loop.turn()
 
     # -- the scheduler ----------------------------------------------------------------------------------------------
 
     def plan(self) -> Any:
         self.planned.append(1 - (self.free - self.now) / self.taken)
-        return SimpleNamespace(parts=(None,))
+        part = SimpleNamespace(chunks=[1] if self.has_prompts else [])
+        return SimpleNamespace(parts=(part,))
 
     def seconds(self, plan: Any) -> float:
         return self.expected
@@ -72,6 +70,18 @@ def test_a_step_is_planned_late_where_the_device_is_busy(monkeypatch: pytest.Mon
     rig.run(100)
     assert all(0.6 < at < 0.9 for at in rig.planned)
     assert not rig.lost
+
+
+def test_a_prompt_that_is_launched_for_longer_does_not_hurry_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, 0.02, 0.001, 0.02)
+    rig.run(RECENT)
+    for _ in range(4):
+        rig.has_prompts, rig.host = True, 0.012
+        rig.run(3)
+        assert not rig.lost
+        rig.has_prompts, rig.host = False, 0.001
+        rig.run(3)
+        assert rig.planned[-1] > 0.6
 
 
 def test_nothing_waits_where_the_host_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:

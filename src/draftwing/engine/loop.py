@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from heapq import nlargest
 
 from draftwing.core import Plan, StepResult
 from draftwing.engine.executor import Executor
@@ -18,7 +19,7 @@ from draftwing.sched.scheduler import Scheduler
 # smaller share has requests that come meanwhile wait for a step more, a larger one leaves less for wrong expectations.
 # Swept in docs/dev/scheduling.md.
 PLANNED_AT = 0.8
-RECENT = 32  # turns, of which the slowest says how long it takes to plan and launch a step
+RECENT = 32  # turns, of which the second slowest says how long it takes to plan and launch a step
 BLOCKED = 2e-4  # seconds: a result was waited for that takes longer to look at
 
 
@@ -33,7 +34,8 @@ class Loop:
         self._watch = watch
         self._flying: tuple[InFlight, list[Guidance | None]] | None = None
         self._began = 0.0  # when the device began the step in flight, at the earliest
-        self._margins = deque([math.inf], RECENT)  # seconds that it takes to plan and launch a step, by turn
+        # Seconds that it takes to plan and launch a step, by turn: without parts of prompts, and with them.
+        self._margins = deque([math.inf], RECENT), deque([math.inf], RECENT)
 
     @property
     def idle(self) -> bool:
@@ -43,15 +45,11 @@ class Loop:
     def slack(self) -> float:
         """Returns the seconds for which the device is busy with the step in flight before the next one must be planned;
         a request that comes meanwhile can be in it. Not above 0 where there is no time to lose."""
-        if self._flying is None or (margin := max(self._margins)) == math.inf:
+        margin = nlargest(2, self._margins[self._sched.has_prompts])[-1]
+        if self._flying is None or margin == math.inf:
             return 0.0
         expected = PLANNED_AT * self._sched.seconds(self._flying[0].plan)
         return self._began + expected - margin - time.perf_counter()
-
-    def pause(self) -> None:
-        """Waits as long as there is slack."""
-        if (slack := self.slack) > 0:
-            time.sleep(slack)
 
     def turn(self) -> None:
         """Plans and launches a step, then commits the step before it (overlap) or itself (no overlap)."""
@@ -65,7 +63,7 @@ class Loop:
         if plan is not None:
             guidance = [self._sched.guidance(part) for part in plan.parts]
             flying = self._executor.commit(self._executor.launch(plan, *guidance)), guidance
-        self._margins.append(time.perf_counter() - started)
+            self._margins_of(plan).append(time.perf_counter() - started)
         self._put_in_flight(flying, started)
         if not self._overlap:
             self._put_in_flight(None)
@@ -89,8 +87,11 @@ class Loop:
         now = time.perf_counter()
         if now - asked > BLOCKED:
             self._began = now
-        else:  # it was there before, perhaps since long, and the device had nothing to do
-            self._margins.append(math.inf)
+        elif self._flying is not None:  # it was there before, perhaps since long, and the device had nothing to do
+            self._margins_of(self._flying[0].plan).extend((math.inf, math.inf))
+
+    def _margins_of(self, plan: Plan) -> deque[float]:
+        return self._margins[bool(plan.parts[-1].chunks)]
 
     def _commit(self, plan: Plan, result: StepResult, guidance: Guidance | None) -> None:
         self._watch(plan, result)

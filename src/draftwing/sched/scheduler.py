@@ -185,6 +185,11 @@ class Scheduler:
         return mixes if mixes is not None and ready and mixes(PLAIN, len(ready)) else None
 
     @property
+    def has_prompts(self) -> bool:
+        """Returns whether there are prompts that are not prefilled."""
+        return bool(self.waiting) or self._prompts_wait
+
+    @property
     def _prompts_wait(self) -> bool:
         return any(req.state is ReqState.PREFILL for req in self.running)
 
