@@ -70,6 +70,18 @@ def test_parts_of_prompts_come_with_those_who_decode() -> None:
     assert uids(sched, both) == ["a", "b"] and not both.mixed, "b decodes once its first token was drawn"
 
 
+def test_first_tokens_come_first() -> None:
+    sched = make()
+    for uid in "abc":
+        sched.submit(req(uid, first=10 * ord(uid)))
+    turn(sched)
+    sched.take_outputs()
+    sched.submit(req("d", first=100))
+    plan = turn(sched)
+    assert plan.beside is not None
+    assert [output.uid for output in sched.take_outputs()] == ["d", "a", "b", "c"]
+
+
 @pytest.mark.parametrize(("seconds", "given"), [(0.006, 300), (0.0112, 511)])
 def test_parts_beside_rows_are_cut_to_what_they_are_padded_to_there(
     seconds: float, given: int, monkeypatch: pytest.MonkeyPatch

@@ -363,8 +363,12 @@ class Scheduler:
         req.row = req.admission = -1
 
     def commit(self, plan: Plan, result: StepResult, guidance: Guidance | None = None) -> None:
-        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`."""
+        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`, those of
+        prompts first: somebody waits for them, and whoever passes outputs on does so one by one."""
+        before = self._news.copy()
         self.results.commit(plan, result, guidance)
+        if plan.kind == "prefill":
+            self._news[:] = self._news[len(before) :] + before
 
     def _finish(self, req: Req, reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:
