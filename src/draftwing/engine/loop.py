@@ -17,7 +17,7 @@ from draftwing.sched.scheduler import Scheduler
 
 # Share of what a step is expected to take after which the next one is planned, where it can be launched in the rest. A
 # smaller share has requests that come meanwhile wait for a step more, a larger one leaves less for wrong expectations.
-# Swept in docs/dev/scheduling.md.
+# Swept in docs/dev/mixed_steps.md.
 PLANNED_AT = 0.8
 RECENT = 32  # turns, of which the second slowest says how long it takes to plan and launch a step
 BLOCKED = 2e-4  # seconds: a result was waited for that takes longer to look at
