@@ -65,6 +65,7 @@ class Scheduler:
         self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
+        self._of_trees = slice(0)  # which of them are of the trees of a step whose prompts come next
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -363,12 +364,17 @@ class Scheduler:
         req.row = req.admission = -1
 
     def commit(self, plan: Plan, result: StepResult, guidance: Guidance | None = None) -> None:
-        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`, those of
-        prompts first: somebody waits for them, and whoever passes outputs on does so one by one."""
-        before = self._news.copy()
+        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`. Those of
+        prompts come before those of trees in the same forward: a first token is waited for, and whoever passes outputs
+        on does so one by one."""
+        before = len(self._news)
         self.results.commit(plan, result, guidance)
-        if plan.kind == "prefill":
-            self._news[:] = self._news[len(before) :] + before
+        if plan.beside is not None:
+            self._of_trees = slice(before, len(self._news))
+        elif plan.mixed:
+            trees = self._news[self._of_trees]
+            del self._news[self._of_trees]
+            self._news += trees
 
     def _finish(self, req: Req, reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:
