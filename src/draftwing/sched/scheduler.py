@@ -65,7 +65,7 @@ class Scheduler:
         self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
-        self._of_trees = slice(0)  # which of them are of the trees of a step whose prompts come next
+        self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -370,10 +370,11 @@ class Scheduler:
         before = len(self._news)
         self.results.commit(plan, result, guidance)
         if plan.beside is not None:
-            self._of_trees = slice(before, len(self._news))
+            self._of_trees = before, len(self._news)
         elif plan.mixed:
-            trees = self._news[self._of_trees]
-            del self._news[self._of_trees]
+            first, end = self._of_trees
+            trees = self._news[first:end]
+            del self._news[first:end]
             self._news += trees
 
     def _finish(self, req: Req, reason: dict[str, Any], output: Output | None = None) -> None:
