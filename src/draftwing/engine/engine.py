@@ -297,6 +297,8 @@ class Engine:
         if block and self._loop.idle:
             self._wait()
         with self._turning, self._heartbeat.step():
+            if (slack := self._loop.slack) > 0:
+                self._input.wait(slack)  # who comes meanwhile can be in the next step
             self._receive()
             self._swap()
             if not self._loop.idle:
