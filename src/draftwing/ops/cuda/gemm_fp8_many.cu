@@ -1,0 +1,307 @@
+// Follows gemm_fp8.cu: the same products with the same bits, for many rows of x. Here tensor cores count, and what is copied
+// from the L2 cache.
+//
+// A cluster's two blocks have 128 rows of x each and the same features of weights in two parts, of which each copies one to
+// both. Blocks stay and take one tile after the other, while the next one's copies are on their way. Where few rows have K
+// in ranges, a block sums one range after the other and adds the ranges in the same order.
+
+#define MANY 128    // rows of x of a block
+#define PAIRS 8     // clusters' rows, within which all features are done before others: x and weights stay in the L2 cache
+#define SCALING 32  // a thread of the warp behind the one that asks for copies
+
+#ifndef ON_HOST
+// To the same place in all blocks of the cluster that `mask` has, whose barriers at the same place expect it.
+__device__ __forceinline__ void copy_bulk_to(int mask, void* to, const void* from, int bytes, Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_at(to)),
+        "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)mask)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at];}" ::"r"(
+                     shared_at(barrier)),
+                 "r"(rank)
+                 : "memory");
+}
+
+// Of warps whose threads come at different times, too.
+__device__ __forceinline__ void sync_whole_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ float of_neighbour(float value) { return __shfl_xor_sync(0xffffffff, value, 1); }
+
+__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
+__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
+#endif
+
+// Of the tiles of a product, which blocks of clusters take in turn.
+struct Fp8Tile {
+    int token0, x_rows, at[2], there[2];
+
+    __device__ __forceinline__ Fp8Tile(const Fp8Task& task, int part, int features, int number, int ranks, int rank) {
+        const int pairs = (task.padded + ranks * MANY - 1) / (ranks * MANY), first = number / (PAIRS * features) * PAIRS;
+        const int some = min(PAIRS, pairs - first), within = number - first * features;
+        token0 = ((first + within % some) * ranks + rank) * MANY, x_rows = max(min(MANY, task.padded - token0), 0);
+        const int own = task.gated ? part : 2 * part, feature0 = within / some * own, left = task.features - feature0;
+        at[0] = feature0, at[1] = feature0 + (task.gated ? task.features : part);
+        there[0] = min(part, left), there[1] = task.gated ? there[0] : max(min(part, left - part), 0);
+    }
+};
+
+// What a warp group has of a tile's scales for 128 columns.
+template <int PART>
+struct Fp8Scales {
+    float of[PART / 16];
+
+    __device__ __forceinline__ void read(const float* p) {
+#pragma unroll
+        for (int j = 0; j < PART / 16; j += 4) {
+            const float4 four = *(const float4*)(p + j);
+            of[j] = four.x;
+            if (j + 1 < PART / 16) of[j + 1] = four.y;
+            if (j + 2 < PART / 16) of[j + 2] = four.z;
+            if (j + 3 < PART / 16) of[j + 3] = four.w;
+        }
+    }
+};
+
+template <int PART>
+__device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float (&d)[PART / 2], const Fp8Scales<PART>& scales,
+                                           float above, float below) {
+#pragma unroll
+    for (int j = 0; j < PART / 16; ++j) {
+        const float one = scales.of[j] * above, other = scales.of[j] * below;
+#pragma unroll
+        for (int k = j * 8; k < j * 8 + 8; ++k) total[k] = fmaf(d[k], k % 4 < 2 ? one : other, total[k]);
+    }
+}
+
+// PART: features of an instruction, a multiple of 16; a tile has two such parts. RANGES: of K.
+template <int PART, int RANGES>
+__device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
+    constexpr int SPAN = (PART / 16 + 3) / 4 * 4;  // scales of a part
+    extern __shared__ float sums[];
+    const int ranks = blocks_of_cluster(), rank = rank_in_cluster(), stages = task.stages, blocks = task.K / WIDE;
+    Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);  // [stages][MANY][128]
+    Fp8* const w_ring = x_ring + stages * MANY * WIDE;                                 // [stages][2][PART][128]
+    float* const x_scales = (float*)(w_ring + stages * 2 * PART * WIDE);               // [stages][MANY]
+    float* const w_scales = x_scales + stages * MANY;                                  // [stages][2][SPAN]
+    Barrier* const full = (Barrier*)(w_scales + stages * 2 * SPAN);
+    Barrier* const empty = full + stages;
+    const int features = (task.features + (task.gated ? PART : 2 * PART) - 1) / (task.gated ? PART : 2 * PART);  // tiles
+    const int tiles = (task.padded + ranks * MANY - 1) / (ranks * MANY) * features;
+    const int number0 = blockIdx.x / ranks, step = gridDim.x / ranks;
+    launch_dependents();
+
+    if (threadIdx.x == CONSUMERS) {
+        for (int s = 0; s < stages; ++s) {
+            init_barrier(full + s, 2);
+            init_barrier(empty + s, ranks * (CONSUMERS / 32));
+        }
+        show_barriers();
+    }
+    sync_cluster();  // barriers are there for all
+
+    int s = 0, parity = 0;
+    auto next_stage = [&] {
+        if (++s == stages) s = 0, parity ^= 1;
+    };
+    if (threadIdx.x >= CONSUMERS) {
+        leave_registers();
+        if (threadIdx.x == CONSUMERS) {
+            const int weights = task.features * (task.gated ? 2 : 1);
+            wait_for_earlier_kernels();
+            for (int number = number0; number < tiles; number += step) {
+                const Fp8Tile tile(task, PART, features, number, ranks, rank);
+                for (int i = 0; i < blocks; ++i) {
+                    wait_barrier(empty + s, parity ^ 1);
+#ifdef NO_COPY
+                    expect_bytes(full + s, 0);
+                    next_stage();
+                    continue;
+#endif
+                    expect_bytes(full + s, (tile.there[0] + tile.there[1]) * WIDE + tile.x_rows * (WIDE + 4));
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) {
+                        if (tile.there[p] == 0 || (ranks == 2 && p != rank)) continue;
+                        Fp8* const to = w_ring + (s * 2 + p) * PART * WIDE;
+                        const Fp8* const from = task.w + ((size_t)i * weights + tile.at[p]) * WIDE;
+                        if (ranks == 2) copy_bulk_to(3, to, from, tile.there[p] * WIDE, full + s);
+                        else copy_bulk(to, from, tile.there[p] * WIDE, full + s);
+                    }
+                    if (tile.x_rows > 0) {
+                        const size_t row = (size_t)i * task.padded + tile.token0;
+                        copy_bulk(x_ring + s * MANY * WIDE, task.x + row * WIDE, tile.x_rows * WIDE, full + s);
+                        copy_bulk(x_scales + s * MANY, task.x_scales + row, tile.x_rows * 4, full + s);
+                    }
+                    next_stage();
+                }
+            }
+        } else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) {
+            const int lane = threadIdx.x % 32, p = lane / SPAN, unit = lane % SPAN;
+            for (int number = number0; number < tiles; number += step) {
+                const Fp8Tile tile(task, PART, features, number, ranks, rank);
+                const bool there = p < 2 && unit * TALL < (p ? tile.there[1] : tile.there[0]);
+                const float* const from = task.w_scales + (size_t)((p ? tile.at[1] : tile.at[0]) / TALL + unit) * blocks;
+                float next = there ? from[0] : 0.f;
+                for (int i = 0; i < blocks; ++i) {
+                    const float scale = next;
+                    if (there && i + 1 < blocks) next = from[i + 1];
+                    wait_barrier(empty + s, parity ^ 1);
+                    if (p < 2) w_scales[(s * 2 + p) * SPAN + unit] = scale;
+                    __syncwarp();
+                    if (lane == 0) arrive(full + s);
+                    next_stage();
+                }
+            }
+        }
+    } else {
+        take_registers();
+        const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
+        const int token = group * 64 + warp % 4 * 16 + lane / 4;
+        wait_for_earlier_kernels();
+#ifdef TURNS
+        if (group == 1) give_turn(0);
+#endif
+        for (int number = number0; number < tiles; number += step) {
+            const Fp8Tile tile(task, PART, features, number, ranks, rank);
+            float total[2][PART / 2], whole[2][RANGES == 1 ? 1 : PART / 2];
+#pragma unroll
+            for (int p = 0; p < 2; ++p)
+#pragma unroll
+                for (int k = 0; k < PART / 2; ++k) total[p][k] = 0.f;
+            if (RANGES > 1)
+#pragma unroll
+                for (int p = 0; p < 2; ++p)
+#pragma unroll
+                    for (int k = 0; k < PART / 2; ++k) whole[p][RANGES == 1 ? 0 : k] = 0.f;
+
+            auto end_range = [&] {
+#pragma unroll
+                for (int p = 0; p < 2; ++p)
+#pragma unroll
+                    for (int k = 0; k < PART / 2; ++k) whole[p][RANGES == 1 ? 0 : k] += total[p][k], total[p][k] = 0.f;
+            };
+            auto multiply = [&](float (&d)[PART / 2], int stage, int p) {
+                const u64 a = rows_at(x_ring + (stage * MANY + group * 64) * WIDE);
+                const u64 b = rows_at(w_ring + (stage * 2 + p) * PART * WIDE);
+#ifdef TURNS
+                take_turn(group);
+#endif
+#ifndef NO_MMA
+                begin_products();
+                Product<PART>::set(d, a, b);
+#pragma unroll
+                for (int k = 1; k < 4; ++k) Product<PART>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
+                end_products();
+#endif
+#ifdef TURNS
+                give_turn(1 - group);
+#endif
+            };
+            auto let_go = [&](int stage) {
+                if (lane < ranks) arrive_at_rank(empty + stage, lane);
+            };
+#ifdef NO_PROMOTE
+#define ADD(p, d, scales, one, other) total[p][0] += d[0] * scales.of[0] * one
+#else
+#define ADD(p, d, scales, one, other) add_scaled<PART>(total[p], d, scales, one, other)
+#endif
+            int range = 1, end = blocks / RANGES;
+#ifdef OVERLAP
+            float d[2][PART / 2];
+            for (int i = 0; i < blocks; ++i) {
+                wait_barrier(full + s, parity);
+                multiply(d[0], s, 0);
+                multiply(d[1], s, 1);
+                const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
+                Fp8Scales<PART> scales;
+                scales.read(w_scales + s * 2 * SPAN);
+                wait_for_products<1>();
+                keep_here(d[0]);
+                ADD(0, d[0], scales, above, below);
+                scales.read(w_scales + (s * 2 + 1) * SPAN);
+                wait_for_products<0>();
+                keep_here(d[1]);
+                let_go(s);
+                ADD(1, d[1], scales, above, below);
+                if (RANGES > 1 && i + 1 == end) end_range(), ++range, end = blocks * range / RANGES;
+                next_stage();
+            }
+#else
+            for (int i = 0; i < blocks; ++i) {
+                wait_barrier(full + s, parity);
+                const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    float d[PART / 2];
+                    multiply(d, s, p);
+                    Fp8Scales<PART> scales;
+                    scales.read(w_scales + (s * 2 + p) * SPAN);
+#ifndef NO_MMA
+                    wait_for_products<0>();
+                    keep_here(d);
+#endif
+                    if (p == 1) let_go(s);
+#ifndef NO_MMA
+                    ADD(p, d, scales, above, below);
+#endif
+                }
+                if (RANGES > 1 && i + 1 == end) end_range(), ++range, end = blocks * range / RANGES;
+                next_stage();
+            }
+#endif
+
+            // Of 16 features a thread has a pair of either 8, and then four of one: as many rows' as lie side by side.
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = tile.token0 + token + h * 8;
+                auto four_of = [&](int p, int j, float (&sum)[4]) {
+                    float own[4];  // pairs of 8 features and the next 8
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        const int at = (j + k / 2) * 4 + h * 2 + k % 2;
+                        own[k] = 0.f + (RANGES == 1 ? total[p][at] : whole[p][RANGES == 1 ? 0 : at]);
+                    }
+                    const bool odd = lane % 2;
+                    const float one = of_neighbour(odd ? own[0] : own[2]), two = of_neighbour(odd ? own[1] : own[3]);
+                    sum[0] = odd ? one : own[0], sum[1] = odd ? two : own[1];
+                    sum[2] = odd ? own[2] : one, sum[3] = odd ? own[3] : two;
+                };
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    if (p == 1 && task.gated) break;
+#pragma unroll
+                    for (int j = 0; j < PART / 8; j += 2) {
+                        float sum[4], up[4];
+                        four_of(p, j, sum);
+                        if (task.gated) four_of(1, j, up);
+                        const int within = j * 8 + lane % 2 * 8 + lane % 4 / 2 * 4;
+                        if (within < tile.there[p] && row < task.M) store_four(task, row, tile.at[p] + within, sum, up);
+                    }
+                }
+            }
+        }
+#ifdef TURNS
+        if (group == 0) take_turn(0);
+#endif
+    }
+    sync_whole_cluster();  // no block leaves while others write to it
+}
+
+#define FP8_MANY(PART, RANGES)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                                             \
+        fp8_many_##PART##_##RANGES(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
+             const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
+        fp8_gemm_many<PART, RANGES>({x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated}); \
+    }
