@@ -397,12 +397,16 @@ static void copy_bulk_to(int mask, void* to, const void* from, int bytes, Barrie
         if (mask >> rank & 1) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
 }
 static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
-static std::vector<float> shown;  // by thread
-static float of_neighbour(float value) {
+static float __fdividef(float a, float b) { return a / b; }
+static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
+static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static std::vector<u32> shown;  // by thread
+static u32 of_neighbour(u32 value) {
     shown.resize(fibers.size());
     shown[me] = value;
     meet(warp_arrived[me / 32], 32);
-    const float found = shown[me ^ 1];
+    const u32 found = shown[me ^ 1];
     meet(warp_arrived[me / 32], 32);
     return found;
 }

@@ -103,21 +103,8 @@ struct Fp8Place {
     }
 };
 
-// Four sums of a row, and those of ups where they are gates -> y
-__device__ __forceinline__ void store_four(const Fp8Task& task, int row, int n, float (&sum)[4], float (&up)[4]) {
-    const size_t at = (size_t)row * task.features + n;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if (task.bias) sum[k] += to_float(task.bias[n + k]);
-        if (!task.gated) continue;
-        if (task.bias) up[k] += to_float(task.bias[task.features + n + k]);
-        sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
-    }
-    if (task.extra) add_four(task.extra + at, sum);
-    u16 out[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) out[k] = from_float(sum[k]);
-    *(uint2*)(task.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
+__device__ __forceinline__ float silu_times(float gate, float up) {
+    return __fdividef(gate, 1.f + __expf(-gate)) * up;
 }
 
 // sums [tokens][pitch] in each block of a cluster, by the consumers of all -> y
@@ -127,17 +114,29 @@ __device__ __forceinline__ void store_sums(const Fp8Task& task, const Fp8Place& 
     for (int i = place.rank * CONSUMERS + threadIdx.x; i < count; i += place.ranks * CONSUMERS) {
         const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
         if (n >= task.features) continue;
-        auto sum_of = [&](const float* p, float (&out)[4]) {
+        const size_t at = (size_t)(place.token0 + token) * task.features + n;
+        auto sum_of = [&](const float* p, const u16* bias, float (&out)[4]) {
             out[0] = out[1] = out[2] = out[3] = 0.f;
             for (int v = 0; v < place.ranks; ++v) {
                 const float4 part = place.ranks == 1 ? *(const float4*)p : load_four_from_rank(p, v);
                 out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
             }
+            if (task.bias)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
         };
         float sum[4], up[4];
-        sum_of(sums + token * pitch + row, sum);
-        if (task.gated) sum_of(sums + token * pitch + place.half + row, up);
-        store_four(task, place.token0 + token, n, sum, up);
+        sum_of(sums + token * pitch + row, task.bias + n, sum);
+        if (task.gated) {
+            sum_of(sums + token * pitch + place.half + row, task.bias + task.features + n, up);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
+        }
+        if (task.extra) add_four(task.extra + at, sum);
+        u16 out[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] = from_float(sum[k]);
+        *(uint2*)(task.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
     }
 }
 

@@ -38,7 +38,20 @@ __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ float of_neighbour(float value) { return __shfl_xor_sync(0xffffffff, value, 1); }
+__device__ __forceinline__ u32 of_neighbour(u32 value) { return __shfl_xor_sync(0xffffffff, value, 1); }
+
+__device__ __forceinline__ u32 pair_of(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+// Volatile for the reason that `load_value` has.
+__device__ __forceinline__ u32 load_pair(const u16* p) {
+    u32 pair;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(pair) : "l"(p));
+    return pair;
+}
 
 __device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
 __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
@@ -83,6 +96,51 @@ __device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float
         const float one = scales.of[j] * above, other = scales.of[j] * below;
 #pragma unroll
         for (int k = j * 8; k < j * 8 + 8; ++k) total[k] = fmaf(d[k], k % 4 < 2 ? one : other, total[k]);
+    }
+}
+
+// A thread has pairs of two rows. Of 16 features two threads swap a pair, so that a warp stores 32 bytes of a row.
+template <bool GATED, int PART>
+__device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& tile, const float (&sum)[2][PART / 2], int token,
+                                           int lane) {
+    const int n = tile.at[0] + lane % 4 * 2, odd = lane % 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = tile.token0 + token + h * 8;
+        const size_t first = (size_t)row * task.features;
+        const u16* const extra = task.extra + first + n;
+        u16* const y = task.y + first + tile.at[0] + odd * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+        for (int p = 0; p < (GATED ? 1 : 2); ++p) {
+#pragma unroll
+            for (int j = 0; j < PART / 8; j += 2) {
+                const bool there = row < task.M && j * 8 < tile.there[p];
+                u32 pairs[2];
+#pragma unroll
+                for (int v = 0; v < 2; ++v) {
+                    const int at = (j + v) * 4 + h * 2, ahead = p * PART + (j + v) * 8;
+                    float one = 0.f + sum[p][at], other = 0.f + sum[p][at + 1];  // as few rows begin with
+                    if (task.bias && there) {
+                        one += to_float(task.bias[n + ahead]), other += to_float(task.bias[n + ahead + 1]);
+                    }
+                    if (GATED) {
+                        float up = 0.f + sum[1][at], next = 0.f + sum[1][at + 1];
+                        if (task.bias && there) {
+                            const u16* const bias = task.bias + task.features + n + ahead;
+                            up += to_float(bias[0]), next += to_float(bias[1]);
+                        }
+                        one = silu_times(one, up), other = silu_times(other, next);
+                    }
+                    if (task.extra && there) {
+                        const u32 pair = load_pair(extra + ahead);
+                        one += to_float((u16)pair), other += to_float((u16)(pair >> 16));
+                    }
+                    pairs[v] = pair_of(one, other);
+                }
+                const u32 swapped = of_neighbour(odd ? pairs[0] : pairs[1]);
+                if (there) *(uint2*)(y + p * PART + j * 8) = odd ? make_uint2(swapped, pairs[1]) : make_uint2(pairs[0], swapped);
+            }
+        }
     }
 }
 
@@ -175,27 +233,22 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
 #endif
         for (int number = number0; number < tiles; number += step) {
             const Fp8Tile tile(task, PART, features, number, ranks, rank);
-            float total[2][PART / 2], whole[2][RANGES == 1 ? 1 : PART / 2];
+            float total[2][PART / 2], whole[2][PART / 2];
 #pragma unroll
             for (int p = 0; p < 2; ++p)
 #pragma unroll
-                for (int k = 0; k < PART / 2; ++k) total[p][k] = 0.f;
-            if (RANGES > 1)
-#pragma unroll
-                for (int p = 0; p < 2; ++p)
-#pragma unroll
-                    for (int k = 0; k < PART / 2; ++k) whole[p][RANGES == 1 ? 0 : k] = 0.f;
+                for (int k = 0; k < PART / 2; ++k) total[p][k] = whole[p][k] = 0.f;
 
             auto end_range = [&] {
 #pragma unroll
                 for (int p = 0; p < 2; ++p)
 #pragma unroll
-                    for (int k = 0; k < PART / 2; ++k) whole[p][RANGES == 1 ? 0 : k] += total[p][k], total[p][k] = 0.f;
+                    for (int k = 0; k < PART / 2; ++k) whole[p][k] += total[p][k], total[p][k] = 0.f;
             };
             auto multiply = [&](float (&d)[PART / 2], int stage, int p) {
                 const u64 a = rows_at(x_ring + (stage * MANY + group * 64) * WIDE);
                 const u64 b = rows_at(w_ring + (stage * 2 + p) * PART * WIDE);
-#ifdef TURNS
+#if defined(TURNS) && !defined(OVERLAP)
                 take_turn(group);
 #endif
 #ifndef NO_MMA
@@ -205,7 +258,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                 for (int k = 1; k < 4; ++k) Product<PART>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
                 end_products();
 #endif
-#ifdef TURNS
+#if defined(TURNS) && !defined(OVERLAP)
                 give_turn(1 - group);
 #endif
             };
@@ -222,8 +275,14 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             float d[2][PART / 2];
             for (int i = 0; i < blocks; ++i) {
                 wait_barrier(full + s, parity);
+#ifdef TURNS
+                take_turn(group);
+#endif
                 multiply(d[0], s, 0);
                 multiply(d[1], s, 1);
+#ifdef TURNS
+                give_turn(1 - group);
+#endif
                 const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
                 Fp8Scales<PART> scales;
                 scales.read(w_scales + s * 2 * SPAN);
@@ -262,35 +321,9 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             }
 #endif
 
-            // Of 16 features a thread has a pair of either 8, and then four of one: as many rows' as lie side by side.
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = tile.token0 + token + h * 8;
-                auto four_of = [&](int p, int j, float (&sum)[4]) {
-                    float own[4];  // pairs of 8 features and the next 8
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        const int at = (j + k / 2) * 4 + h * 2 + k % 2;
-                        own[k] = 0.f + (RANGES == 1 ? total[p][at] : whole[p][RANGES == 1 ? 0 : at]);
-                    }
-                    const bool odd = lane % 2;
-                    const float one = of_neighbour(odd ? own[0] : own[2]), two = of_neighbour(odd ? own[1] : own[3]);
-                    sum[0] = odd ? one : own[0], sum[1] = odd ? two : own[1];
-                    sum[2] = odd ? own[2] : one, sum[3] = odd ? own[3] : two;
-                };
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    if (p == 1 && task.gated) break;
-#pragma unroll
-                    for (int j = 0; j < PART / 8; j += 2) {
-                        float sum[4], up[4];
-                        four_of(p, j, sum);
-                        if (task.gated) four_of(1, j, up);
-                        const int within = j * 8 + lane % 2 * 8 + lane % 4 / 2 * 4;
-                        if (within < tile.there[p] && row < task.M) store_four(task, row, tile.at[p] + within, sum, up);
-                    }
-                }
-            }
+            float(&sum)[2][PART / 2] = RANGES == 1 ? total : whole;
+            if (task.gated) store_tile<true, PART>(task, tile, sum, token, lane);
+            else store_tile<false, PART>(task, tile, sum, token, lane);
         }
 #ifdef TURNS
         if (group == 0) take_turn(0);
@@ -299,9 +332,10 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     sync_whole_cluster();  // no block leaves while others write to it
 }
 
-#define FP8_MANY(PART, RANGES)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                             \
-        fp8_many_##PART##_##RANGES(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
+#define FP8_MANY(NAME, PART, RANGES, THREADS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                        \
+        NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
              const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
-        fp8_gemm_many<PART, RANGES>({x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated}); \
+        fp8_gemm_many<PART, RANGES>(                                                                                \
+            {x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated});               \
     }
