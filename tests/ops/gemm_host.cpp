@@ -392,9 +392,8 @@ static void finish_products() {
 }
 template <class T>
 static T* at_rank(T* p, int rank) { return (T*)((char*)memory[rank].data() + ((char*)p - (char*)shared_memory())); }
-static void copy_bulk_to(int mask, void* to, const void* from, int bytes, Barrier* barrier) {
-    for (int rank = 0; mask >> rank; ++rank)
-        if (mask >> rank & 1) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
+static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
 }
 static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
 static float __fdividef(float a, float b) { return a / b; }
@@ -411,6 +410,15 @@ static u32 of_neighbour(u32 value) {
     return found;
 }
 static void sync_whole_cluster() { sync_cluster(); }
+static std::vector<int> given, taken;  // turns: by block and warp group, and by thread
+static void give_turn(int group) { ++given[me / threads * 2 + group], ++steps; }
+static void take_turn(int group) {
+    const int fiber = me, all = ++taken[fiber] * 128;
+    while (given[fiber / threads * 2 + group] < all) {
+        leave(fiber);
+        enter(fiber);
+    }
+}
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
@@ -486,6 +494,8 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
     products.assign(4096, {});
     product_groups.assign(4096, {});
     consumers_arrived.assign(8, 0);
+    given.assign(16, 0);
+    taken.assign(4096, 0);
 }
 #endif
 

@@ -98,7 +98,7 @@ def assert_close(found: Tensor, expected: Tensor, size: Tensor) -> None:
 class TestOnGpu:
     pytestmark = on_gpu
 
-    @pytest.mark.parametrize("rows, columns", [(1, 128), (5, 1408), (64, 5120), (300, 2048)])
+    @pytest.mark.parametrize("rows, columns", [(1, 128), (5, 1408), (64, 5120), (300, 2048), (500, 1408), (1027, 128)])
     def test_quantise(self, rows: int, columns: int) -> None:
         x = rows_of(rows, columns, 1)
         found, expected = ours().quantise(x), packed_rows(*quantised(x))

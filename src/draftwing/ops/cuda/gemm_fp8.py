@@ -25,8 +25,10 @@ _LEAST = 2  # stages of a range
 # 20.6 and 24.1 us (1 and 64 rows of x) in one range, 21.5 and 26.1 in two; 5,120 rows take the least in four.
 _FEW_ROWS = 192
 _QUANTISE_THREADS = 256
-# Rows of x from which the kernels of many rows multiply.
-MANY_FROM = 512
+_QUANTISE_ROWS = 4  # of x that a thread takes, if there are many
+# Rows of x from which the kernels of many rows multiply: on an H200 27B's four matrices take 352 us (384 rows) and 464
+# (448) with the others, 367 and 372 with these.
+MANY_FROM = 385
 _MANY_PARTS = {1: (128, 112), 2: (80, 64), 4: (80, 64)}  # by ranges of K, whose sums take registers, too
 _MANY_ROWS = 128  # of x that a block takes
 _PAIR = 2  # blocks of a cluster
@@ -159,8 +161,9 @@ class Fp8Gemm:
         return {size: self._module.kernel(size.name, size.threads, SHARED) for size in [*SIZES, *MANY_SIZES]}
 
     @functools.cached_property
-    def _quantise(self) -> Kernel:
-        return self._module.kernel("quantise_fp8", _QUANTISE_THREADS)
+    def _quantise(self) -> dict[int, Kernel]:
+        """By rows of x that a thread takes."""
+        return {rows: self._module.kernel(f"quantise_fp8_{rows}", _QUANTISE_THREADS) for rows in (1, _QUANTISE_ROWS)}
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
@@ -173,7 +176,9 @@ class Fp8Gemm:
         padded, blocks = -(-rows // EIGHT) * EIGHT, columns // WIDE
         codes = x.new_empty(blocks, padded, WIDE, dtype=torch.float8_e4m3fn)
         scales = x.new_empty(blocks, padded, dtype=torch.float32)
-        self._quantise((-(-rows * blocks * 16 // _QUANTISE_THREADS),), x, codes, scales, rows, padded, columns)
+        taken = _QUANTISE_ROWS if rows >= MANY_FROM else 1
+        groups = -(-rows // (2 * taken)) * 2 if taken > 1 else rows  # of 16 threads; two have rows behind each other
+        self._quantise[taken]((-(-groups * blocks * 16 // _QUANTISE_THREADS),), x, codes, scales, rows, padded, columns)
         return Fp8Rows(codes, scales, rows)
 
     def linear(

@@ -7,15 +7,14 @@
 
 #define MANY 128    // rows of x of a block
 #define PAIRS 8     // clusters' rows, within which all features are done before others: x and weights stay in the L2 cache
-#define SCALING 32  // a thread of the warp behind the one that asks for copies
 
 #ifndef ON_HOST
-// To the same place in all blocks of the cluster that `mask` has, whose barriers at the same place expect it.
-__device__ __forceinline__ void copy_bulk_to(int mask, void* to, const void* from, int bytes, Barrier* barrier) {
+// To the same place in both blocks of the cluster, whose barriers at the same place expect it.
+__device__ __forceinline__ void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_at(to)),
-        "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)mask)
+        "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)3)
         : "memory");
 }
 
@@ -61,10 +60,10 @@ __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive 
 struct Fp8Tile {
     int token0, x_rows, at[2], there[2];
 
-    __device__ __forceinline__ Fp8Tile(const Fp8Task& task, int part, int features, int number, int ranks, int rank) {
-        const int pairs = (task.padded + ranks * MANY - 1) / (ranks * MANY), first = number / (PAIRS * features) * PAIRS;
+    __device__ __forceinline__ Fp8Tile(const Fp8Task& task, int part, int features, int number, int rank) {
+        const int pairs = (task.padded + 2 * MANY - 1) / (2 * MANY), first = number / (PAIRS * features) * PAIRS;
         const int some = min(PAIRS, pairs - first), within = number - first * features;
-        token0 = ((first + within % some) * ranks + rank) * MANY, x_rows = max(min(MANY, task.padded - token0), 0);
+        token0 = ((first + within % some) * 2 + rank) * MANY, x_rows = max(min(MANY, task.padded - token0), 0);
         const int own = task.gated ? part : 2 * part, feature0 = within / some * own, left = task.features - feature0;
         at[0] = feature0, at[1] = feature0 + (task.gated ? task.features : part);
         there[0] = min(part, left), there[1] = task.gated ? there[0] : max(min(part, left - part), 0);
@@ -148,8 +147,9 @@ __device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& t
 template <int PART, int RANGES>
 __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     constexpr int SPAN = (PART / 16 + 3) / 4 * 4;  // scales of a part
+    constexpr bool TURNS = PART >= 80;  // of warp groups; smaller products are done before the other group has begun
     extern __shared__ float sums[];
-    const int ranks = blocks_of_cluster(), rank = rank_in_cluster(), stages = task.stages, blocks = task.K / WIDE;
+    const int rank = rank_in_cluster(), stages = task.stages, blocks = task.K / WIDE;
     Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);  // [stages][MANY][128]
     Fp8* const w_ring = x_ring + stages * MANY * WIDE;                                 // [stages][2][PART][128]
     float* const x_scales = (float*)(w_ring + stages * 2 * PART * WIDE);               // [stages][MANY]
@@ -157,14 +157,14 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     Barrier* const full = (Barrier*)(w_scales + stages * 2 * SPAN);
     Barrier* const empty = full + stages;
     const int features = (task.features + (task.gated ? PART : 2 * PART) - 1) / (task.gated ? PART : 2 * PART);  // tiles
-    const int tiles = (task.padded + ranks * MANY - 1) / (ranks * MANY) * features;
-    const int number0 = blockIdx.x / ranks, step = gridDim.x / ranks;
+    const int tiles = (task.padded + 2 * MANY - 1) / (2 * MANY) * features;
+    const int number0 = blockIdx.x / 2, step = gridDim.x / 2;
     launch_dependents();
 
     if (threadIdx.x == CONSUMERS) {
         for (int s = 0; s < stages; ++s) {
             init_barrier(full + s, 2);
-            init_barrier(empty + s, ranks * (CONSUMERS / 32));
+            init_barrier(empty + s, 2 * (CONSUMERS / 32));  // warps of both blocks
         }
         show_barriers();
     }
@@ -180,23 +180,14 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             const int weights = task.features * (task.gated ? 2 : 1);
             wait_for_earlier_kernels();
             for (int number = number0; number < tiles; number += step) {
-                const Fp8Tile tile(task, PART, features, number, ranks, rank);
+                const Fp8Tile tile(task, PART, features, number, rank);
+                const int own = rank ? tile.there[1] : tile.there[0], at = rank ? tile.at[1] : tile.at[0];
                 for (int i = 0; i < blocks; ++i) {
                     wait_barrier(empty + s, parity ^ 1);
-#ifdef NO_COPY
-                    expect_bytes(full + s, 0);
-                    next_stage();
-                    continue;
-#endif
                     expect_bytes(full + s, (tile.there[0] + tile.there[1]) * WIDE + tile.x_rows * (WIDE + 4));
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
-                        if (tile.there[p] == 0 || (ranks == 2 && p != rank)) continue;
-                        Fp8* const to = w_ring + (s * 2 + p) * PART * WIDE;
-                        const Fp8* const from = task.w + ((size_t)i * weights + tile.at[p]) * WIDE;
-                        if (ranks == 2) copy_bulk_to(3, to, from, tile.there[p] * WIDE, full + s);
-                        else copy_bulk(to, from, tile.there[p] * WIDE, full + s);
-                    }
+                    if (own > 0)
+                        copy_bulk_to_both(w_ring + (s * 2 + rank) * PART * WIDE,
+                                          task.w + ((size_t)i * weights + at) * WIDE, own * WIDE, full + s);
                     if (tile.x_rows > 0) {
                         const size_t row = (size_t)i * task.padded + tile.token0;
                         copy_bulk(x_ring + s * MANY * WIDE, task.x + row * WIDE, tile.x_rows * WIDE, full + s);
@@ -208,7 +199,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
         } else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) {
             const int lane = threadIdx.x % 32, p = lane / SPAN, unit = lane % SPAN;
             for (int number = number0; number < tiles; number += step) {
-                const Fp8Tile tile(task, PART, features, number, ranks, rank);
+                const Fp8Tile tile(task, PART, features, number, rank);
                 const bool there = p < 2 && unit * TALL < (p ? tile.there[1] : tile.there[0]);
                 const float* const from = task.w_scales + (size_t)((p ? tile.at[1] : tile.at[0]) / TALL + unit) * blocks;
                 float next = there ? from[0] : 0.f;
@@ -228,11 +219,9 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int token = group * 64 + warp % 4 * 16 + lane / 4;
         wait_for_earlier_kernels();
-#ifdef TURNS
-        if (group == 1) give_turn(0);
-#endif
+        if (TURNS && group == 1) give_turn(0);
         for (int number = number0; number < tiles; number += step) {
-            const Fp8Tile tile(task, PART, features, number, ranks, rank);
+            const Fp8Tile tile(task, PART, features, number, rank);
             float total[2][PART / 2], whole[2][PART / 2];
 #pragma unroll
             for (int p = 0; p < 2; ++p)
@@ -248,56 +237,18 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             auto multiply = [&](float (&d)[PART / 2], int stage, int p) {
                 const u64 a = rows_at(x_ring + (stage * MANY + group * 64) * WIDE);
                 const u64 b = rows_at(w_ring + (stage * 2 + p) * PART * WIDE);
-#if defined(TURNS) && !defined(OVERLAP)
-                take_turn(group);
-#endif
-#ifndef NO_MMA
+                if (TURNS) take_turn(group);
                 begin_products();
                 Product<PART>::set(d, a, b);
 #pragma unroll
                 for (int k = 1; k < 4; ++k) Product<PART>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
                 end_products();
-#endif
-#if defined(TURNS) && !defined(OVERLAP)
-                give_turn(1 - group);
-#endif
+                if (TURNS) give_turn(1 - group);
             };
             auto let_go = [&](int stage) {
-                if (lane < ranks) arrive_at_rank(empty + stage, lane);
+                if (lane < 2) arrive_at_rank(empty + stage, lane);
             };
-#ifdef NO_PROMOTE
-#define ADD(p, d, scales, one, other) total[p][0] += d[0] * scales.of[0] * one
-#else
-#define ADD(p, d, scales, one, other) add_scaled<PART>(total[p], d, scales, one, other)
-#endif
             int range = 1, end = blocks / RANGES;
-#ifdef OVERLAP
-            float d[2][PART / 2];
-            for (int i = 0; i < blocks; ++i) {
-                wait_barrier(full + s, parity);
-#ifdef TURNS
-                take_turn(group);
-#endif
-                multiply(d[0], s, 0);
-                multiply(d[1], s, 1);
-#ifdef TURNS
-                give_turn(1 - group);
-#endif
-                const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
-                Fp8Scales<PART> scales;
-                scales.read(w_scales + s * 2 * SPAN);
-                wait_for_products<1>();
-                keep_here(d[0]);
-                ADD(0, d[0], scales, above, below);
-                scales.read(w_scales + (s * 2 + 1) * SPAN);
-                wait_for_products<0>();
-                keep_here(d[1]);
-                let_go(s);
-                ADD(1, d[1], scales, above, below);
-                if (RANGES > 1 && i + 1 == end) end_range(), ++range, end = blocks * range / RANGES;
-                next_stage();
-            }
-#else
             for (int i = 0; i < blocks; ++i) {
                 wait_barrier(full + s, parity);
                 const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
@@ -307,27 +258,20 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                     multiply(d, s, p);
                     Fp8Scales<PART> scales;
                     scales.read(w_scales + (s * 2 + p) * SPAN);
-#ifndef NO_MMA
                     wait_for_products<0>();
                     keep_here(d);
-#endif
                     if (p == 1) let_go(s);
-#ifndef NO_MMA
-                    ADD(p, d, scales, above, below);
-#endif
+                    add_scaled<PART>(total[p], d, scales, above, below);
                 }
                 if (RANGES > 1 && i + 1 == end) end_range(), ++range, end = blocks * range / RANGES;
                 next_stage();
             }
-#endif
 
             float(&sum)[2][PART / 2] = RANGES == 1 ? total : whole;
             if (task.gated) store_tile<true, PART>(task, tile, sum, token, lane);
             else store_tile<false, PART>(task, tile, sum, token, lane);
         }
-#ifdef TURNS
-        if (group == 0) take_turn(0);
-#endif
+        if (TURNS && group == 0) take_turn(0);
     }
     sync_whole_cluster();  // no block leaves while others write to it
 }
