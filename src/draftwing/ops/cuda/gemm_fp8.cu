@@ -272,6 +272,12 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     }
 
 #ifndef ON_HOST
+// value / scale, rounded as a division rounds it; inverse: 1 / scale, rounded.
+__device__ __forceinline__ float divided(float value, float scale, float inverse) {
+    const float near = value * inverse;
+    return fmaf(fmaf(-near, scale, value), inverse, near);
+}
+
 // x [M][K] -> codes [K / 128][padded][128] and scales [K / 128][padded], as `quantised` of fp8_blocks.py. 16 lanes have 128
 // columns of ROWS rows, and the other 16 of a warp the next columns or, with several rows, the next rows: 8 rows' codes lie
 // together.
@@ -301,14 +307,16 @@ __device__ __forceinline__ void quantise_fp8(const u16* x, Fp8* codes, float* sc
 #pragma unroll
         for (int distance = 8; distance > 0; distance /= 2)
             most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
-        const float scale = most / 448.f;
+        const float scale = most / 448.f, inverse = 1.f / scale;
         u32 out[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u16 low, high;
-            const float* const v = value + half * 4;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1] / scale), "f"(v[0] / scale));
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3] / scale), "f"(v[2] / scale));
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[k] = divided(value[half * 4 + k], scale, inverse);
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
             out[half] = low | (u32)high << 16;
         }
         if (row >= M) continue;
