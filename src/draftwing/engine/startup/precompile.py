@@ -226,7 +226,8 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
 
     config = load_config(job.path)
     if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
-        yield gemm_fp8.compile_ahead, job.capability
+        yield gemm_fp8.compile_ahead, job.capability, False
+        yield gemm_fp8.compile_ahead, job.capability, True
     yield gemm.compile_ahead, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for width in widths | _width_of_lm_head(job, config):

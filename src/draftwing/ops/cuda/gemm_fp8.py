@@ -4,6 +4,7 @@ capability 9.0."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,18 +153,22 @@ class Fp8Gemm:
         self._device = device
 
     @functools.cached_property
-    def _module(self) -> Module:
-        """Not before a product needs it: while weights load, another process compiles it."""
-        return Module(read_source(), options_for(torch.bfloat16), self._device)
+    def _modules(self) -> list[Module]:
+        """Of few rows and of many. Not before a product needs them: while weights load, other processes compile them."""
+        return [Module(read_source(many), options_for(torch.bfloat16), self._device) for many in (False, True)]
 
     @functools.cached_property
     def _kernels(self) -> dict[Size | ManySize, Kernel]:
-        return {size: self._module.kernel(size.name, size.threads, SHARED) for size in [*SIZES, *MANY_SIZES]}
+        few, many = self._modules
+        kernels: dict[Size | ManySize, Kernel] = {size: few.kernel(size.name, size.threads, SHARED) for size in SIZES}
+        return kernels | {size: many.kernel(size.name, size.threads, SHARED) for size in MANY_SIZES}
 
     @functools.cached_property
     def _quantise(self) -> dict[int, Kernel]:
         """By rows of x that a thread takes."""
-        return {rows: self._module.kernel(f"quantise_fp8_{rows}", _QUANTISE_THREADS) for rows in (1, _QUANTISE_ROWS)}
+        return {
+            rows: self._modules[0].kernel(f"quantise_fp8_{rows}", _QUANTISE_THREADS) for rows in (1, _QUANTISE_ROWS)
+        }
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
@@ -206,17 +211,23 @@ class Fp8Gemm:
         return out
 
 
-def read_source() -> str:
-    """Returns what is compiled."""
-    sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
-    parts = sorted({size.part for size in (*SIZES, *MANY_SIZES)})
-    return "".join([*sources, *(_product(part) for part in parts), *kernel_lines()])
+def read_source(many: bool) -> str:
+    """Returns what is compiled, for few rows or for many."""
+    sizes: Sequence[Size | ManySize] = MANY_SIZES if many else SIZES
+    sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_fp8.cu", *(["gemm_fp8_many.cu"] if many else [])))
+    return "".join(
+        [*sources, *(_product(part) for part in sorted({size.part for size in sizes})), *kernel_lines(sizes)]
+    )
 
 
-def kernel_lines() -> list[str]:
-    """Returns lines of the source: all kernels."""
-    few = [f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n" for size in SIZES]
-    return few + [f"FP8_MANY({size.name}, {size.part}, {size.ranges}, {size.threads})\n" for size in MANY_SIZES]
+def kernel_lines(sizes: Sequence[Size | ManySize]) -> list[str]:
+    """Returns lines of the source: these kernels."""
+    return [
+        f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n"
+        if isinstance(size, Size)
+        else f"FP8_MANY({size.name}, {size.part}, {size.ranges}, {size.threads})\n"
+        for size in sizes
+    ]
 
 
 def _product(part: int) -> str:
@@ -233,9 +244,10 @@ def _product(part: int) -> str:
     return f"template <>\nstruct Product<{part}> {{\n{''.join(functions)}}};\n"
 
 
-def compile_ahead(capability: tuple[int, int]) -> None:
-    """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability."""
-    compile_source(read_source(), options_for(torch.bfloat16), capability)
+def compile_ahead(capability: tuple[int, int], many: bool) -> None:
+    """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability. many: the half
+    that is for many rows."""
+    compile_source(read_source(many), options_for(torch.bfloat16), capability)
 
 
 def runs_on(capability: tuple[int, int]) -> bool:
