@@ -154,7 +154,7 @@ class Fp8Gemm:
 
     @functools.cached_property
     def _modules(self) -> list[Module]:
-        """Of few and of many rows. Not before a product needs them: while weights load, other processes compile them."""
+        """Of few and of many rows, not before products need them: while weights load, other processes compile them."""
         return [Module(read_source(many), options_for(torch.bfloat16), self._device) for many in (False, True)]
 
     @functools.cached_property

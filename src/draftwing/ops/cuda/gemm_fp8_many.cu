@@ -1,26 +1,25 @@
-// Follows gemm_fp8.cu: the same products with the same bits, for many rows of x. Here tensor cores count, and what is copied
-// from the L2 cache.
+// Follows gemm_fp8.cu: the same products with the same bits, for many rows of x. Here tensor cores count, and copies from
+// the L2 cache.
 //
-// A cluster's two blocks have 128 rows of x each and the same features of weights in two parts, of which each copies one to
-// both. Blocks stay and take one tile after the other, while the next one's copies are on their way. Where few rows have K
-// in ranges, a block sums one range after the other and adds the ranges in the same order.
+// A cluster's two blocks have 128 rows of x each and the same features of weights in two parts, of which each copies one
+// to both. Blocks stay and take one tile after the other, while the next one's copies are on their way. Where few rows
+// have K in ranges, a block sums one range after the other and adds the ranges in the same order.
 
-#define MANY 128    // rows of x of a block
-#define PAIRS 8     // clusters' rows, within which all features are done before others: x and weights stay in the L2 cache
+#define MANY 128  // rows of x of a block
+#define PAIRS 8   // of blocks whose rows have all their features before others begin: x and weights stay in the L2 cache
 
 #ifndef ON_HOST
 // To the same place in both blocks of the cluster, whose barriers at the same place expect it.
 __device__ __forceinline__ void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_at(to)),
-        "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)3)
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(shared_at(to)),
+                 "l"(from), "r"(bytes), "r"(shared_at(barrier)), "h"((u16)3)
+                 : "memory");
 }
 
 __device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
-    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at];}" ::"r"(
-                     shared_at(barrier)),
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; "
+                 "mbarrier.arrive.shared::cluster.b64 _, [at];}" ::"r"(shared_at(barrier)),
                  "r"(rank)
                  : "memory");
 }
@@ -52,8 +51,13 @@ __device__ __forceinline__ u32 load_pair(const u16* p) {
     return pair;
 }
 
-__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
+// A warp group waits for its turn to begin products, which the other one gives it.
+__device__ __forceinline__ void take_turn(int group) {
+    asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory");
+}
 #endif
 
 // Of the tiles of a product, which blocks of clusters take in turn.
@@ -88,8 +92,8 @@ struct Fp8Scales {
 };
 
 template <int PART>
-__device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float (&d)[PART / 2], const Fp8Scales<PART>& scales,
-                                           float above, float below) {
+__device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float (&d)[PART / 2],
+                                           const Fp8Scales<PART>& scales, float above, float below) {
 #pragma unroll
     for (int j = 0; j < PART / 16; ++j) {
         const float one = scales.of[j] * above, other = scales.of[j] * below;
@@ -100,8 +104,8 @@ __device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float
 
 // A thread has pairs of two rows. Of 16 features two threads swap a pair, so that a warp stores 32 bytes of a row.
 template <bool GATED, int PART>
-__device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& tile, const float (&sum)[2][PART / 2], int token,
-                                           int lane) {
+__device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& tile, const float (&sum)[2][PART / 2],
+                                           int token, int lane) {
     const int n = tile.at[0] + lane % 4 * 2, odd = lane % 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -137,7 +141,9 @@ __device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& t
                     pairs[v] = pair_of(one, other);
                 }
                 const u32 swapped = of_neighbour(odd ? pairs[0] : pairs[1]);
-                if (there) *(uint2*)(y + p * PART + j * 8) = odd ? make_uint2(swapped, pairs[1]) : make_uint2(pairs[0], swapped);
+                if (there)
+                    *(uint2*)(y + p * PART + j * 8) =
+                        odd ? make_uint2(swapped, pairs[1]) : make_uint2(pairs[0], swapped);
             }
         }
     }
@@ -150,10 +156,10 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     constexpr bool TURNS = PART >= 80;  // of warp groups; smaller products are done before the other group has begun
     extern __shared__ float sums[];
     const int rank = rank_in_cluster(), stages = task.stages, blocks = task.K / WIDE;
-    Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);  // [stages][MANY][128]
-    Fp8* const w_ring = x_ring + stages * MANY * WIDE;                                 // [stages][2][PART][128]
-    float* const x_scales = (float*)(w_ring + stages * 2 * PART * WIDE);               // [stages][MANY]
-    float* const w_scales = x_scales + stages * MANY;                                  // [stages][2][SPAN]
+    Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);           // [stages][MANY][128]
+    Fp8* const w_ring = x_ring + stages * MANY * WIDE;                    // [stages][2][PART][128]
+    float* const x_scales = (float*)(w_ring + stages * 2 * PART * WIDE);  // [stages][MANY]
+    float* const w_scales = x_scales + stages * MANY;                     // [stages][2][SPAN]
     Barrier* const full = (Barrier*)(w_scales + stages * 2 * SPAN);
     Barrier* const empty = full + stages;
     const int features = (task.features + (task.gated ? PART : 2 * PART) - 1) / (task.gated ? PART : 2 * PART);  // tiles
@@ -176,7 +182,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     };
     if (threadIdx.x >= CONSUMERS) {
         leave_registers();
-        if (threadIdx.x == CONSUMERS) {
+        if (threadIdx.x == CONSUMERS) {  // asks for copies
             const int weights = task.features * (task.gated ? 2 : 1);
             wait_for_earlier_kernels();
             for (int number = number0; number < tiles; number += step) {
@@ -196,7 +202,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                     next_stage();
                 }
             }
-        } else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) {
+        } else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) {  // a warp that reads scales of weights, a stage ahead
             const int lane = threadIdx.x % 32, p = lane / SPAN, unit = lane % SPAN;
             for (int number = number0; number < tiles; number += step) {
                 const Fp8Tile tile(task, PART, features, number, rank);
@@ -214,7 +220,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                 }
             }
         }
-    } else {
+    } else {  // a warp group has 64 of the block's rows
         take_registers();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int token = group * 64 + warp % 4 * 16 + lane / 4;
@@ -245,9 +251,6 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                 end_products();
                 if (TURNS) give_turn(1 - group);
             };
-            auto let_go = [&](int stage) {
-                if (lane < 2) arrive_at_rank(empty + stage, lane);
-            };
             int range = 1, end = blocks / RANGES;
             for (int i = 0; i < blocks; ++i) {
                 wait_barrier(full + s, parity);
@@ -260,7 +263,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
                     scales.read(w_scales + (s * 2 + p) * SPAN);
                     wait_for_products<0>();
                     keep_here(d);
-                    if (p == 1) let_go(s);
+                    if (p == 1 && lane < 2) arrive_at_rank(empty + s, lane);
                     add_scaled<PART>(total[p], d, scales, above, below);
                 }
                 if (RANGES > 1 && i + 1 == end) end_range(), ++range, end = blocks * range / RANGES;
