@@ -28,7 +28,7 @@ _FEW_ROWS = 192
 _QUANTISE_THREADS = 256
 _QUANTISE_ROWS = 4  # of x that a thread takes, if there are many
 # Rows of x from which the kernels of many rows multiply: on an H200 27B's four matrices take 352 us (384 rows) and 464
-# (448) with the others, 367 and 372 with these.
+# (448) with the others, 367 and 373 with these.
 MANY_FROM = 385
 _MANY_PARTS = {1: (128, 112), 2: (80, 64), 4: (80, 64)}  # by ranges of K, whose sums take registers, too
 _MANY_ROWS = 128  # of x that a block takes
