@@ -11,6 +11,8 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -48,7 +50,15 @@ struct Fiber {
 static const float GUARD = 12345.f;  // behind a block's shared memory
 static Index blockIdx, threadIdx, gridDim;
 static std::vector<Fiber> fibers;  // of the blocks of a cluster, one block after the other
-static std::vector<std::vector<float>> memory;  // shared memory by block of the cluster
+template <class T>
+struct Aligned : std::allocator<T> {  // blocks of a cluster have the same at the same place behind a multiple of 1,024 bytes
+    template <class U>
+    struct rebind { using other = Aligned<U>; };
+    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(1024)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(1024)); }
+};
+using Memory = std::vector<float, Aligned<float>>;
+static std::vector<Memory> memory;  // shared memory by block of the cluster
 static std::vector<Lane> lanes;
 static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
 static int cluster_arrived, threads, first_block, me;
@@ -366,9 +376,48 @@ struct Product {
     }
 };
 static void begin_products() {}
-static void finish_products() {
-    for (const Codes& codes : products[me]) do_product(codes);
+static std::vector<std::deque<std::vector<Codes>>> product_groups;
+static void end_products() {
+    product_groups[me].push_back(std::move(products[me]));
     products[me].clear();
+}
+template <int LEFT>
+static void wait_for_products() {
+    for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
+        for (const Codes& codes : groups.front()) do_product(codes);
+}
+static void finish_products() {
+    end_products();
+    wait_for_products<0>();
+}
+template <class T>
+static T* at_rank(T* p, int rank) { return (T*)((char*)memory[rank].data() + ((char*)p - (char*)shared_memory())); }
+static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
+}
+static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
+static float __fdividef(float a, float b) { return a / b; }
+static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
+static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static std::vector<u32> shown;  // by thread
+static u32 of_neighbour(u32 value) {
+    shown.resize(fibers.size());
+    shown[me] = value;
+    meet(warp_arrived[me / 32], 32);
+    const u32 found = shown[me ^ 1];
+    meet(warp_arrived[me / 32], 32);
+    return found;
+}
+static void sync_whole_cluster() { sync_cluster(); }
+static std::vector<int> given, taken;  // turns: by block and warp group, and by thread
+static void give_turn(int group) { ++given[me / threads * 2 + group], ++steps; }
+static void take_turn(int group) {
+    const int fiber = me, all = ++taken[fiber] * 128;
+    while (given[fiber / threads * 2 + group] < all) {
+        leave(fiber);
+        enter(fiber);
+    }
 }
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
@@ -443,7 +492,10 @@ static struct {  // of the next runs, besides what `job` has
 extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padded, int rows, int stages, int gated) {
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
     products.assign(4096, {});
+    product_groups.assign(4096, {});
     consumers_arrived.assign(8, 0);
+    given.assign(16, 0);
+    taken.assign(4096, 0);
 }
 #endif
 
@@ -510,7 +562,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     bool kept = true;
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (first_block = 0; first_block < grid_x; first_block += cluster) {
-            memory.assign(cluster, std::vector<float>(shared / 4, NAN));
+            memory.assign(cluster, Memory(shared / 4, NAN));
             for (auto& block : memory) block.resize(shared / 4 + 4096, GUARD);
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);

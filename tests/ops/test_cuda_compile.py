@@ -87,8 +87,9 @@ def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.cubin"))) == programs
 
 
-def test_fp8(tmp_path: Path) -> None:
-    gemm_fp8.compile_ahead(HOPPER)
+@pytest.mark.parametrize("many", [False, True])
+def test_fp8(many: bool, tmp_path: Path) -> None:
+    gemm_fp8.compile_ahead(HOPPER, many)
     assert list(tmp_path.rglob("*.cubin"))
 
 

@@ -177,7 +177,8 @@ def collect(
         model = model_without_data(job)
         needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model), multiplies_fp8(model))
         if needed.fp8:
-            held(_compile_fp8, None)
+            held(_compile_fp8, False)
+            held(_compile_fp8, True)
         for layout in needed.experts:
             held(_compile_experts, layout)
         for chunks in needed.heads:
@@ -239,8 +240,8 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
                 yield made.compile_ahead, job.dtype, width, job.capability, some
 
 
-def _compile_fp8(job: Job, nothing: None) -> None:
-    gemm_fp8.compile_ahead(job.capability)
+def _compile_fp8(job: Job, many: bool) -> None:
+    gemm_fp8.compile_ahead(job.capability, many)
 
 
 def _compile_experts(job: Job, layout: Layout) -> None:
