@@ -9,6 +9,7 @@ import ctypes
 import functools
 import glob
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttr
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
-Arg = Tensor | int | float | None
+_BFLOAT16_MAP, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # of CUtensorMapDataType, ...Swizzle, ...L2promotion
+TensorMap = ctypes.Array[ctypes.c_uint64]
+Arg = Tensor | TensorMap | int | float | None
 
 
 class _Attribute(ctypes.Structure):
@@ -49,12 +52,14 @@ class Kernel:
     def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0) -> None:
         """overlap: where the kernel was made programmatic, it comes up while the one before it runs. cluster: blocks
         side by side that are one; 0: what the kernel's source says."""
-        values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
+        values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float | TensorMap] = []
         for arg in args:
             if isinstance(arg, int):
                 values.append(ctypes.c_int(arg))
             elif isinstance(arg, float):
                 values.append(ctypes.c_float(arg))
+            elif isinstance(arg, ctypes.Array):
+                values.append(arg)
             else:
                 values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -115,6 +120,26 @@ class Module:
             percent = min(100, -(-100 * blocks * (shared + _SYSTEM_SHARED) // self._shared))
             _check(self._driver, self._driver.cuFuncSetAttribute(handle, _SHARED_CARVEOUT, percent))
         return Kernel(self._driver, handle, threads, shared, programmatic and self._programmatic)
+
+
+@functools.lru_cache(maxsize=4096)  # a pure function of its arguments, for weights asked for in each launch
+def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """Returns what the copy engine is told of a contiguous matrix in bfloat16, of which it brings boxes to shared memory
+    in the order of 128-byte swizzling. shape, box: the last dimension first; a row of a box has 128 bytes."""
+    rank = len(shape)
+    strides = [2 * math.prod(shape[: i + 1]) for i in range(rank - 1)]  # bytes
+    room = (ctypes.c_uint64 * 24)()
+    skip = -ctypes.addressof(room) % 64 // 8  # the driver wants its 128 bytes aligned to 64
+    driver = ctypes.CDLL("libcuda.so.1")
+    _check(
+        driver,
+        driver.cuTensorMapEncodeTiled(
+            ctypes.byref(room, skip * 8), _BFLOAT16_MAP, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*shape),
+            (ctypes.c_uint64 * rank)(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), 0,
+            _SWIZZLE_128B, _PROMOTE_256B, 0,
+        ),
+    )  # fmt: skip
+    return (ctypes.c_uint64 * 16)(*room[skip : skip + 16])
 
 
 def _check(driver: ctypes.CDLL, code: int) -> None:
