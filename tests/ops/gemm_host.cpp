@@ -75,7 +75,8 @@ static void go_on(int fiber) {
     setcontext(&fibers[fiber].context);
 }
 
-static float* shared_memory() { return memory[me / threads].data(); }
+static float* shared_of(int rank) { return (float*)(((uintptr_t)memory[rank].data() + 1023) & ~(uintptr_t)1023); }
+static float* shared_memory() { return shared_of(me / threads); }
 
 static float to_float(u16 bits) {
     const u32 wide = (u32)bits << 16;
@@ -106,7 +107,7 @@ static float load_value(const u16* p) {
     if (!may_read(true)) abort();
     return to_float(*p);
 }
-static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
+static float load_from_rank(const float* p, int rank) { return shared_of(rank)[p - shared_memory()]; }
 static int held(int value) { return value; }
 static void launch_dependents();
 static void wait_for_earlier_kernels();
@@ -266,7 +267,7 @@ static float4 load_four(const float* p) {
     return {p[0], p[1], p[2], p[3]};
 }
 static float4 load_four_from_rank(const float* p, int rank) {
-    return load_four(memory[rank].data() + (p - shared_memory()));
+    return load_four(shared_of(rank) + (p - shared_memory()));
 }
 static uint2 load_four_values(const u16* p) {
     uint2 v;
@@ -330,59 +331,127 @@ static u32 __float_as_uint(float f) {
 }
 #endif
 
-#ifdef FP8
+#if defined(FP8) || defined(DENSE)
 struct float2 { float x, y; };
 typedef unsigned long long u64;
-static float e4m3(unsigned char code) {
+static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
+// A part of 128 bytes of a row, in the order of swizzling.
+static const unsigned char* swizzled(u64 rows, int row, int byte) {
+    const uintptr_t at = (rows << 4) + row * 128 + byte;
+    return (const unsigned char*)(at ^ (at >> 7 & 7) << 4);
+}
+static u64 rows_at(const void* p) { return (uintptr_t)p >> 4; }
+#ifdef FP8
+typedef unsigned char Operand;
+static float value_of(u64 rows, int row, int k) {
+    const unsigned char code = *swizzled(rows, row, k);
     const int power = code >> 3 & 15, part = code & 7;
     const float size = power ? ldexpf(8 + part, power - 10) : ldexpf(part, -9);
     return code & 128 ? -size : (code & 127) == 127 ? NAN : size;
 }
-static unsigned char swizzled(u64 rows, int row, int column) {  // of 128 bytes
-    uintptr_t at = (rows << 4) + row * 128 + column;
-    return *(const unsigned char*)(at ^ (at >> 7 & 7) << 4);
-}
-static u64 rows_at(const unsigned char* p) { return (uintptr_t)p >> 4; }
-static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
-struct Codes { float* d; u64 a, b; int features; bool more; };
-static std::vector<std::vector<Codes>> products;  // by thread
-static void do_product(const Codes& codes) {
+#else
+typedef u16 Operand;
+static float value_of(u64 rows, int row, int k) { return to_float(*(const u16*)swizzled(rows, row, k * 2)); }
+#endif
+struct Factors { float* d; u64 a, b; int features; bool more; };
+static std::vector<std::deque<std::vector<Factors>>> product_groups;  // by thread
+static std::vector<std::vector<Factors>> products_open;
+static void do_product(const Factors& factors) {  // of 32 bytes of each row
     const int lane = me % 32, warp = me % threads / 32 % 4;
-    for (int i = 0; i < codes.features / 2; ++i) {
+    for (int i = 0; i < factors.features / 2; ++i) {
         const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, feature = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        float sum = codes.more ? codes.d[i] : 0.f;
-        for (int k = 0; k < 32; ++k)
-            sum = fmaf(e4m3(swizzled(codes.a, row, k)), e4m3(swizzled(codes.b, feature, k)), sum);
-        codes.d[i] = sum;
+        float sum = factors.more ? factors.d[i] : 0.f;
+        for (int k = 0; k < 32 / (int)sizeof(Operand); ++k)
+            sum = fmaf(value_of(factors.a, row, k), value_of(factors.b, feature, k), sum);
+        factors.d[i] = sum;
     }
 }
 template <int FEATURES>
 struct Product {
-    static void set(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, false); }
-    static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, true); }
-    static void ask(float* d, u64 a, u64 b, bool more) {
-        if (early) do_product({d, a, b, FEATURES, more});
-        else products[me].push_back({d, a, b, FEATURES, more});
+    static void set(float (&d)[FEATURES / 2], u64 a, u64 b) { ask({d, a, b, FEATURES, false}); }
+    static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask({d, a, b, FEATURES, true}); }
+    static void ask(const Factors& factors) {
+        if (early) do_product(factors);
+        else products_open[me].push_back(factors);
     }
 };
 static void begin_products() {}
+static void end_products() {
+    product_groups[me].push_back(std::move(products_open[me]));
+    products_open[me].clear();
+}
+template <int LEFT>
+static void wait_products() {
+    for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
+        for (const Factors& factors : groups.front()) do_product(factors);
+}
 static void finish_products() {
-    for (const Codes& codes : products[me]) do_product(codes);
-    products[me].clear();
+    end_products();
+    wait_products<0>();
 }
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
-static void sync_consumers() { meet(consumers_arrived[me / threads], 256); }
-static void sync_cluster_but_producers() { meet(cluster_arrived, fibers.size() / threads * 256); }
-static void leave_cluster() { sync_cluster_but_producers(); }
+static int consumers;  // threads of a block
+static void sync_consumers() { meet(consumers_arrived[me / threads], consumers); }
+template <int THREADS>
+static void sync_consumers() { sync_consumers(); }
+static int cluster_times;  // that all threads of a cluster have met
+static void meet_cluster() {  // those who have left count as if they were there
+    const int fiber = me, before = cluster_times;
+    ++cluster_arrived, ++steps;
+    while (cluster_times == before) {
+        int left = 0;
+        for (const Fiber& other : fibers) left += !other.done;
+        if (cluster_arrived == left) {
+            cluster_arrived = 0, ++cluster_times, ++steps;
+        } else {
+            leave(fiber);
+            enter(fiber);
+        }
+    }
+}
+static void sync_cluster_but_producers() { meet_cluster(); }
+static void leave_cluster() { meet_cluster(); }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static void add_four(const u16* p, float (&sum)[4]) {
     for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
 }
+template <int COUNT>
+static void take_registers() {}
 static void take_registers() {}
 static void leave_registers() {}
+#endif
+
+#ifdef DENSE
+#define __grid_constant__
+struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
+static void prefetch_map(const TensorMap* map) {}
+static void arrive_at_rank(Barrier* barrier, int rank) {
+    arrive((Barrier*)((char*)shared_of(rank) + ((char*)barrier - (char*)shared_memory())));
+}
+static void copy_box_to(u32 blocks, void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    if (map->result && !waited[me]) abort();
+    const auto [columns, rows, matrices] = map->box;
+    for (int rank = 0; blocks >> rank; ++rank) {
+        if (!(blocks >> rank & 1)) continue;
+        char* const there = (char*)shared_of(rank) + ((char*)to - (char*)shared_memory());
+        if (columns != 64 || (uintptr_t)there % 128) abort();
+        Open& open = barriers.at((Barrier*)((char*)shared_of(rank) + ((char*)barrier - (char*)shared_memory())));
+        for (int i = 0; i < matrices * rows * 8; ++i) {
+            const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = i / 8 / rows;
+            const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
+            const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
+            open.copies.push_back({(void*)swizzled((uintptr_t)there >> 4, 0, i * 16), inside ? from : nullptr, 16});
+        }
+        open.bulk += matrices * rows * 128, ++steps;
+        if (early) opens(open);
+    }
+}
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, bool once = false) {
+    copy_box_to(1 << rank_in_cluster(), to, map, column, row, barrier);
+}
 #endif
 
 #include SOURCE
@@ -426,7 +495,7 @@ extern "C" void head_sizes(int count, int x_row, int x_head, int y_row, int y_he
 // A thread of a block of experts' has to wait for the earlier kernel before it reads what that one writes, which is x and,
 // where routes are not known, these; and then before it lets the next kernel come.
 static void wait_for_earlier_kernels() {
-    if (expert.there) waited[me] = true;
+    waited[me] = true;
 }
 static void launch_dependents() {
     if (expert.there && !expert.known && !waited[me]) abort();
@@ -442,14 +511,30 @@ static struct {  // of the next runs, besides what `job` has
 } fp8;
 extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padded, int rows, int stages, int gated) {
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
-    products.assign(4096, {});
-    consumers_arrived.assign(8, 0);
+    consumers = 256;
+}
+#endif
+
+#ifdef DENSE
+using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int);
+static struct {  // of the next run besides what `job` has
+    int x_box, w_box, rows, stages, ranges, gated;
+} dense;
+extern "C" void dense_sizes(int x_box, int w_box, int rows, int stages, int ranges, int gated, int threads) {
+    dense = {x_box, w_box, rows, stages, ranges, gated};
+    consumers = threads;
 }
 #endif
 
 static void body() {
     const int fiber = me;
-#ifdef FP8
+#ifdef DENSE
+    const int parts = dense.gated ? 2 : 1;
+    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_box, 1}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.w_box, parts}};
+    ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.rows, dense.stages, dense.ranges,
+                              dense.gated);
+#elif defined(FP8)
     ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
                             job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);
 #elif defined(HEADS)
@@ -510,16 +595,21 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     bool kept = true;
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (first_block = 0; first_block < grid_x; first_block += cluster) {
-            memory.assign(cluster, std::vector<float>(shared / 4, NAN));
-            for (auto& block : memory) block.resize(shared / 4 + 4096, GUARD);
+            memory.assign(cluster, std::vector<float>(shared / 4 + 4096 + 256, GUARD));
+            for (int rank = 0; rank < cluster; ++rank) std::fill_n(shared_of(rank), shared / 4, NAN);
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
+#if defined(FP8) || defined(DENSE)
+            product_groups.assign(fibers.size(), {});
+            products_open.assign(fibers.size(), {});
+            consumers_arrived.assign(cluster, 0);
+#endif
             barriers.clear();
             waited.assign(fibers.size(), false);
             run_cluster();
-            for (auto& block : memory)
-                for (size_t i = shared / 4; i < block.size(); ++i) kept &= block[i] == GUARD;
+            for (int rank = 0; rank < cluster; ++rank)
+                for (int i = shared / 4; i < shared / 4 + 4096; ++i) kept &= shared_of(rank)[i] == GUARD;
         }
     return kept;
 }

@@ -14,7 +14,7 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 PANEL = 64  # columns
 PANELS = 1  # of a stage
 EIGHT = 8
-_TOKENS = 64  # rows of x that a warp group takes
+TOKENS = 64  # rows of x that a warp group takes
 SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
 _MOST_ROWS = {1: 256, 2: 256, 3: 240, 4: 176}  # of a weight that a block takes, by warp groups: registers hold the sums
 _BLOCKS = 128
@@ -63,8 +63,8 @@ def make_cut(
     panels: int = PANELS, stages: int | None = None, groups: int | None = None,
 ) -> Cut:  # fmt: skip
     """at_once: clusters."""
-    groups = groups or min(4, -(-rows // _TOKENS))
-    token_blocks = -(-rows // (groups * _TOKENS))
+    groups = groups or min(4, -(-rows // TOKENS))
+    token_blocks = -(-rows // (groups * TOKENS))
     step = 2 * EIGHT
 
     def tiles(taken: int) -> int:
@@ -74,7 +74,7 @@ def make_cut(
         return -(-token_blocks * tiles(taken) // at_once) * (taken + 32), taken
 
     taken = taken or min(range(step, _MOST_ROWS[groups] + 1, step), key=cost)
-    stage = (taken + groups * _TOKENS) * panels * PANEL * 2
+    stage = (taken + groups * TOKENS) * panels * PANEL * 2
     blocks = -(-columns // (panels * PANEL) // ranges)
     most = min(blocks, (SHARED - 1280) // stage)
     return Cut(
@@ -122,7 +122,7 @@ class DenseGemm:
         out = x.new_empty(rows, features)
         parts = 2 if gated else 1
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
-        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.size.groups * _TOKENS // cut.sharers, 1))
+        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.size.groups * TOKENS // cut.sharers, 1))
         self.kernels[cut.size](
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.rows, cut.stages, cut.ranges,
             int(gated), cluster=cut.ranges * cut.sharers,

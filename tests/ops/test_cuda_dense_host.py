@@ -1,0 +1,73 @@
+"""The kernels of gemm_dense.cu in C++ on the CPU (gemm_host.cpp), vs a product in float64. What only a GPU can tell is in
+test_cuda_dense.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from gemm_inputs import compiled, exact, launch, random
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm import read_files
+from draftwing.ops.cuda.gemm_dense import SHARED, TOKENS, Cut, Size, kernel_lines, make_cut
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+LATE, EARLY = 0, 1  # copies and instructions, as gemm_host.cpp has them
+SIZES = [Size(1, 32), Size(2, 32), Size(3, 32), Size(4, 32), Size(1, 128), Size(4, 88)]
+
+
+@dataclass
+class Host:
+    library: ctypes.CDLL
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None, gated: bool, cut: Cut, early: int
+    ) -> Tensor:
+        parts = 2 if gated else 1
+        features = len(weight) // parts
+        out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
+        self.library.dense_sizes(
+            cut.size.groups * TOKENS // cut.sharers, cut.rows // parts, cut.rows, cut.stages, cut.ranges, int(gated),
+            max(cut.size.groups, 2) * 128,
+        )  # fmt: skip
+        sizes = (cut.size.threads, cut.ranges * cut.sharers, SHARED)
+        launch(
+            self.library, cut.size.name, sizes, (x, weight, bias, extra, out),
+            (len(x), features, weight.shape[1], *cut.grid), early,
+        )  # fmt: skip
+        return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    source = "".join([*read_files(("gemm_dense.cu",)), *kernel_lines(SIZES)])
+    return Host(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE", f"-DSHARED={SHARED}", "-DPANELS=1"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 776, 2), (208, 640, 1), (64, 1024, 4)])
+@pytest.mark.parametrize("sharers", [1, 2])
+def test_against_float64(run: Host, rows: int, columns: int, ranges: int, kind: str, sharers: int) -> None:
+    """Rows of x have the same bits in any batch, whatever a block takes."""
+    weight, x, bias = random(rows, columns, seed=1), random(250, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    features = rows // 2 if gated else rows
+    extra = random(250, rows, seed=4) if kind == "add" else None
+    expected = exact(kind, x, weight, bias, extra)
+
+    def found(part: slice, taken: int, early: int) -> Tensor:
+        count = len(range(*part.indices(250)))
+        cut = make_cut(count, features, gated, columns, ranges, sharers, 30, taken)
+        cut = cut._replace(size=next(size for size in SIZES if size.groups == cut.size.groups and size.features >= taken // 2))
+        return run(x[part], weight, bias, None if extra is None else extra[part], gated, cut, early)
+
+    whole = found(slice(0, 250), 64, EARLY)
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-7, atol=0.05)
+    for part, taken, early in (
+        (slice(249, 250), 48, LATE), (slice(100, 150), 240, LATE), (slice(3, 100), 64, LATE), (slice(5, 180), 48, LATE),
+    ):  # fmt: skip
+        assert torch.equal(found(part, taken, early), whole[part])
