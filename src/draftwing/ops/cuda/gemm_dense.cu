@@ -248,6 +248,12 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
 #pragma unroll
             for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
         auto release = [&](int s) {
+#ifdef LOCAL
+            if (place.sharers == 1) {
+                if (lane == 0) arrive(empty + s);
+                return;
+            }
+#endif
             if (lane < place.sharers) arrive_at_rank(empty + s, place.range * place.sharers + lane);
         };
         int s = 0, parity = 0, before = 0;
@@ -265,8 +271,13 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
                         Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (half * PANEL / 8));
             }
             end_products();
+#ifdef WAIT0
+            wait_products<0>();
+            release(s);
+#else
             wait_products<1>();
             if (i > 0) release(before);
+#endif
             before = s;
             if (++s == task.stages) s = 0, parity ^= 1;
         }

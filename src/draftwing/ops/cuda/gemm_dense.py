@@ -60,7 +60,7 @@ def ranges_of(rows: int, columns: int) -> int:
 
 def make_cut(
     rows: int, features: int, gated: bool, columns: int, ranges: int, sharers: int, at_once: int, taken: int | None = None,
-    panels: int = PANELS, stages: int | None = None, groups: int | None = None,
+    panels: int = PANELS, stages: int | None = None, groups: int | None = None, shared: int = SHARED,
 ) -> Cut:  # fmt: skip
     """at_once: clusters."""
     groups = groups or min(4, -(-rows // TOKENS))
@@ -76,7 +76,7 @@ def make_cut(
     taken = taken or min(range(step, _MOST_ROWS[groups] + 1, step), key=cost)
     stage = (taken + groups * TOKENS) * panels * PANEL * 2
     blocks = -(-columns // (panels * PANEL) // ranges)
-    most = min(blocks, (SHARED - 1280) // stage)
+    most = min(blocks, (shared - 1280) // stage)
     return Cut(
         Size(groups, taken // 2), taken, min(most, stages or 99), ranges, sharers,
         (token_blocks * ranges * sharers, tiles(taken)),
