@@ -381,21 +381,15 @@ static void end_products() {
     products_open[me].clear();
 }
 template <int LEFT>
-static void wait_products() {
+static void wait_for_products() {
     for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
         for (const Factors& factors : groups.front()) do_product(factors);
-}
-static void finish_products() {
-    end_products();
-    wait_products<0>();
 }
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
-static int consumers;  // threads of a block
-static void sync_consumers() { meet(consumers_arrived[me / threads], consumers); }
 template <int THREADS>
-static void sync_consumers() { sync_consumers(); }
+static void sync_consumers() { meet(consumers_arrived[me / threads], THREADS); }
 static int cluster_times;  // that all threads of a cluster have met
 static void meet_cluster() {  // those who have left count as if they were there
     const int fiber = me, before = cluster_times;
@@ -412,14 +406,12 @@ static void meet_cluster() {  // those who have left count as if they were there
     }
 }
 static void sync_cluster_but_producers() { meet_cluster(); }
-static void leave_cluster() { meet_cluster(); }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static void add_four(const u16* p, float (&sum)[4]) {
     for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
 }
 template <int COUNT>
-static void take_registers() {}
 static void take_registers() {}
 static void leave_registers() {}
 #endif
@@ -511,7 +503,6 @@ static struct {  // of the next runs, besides what `job` has
 } fp8;
 extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padded, int rows, int stages, int gated) {
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
-    consumers = 256;
 }
 #endif
 
@@ -520,9 +511,8 @@ using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*,
 static struct {  // of the next run besides what `job` has
     int x_box, w_box, rows, stages, ranges, gated;
 } dense;
-extern "C" void dense_sizes(int x_box, int w_box, int rows, int stages, int ranges, int gated, int threads) {
+extern "C" void dense_sizes(int x_box, int w_box, int rows, int stages, int ranges, int gated) {
     dense = {x_box, w_box, rows, stages, ranges, gated};
-    consumers = threads;
 }
 #endif
 

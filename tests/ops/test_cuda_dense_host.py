@@ -31,8 +31,7 @@ class Host:
         features = len(weight) // parts
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
         self.library.dense_sizes(
-            cut.size.groups * TOKENS // cut.sharers, cut.rows // parts, cut.rows, cut.stages, cut.ranges, int(gated),
-            max(cut.size.groups, 2) * 128,
+            cut.size.groups * TOKENS // cut.sharers, cut.rows // parts, cut.rows, cut.stages, cut.ranges, int(gated)
         )  # fmt: skip
         sizes = (cut.size.threads, cut.ranges * cut.sharers, SHARED)
         launch(
@@ -44,7 +43,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    source = "".join([*read_files(("gemm_dense.cu",)), *kernel_lines(SIZES)])
+    source = "".join([*read_files(("gemm_wgmma.cu", "gemm_dense.cu")), *kernel_lines(SIZES)])
     return Host(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE", f"-DSHARED={SHARED}", "-DPANELS=1"))
 
 

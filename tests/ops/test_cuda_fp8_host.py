@@ -45,7 +45,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    source = "".join([*read_files(("gemm_fp8.cu",)), *kernel_lines()])
+    source = "".join([*read_files(("gemm_wgmma.cu", "gemm_fp8.cu")), *kernel_lines()])
     return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
 
 

@@ -44,7 +44,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
 from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.ops.cuda import gemm_fp8
+from draftwing.ops.cuda import gemm_fp8, wgmma
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.fp8_blocks import FP8_FROM, TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
@@ -225,7 +225,7 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
     config = load_config(job.path)
-    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+    if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
         yield gemm_fp8.compile_ahead, job.capability
     yield gemm.compile_ahead, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
@@ -312,7 +312,7 @@ def _model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
-    if gemm_fp8.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+    if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
         hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)

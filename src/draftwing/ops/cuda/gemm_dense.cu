@@ -1,15 +1,8 @@
-// Follows gemm.cu and gemm_bulk.cu: products of up to 256 rows with weights in bfloat16 (wgmma, compute capability 9.0
-// alone), at the time to read the weights.
+// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of up to 256 rows with weights in bfloat16 (compute capability
+// 9.0 alone), at the time to read the weights.
 //
-// As in gemm_fp8.cu x is an instruction's first operand, 64 rows of it, and weights the second, any multiple of 8
-// features: all blocks get as many bytes of weights. Both are rows of a matrix in global memory, which the copy engine
-// brings in panels of 64 columns, in the order of 128-byte swizzling; what is behind a matrix comes as zeros.
-//
-// A cluster has the same rows of x. Its blocks have RANGES of K and, of each range, some have other features: these copy
-// x for each other. A block sums its range in order. Then ranges are added in order. How many there are depends on the
-// weight's shape alone, so a row has the same bits in any batch.
-
-typedef unsigned long long u64;
+// x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns; what is behind
+// a matrix comes as zeros. The blocks of a cluster that have the same range of K copy x for each other.
 
 #define PANEL 64  // columns: rows of 128 bytes
 #ifndef PANELS
@@ -20,55 +13,6 @@ typedef unsigned long long u64;
 struct alignas(64) TensorMap {
     u64 words[16];
 };
-
-// d += a b^T, for 16 columns of 64 rows a and FEATURES rows b. Is done when waited for. gemm_dense.py has more.
-template <int FEATURES>
-struct Product;
-
-// Of rows of 128 bytes, swizzled: the address in 16 bytes, and from 8 rows to the next 8.
-__device__ __forceinline__ u64 rows_at(const u16* p) {
-    return shared_at(p) >> 4 & 0x3fff | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// Not read before, nor written after.
-template <int COUNT>
-__device__ __forceinline__ void keep_here(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-template <int THREADS>
-__device__ __forceinline__ void sync_consumers() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-}
-
-__device__ __forceinline__ void sync_cluster_but_producers() {  // which have left
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Until all threads of the cluster are here, whatever they wrote.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ int blocks_of_cluster() {
-    int blocks;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-    return blocks;
-}
 
 // At the barrier that this one is in the block of that rank.
 __device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
@@ -108,78 +52,16 @@ __device__ __forceinline__ void copy_box_to(u32 blocks, void* to, const TensorMa
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
-
-// Volatile for the reason that `load_value` has.
-__device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
-    u32 pairs[2];
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs[0]), "=r"(pairs[1]) : "l"(p));
-#pragma unroll
-    for (int k = 0; k < 4; ++k) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
-}
 #endif
 
 struct DenseTask {
     const TensorMap *x, *w;  // x [1][M][K], w [1, or 2 of gates and ups][features][K]
-    const u16 *bias, *extra;
-    u16* y;  // [M][features]
-    int M, features, K;
-    int rows;    // of weights that a block takes; gates and ups: as many of either
+    Result result;
+    int K;
+    int rows;    // of weights that a block takes, in two halves
     int stages;  // of the ring
-    int ranges, gated;
+    int ranges;
 };
-
-struct DensePlace {
-    int token0, feature0, own, first, count, sharers, range, sharer;
-
-    __device__ __forceinline__ DensePlace(const DenseTask& task, int tokens) {
-        const int rank = rank_in_cluster(), blocks = blocks_of_cluster(), steps = (task.K + PANELS * PANEL - 1) / (PANELS * PANEL);
-        sharers = blocks / task.ranges, range = rank / sharers, sharer = rank - range * sharers;
-        own = task.gated ? task.rows / 2 : task.rows;
-        token0 = blockIdx.x / blocks * tokens, feature0 = (blockIdx.y * sharers + sharer) * own;
-        first = steps * range / task.ranges, count = steps * (range + 1) / task.ranges - first;
-    }
-};
-
-// sums [tokens][pitch] in each block of a cluster, by the consumers of all -> y
-template <int THREADS>
-__device__ __forceinline__ void store_sums(const DenseTask& task, const DensePlace& place, const float* sums, int pitch,
-                                           int tokens) {
-    const int fours = place.own / 4, count = min(tokens, task.M - place.token0) * fours;
-    for (int i = place.range * THREADS + threadIdx.x; i < count; i += task.ranges * THREADS) {
-        const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
-        if (n >= task.features) continue;
-        const size_t at = (size_t)(place.token0 + token) * task.features + n;
-        auto sum_of = [&](const float* p, const u16* bias, float (&out)[4]) {
-            out[0] = out[1] = out[2] = out[3] = 0.f;
-            for (int v = 0; v < task.ranges; ++v) {
-                const float4 part =
-                    task.ranges == 1 ? *(const float4*)p : load_four_from_rank(p, v * place.sharers + place.sharer);
-                out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
-            }
-            if (task.bias)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
-        };
-        float sum[4], up[4];
-        sum_of(sums + token * pitch + row, task.bias + n, sum);
-        if (task.gated) {
-            sum_of(sums + token * pitch + place.own + row, task.bias + task.features + n, up);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
-        }
-        if (task.extra) add_four(task.extra + at, sum);
-        u16 out[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] = from_float(sum[k]);
-        *(uint2*)(task.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
-    }
-}
 
 // GROUPS * 64 rows of x. A warp group has both halves of the weights for 64 of these rows or, where there are no more, one
 // half each. FEATURES: of an instruction, no less than a half has; what it reads behind them is not stored.
@@ -187,7 +69,7 @@ template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS > 1 ? 2 : 1;
     extern __shared__ float sums[];  // first rings, [stages][PANELS] of x and weights, then [TOKENS][pitch]
-    const DensePlace place(task, TOKENS);
+    const Place place(task.result, TOKENS, task.rows, task.K, PANELS * PANEL, task.ranges);
     u16* const x_ring = (u16*)((unsigned char*)sums + (-shared_at(sums) & 1023));
     u16* const w_ring = x_ring + task.stages * (PANELS * TOKENS * PANEL);
     Barrier* const full = (Barrier*)((unsigned char*)sums + SHARED - 256);
@@ -241,7 +123,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     } else {
         if (GROUPS > 2) take_registers<GROUPS == 3 ? 160 : 120>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
-        const int first_token = GROUPS == 1 ? 0 : group * 64, half = task.rows / 2, first_row = GROUPS == 1 ? group * half : 0;
+        const int first_token = GROUPS == 1 ? 0 : group * 64, first_row = GROUPS == 1 ? group * place.half : 0;
         float d[PARTS][FEATURES / 2];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -268,20 +150,20 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
                 for (int k = 0; k < 4; ++k)  // 32 bytes further
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part)
-                        Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (half * PANEL / 8));
+                        Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
             }
             end_products();
 #ifdef WAIT0
-            wait_products<0>();
+            wait_for_products<0>();
             release(s);
 #else
-            wait_products<1>();
+            wait_for_products<1>();
             if (i > 0) release(before);
 #endif
             before = s;
             if (++s == task.stages) s = 0, parity ^= 1;
         }
-        wait_products<0>();
+        wait_for_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
         sync_consumers<CONSUMERS>();  // sums take the place of rings, to which nobody copies any more
@@ -291,15 +173,15 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int j = 0; j < FEATURES / 8; ++j) {
-                if (j * 8 >= half) continue;
-                float* const its = to + part * half + j * 8;
+                if (j * 8 >= place.half) continue;
+                float* const its = to + part * place.half + j * 8;
                 *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
                 *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
             }
         const bool alone = task.ranges == 1 && place.sharers == 1;
         if (alone) sync_consumers<CONSUMERS>();
         else sync_cluster_but_producers();
-        store_sums<CONSUMERS>(task, place, sums, pitch, TOKENS);
+        store_sums<CONSUMERS>(task.result, place, sums, pitch, TOKENS, task.result.gated ? place.half : task.rows);
         if (!alone) meet_cluster();  // nobody ends while others read what it has
     }
 }
@@ -308,5 +190,5 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* bias, const u16* extra, \
              u16* y, int M, int features, int K, int rows, int stages, int ranges, int gated) {                        \
-        dense_gemm<GROUPS, FEATURES>({&x, &w, bias, extra, y, M, features, K, rows, stages, ranges, gated});           \
+        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, rows, stages, ranges});           \
     }

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import WARP_GROUPS, options_for, read_files
+from draftwing.ops.cuda import wgmma
+from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 
 PANEL = 64  # columns
@@ -135,31 +136,14 @@ def options(panels: int) -> list[str]:
 
 
 def read_source(sizes: list[Size]) -> str:
-    sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_dense.cu"))
-    return "".join([*sources, *(_product(features) for features in {size.features for size in sizes}), *kernel_lines(sizes)])
+    features = sorted({size.features for size in sizes})
+    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", features, kernel_lines(sizes))
 
 
 def kernel_lines(sizes: list[Size]) -> list[str]:
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
-def _product(features: int) -> str:
-    count = features // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"template <>\nstruct Product<{features}> {{\n"
-        f"    static __device__ __forceinline__ void add(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{features}k16.f32.bf16.bf16 {{{sums}}}, %{count}, '
-        f'%{count + 1}, 1, 1, 1, 0, 0;" : {operands} : "l"(a), "l"(b));\n    }}\n}};\n'
-    )
-
-
 def compile_ahead(sizes: list[Size], capability: tuple[int, int] = (9, 0), panels: int = PANELS) -> None:
     for size in sizes:
         compile_source(read_source([size]), options(panels), capability)
-
-
-def runs_on(capability: tuple[int, int]) -> bool:
-    """Returns whether such devices have the instructions."""
-    return capability[0] == WARP_GROUPS

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import WARP_GROUPS, options_for, read_files
+from draftwing.ops.cuda import wgmma
+from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Blocks, Fp8Rows
 
@@ -155,8 +156,7 @@ class Fp8Gemm:
 
 def read_source() -> str:
     """Returns what is compiled."""
-    sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_fp8.cu"))
-    return "".join([*sources, *(_product(part) for part in _PARTS), *kernel_lines()])
+    return wgmma.read_source("gemm_fp8.cu", "k32.f32.e4m3.e4m3", _PARTS, kernel_lines())
 
 
 def kernel_lines() -> list[str]:
@@ -164,28 +164,9 @@ def kernel_lines() -> list[str]:
     return [f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n" for size in SIZES]
 
 
-def _product(part: int) -> str:
-    """Returns `Product` for so many features."""
-    count = part // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    functions = [
-        f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{part}k32.f32.e4m3.e4m3 {{{sums}}}, %{count}, '
-        f'%{count + 1}, {more}, 1, 1;" : {operands} : "l"(a), "l"(b));\n    }}\n'
-        for name, more in (("set", "0"), ("add", "1"))
-    ]
-    return f"template <>\nstruct Product<{part}> {{\n{''.join(functions)}}};\n"
-
-
 def compile_ahead(capability: tuple[int, int]) -> None:
     """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability."""
     compile_source(read_source(), options_for(torch.bfloat16), capability)
-
-
-def runs_on(capability: tuple[int, int]) -> bool:
-    """Returns whether such devices have the instructions."""
-    return capability[0] == WARP_GROUPS
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from draftwing.ops.contracts import (
     SmallMGemm,
     TallGemm,
 )
-from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall, wgmma
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
@@ -114,7 +114,7 @@ class TritonLayerOps(LayerOps):
 
     @property
     def fp8_from(self) -> int | None:  # type: ignore[override]
-        there = self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
+        there = self.device.type == "cuda" and wgmma.runs_on(torch.cuda.get_device_capability(self.device))
         return FP8_FROM if there else None
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
