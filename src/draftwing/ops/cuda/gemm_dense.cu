@@ -4,7 +4,8 @@
 // x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns; what is behind
 // a matrix comes as zeros. The blocks of a cluster that have the same range of K copy x for each other.
 
-#define PANEL 64  // columns: rows of 128 bytes
+#define PANEL 64      // columns: rows of 128 bytes
+#define BARRIERS 128  // floats: room for them
 #ifndef PANELS
 #define PANELS 2  // of a stage
 #endif
@@ -68,12 +69,12 @@ struct DenseTask {
 template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS > 1 ? 2 : 1;
-    extern __shared__ float sums[];  // first rings, [stages][PANELS] of x and weights, then [TOKENS][pitch]
+    extern __shared__ float sums[];  // barriers, then rings: [stages][PANELS] of x and weights
     const Place place(task.result, TOKENS, task.rows, task.K, PANELS * PANEL, task.ranges);
-    u16* const x_ring = (u16*)((unsigned char*)sums + (-shared_at(sums) & 1023));
-    u16* const w_ring = x_ring + task.stages * (PANELS * TOKENS * PANEL);
-    Barrier* const full = (Barrier*)((unsigned char*)sums + SHARED - 256);
+    Barrier* const full = (Barrier*)sums;
     Barrier* const empty = full + task.stages;
+    u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
+    u16* const w_ring = x_ring + task.stages * (PANELS * TOKENS * PANEL);
     launch_dependents();
 
     auto ask_weights = [&](int i, int s) {
@@ -121,7 +122,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
             }
         }
     } else {
-        if (GROUPS > 2) take_registers<GROUPS == 3 ? 160 : 120>();
+        if (GROUPS > 2) take_registers<GROUPS == 3 ? 160 : 112>();  // 640 threads begin with 96
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int first_token = GROUPS == 1 ? 0 : group * 64, first_row = GROUPS == 1 ? group * place.half : 0;
         float d[PARTS][FEATURES / 2];
@@ -166,9 +167,10 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         wait_for_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
-        sync_consumers<CONSUMERS>();  // sums take the place of rings, to which nobody copies any more
+        sync_consumers<CONSUMERS>();  // sums [TOKENS][pitch] take the place of rings, to which nobody copies any more
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
-        float* const to = sums + (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
+        float* const own = (float*)x_ring;
+        float* const to = own + (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -181,7 +183,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         const bool alone = task.ranges == 1 && place.sharers == 1;
         if (alone) sync_consumers<CONSUMERS>();
         else sync_cluster_but_producers();
-        store_sums<CONSUMERS>(task.result, place, sums, pitch, TOKENS, task.result.gated ? place.half : task.rows);
+        store_sums<CONSUMERS>(task.result, place, own, pitch, TOKENS, task.result.gated ? place.half : task.rows);
         if (!alone) meet_cluster();  // nobody ends while others read what it has
     }
 }

@@ -17,7 +17,7 @@ PANELS = 1  # of a stage
 EIGHT = 8
 TOKENS = 64  # rows of x that a warp group takes
 SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
-_MOST_ROWS = {1: 256, 2: 256, 3: 240, 4: 176}  # of a weight that a block takes, by warp groups: registers hold the sums
+_MOST_ROWS = {1: 256, 2: 256, 3: 240, 4: 160}  # of a weight that a block takes, by warp groups: registers hold the sums
 _BLOCKS = 128
 _RANGES = (4, 2, 1)
 _CLUSTERS = (1, 2, 4, 8)
@@ -72,12 +72,14 @@ def make_cut(
         return -(-features // (taken // 2 if gated else taken) // sharers)
 
     def cost(taken: int) -> tuple[int, int]:
+        if groups * TOKENS * (taken + 32) * 4 > shared - 2048 or 2 * (taken + groups * TOKENS) * PANEL * 2 > shared - 2048:
+            return 1 << 30, taken
         return -(-token_blocks * tiles(taken) // at_once) * (taken + 32), taken
 
     taken = taken or min(range(step, _MOST_ROWS[groups] + 1, step), key=cost)
     stage = (taken + groups * TOKENS) * panels * PANEL * 2
     blocks = -(-columns // (panels * PANEL) // ranges)
-    most = min(blocks, (shared - 1280) // stage)
+    most = min(blocks, (shared - 1536) // stage)
     return Cut(
         Size(groups, taken // 2), taken, min(most, stages or 99), ranges, sharers,
         (token_blocks * ranges * sharers, tiles(taken)),
@@ -132,7 +134,7 @@ class DenseGemm:
 
 
 def options(panels: int) -> list[str]:
-    return [*options_for(torch.bfloat16), f"-DSHARED={SHARED}", f"-DPANELS={panels}"]
+    return [*options_for(torch.bfloat16), f"-DPANELS={panels}"]
 
 
 def read_source(sizes: list[Size]) -> str:
