@@ -6,9 +6,6 @@
 
 #define PANEL 64      // columns: rows of 128 bytes
 #define BARRIERS 128  // floats: room for them
-#ifndef PANELS
-#define PANELS 2  // of a stage
-#endif
 
 #ifndef ON_HOST
 struct alignas(64) TensorMap {
@@ -69,30 +66,24 @@ struct DenseTask {
 template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS > 1 ? 2 : 1;
-    extern __shared__ float sums[];  // barriers, then rings: [stages][PANELS] of x and weights
-    const Place place(task.result, TOKENS, task.rows, task.K, PANELS * PANEL, task.ranges);
+    extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights
+    const Place place(task.result, TOKENS, task.rows, task.K, PANEL, task.ranges);
     Barrier* const full = (Barrier*)sums;
     Barrier* const empty = full + task.stages;
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
-    u16* const w_ring = x_ring + task.stages * (PANELS * TOKENS * PANEL);
+    u16* const w_ring = x_ring + task.stages * (TOKENS * PANEL);
     launch_dependents();
 
     auto ask_weights = [&](int i, int s) {
-        expect_bytes(full + s, (task.rows + TOKENS) * (PANELS * PANEL * 2));
-#pragma unroll
-        for (int p = 0; p < PANELS; ++p)
-            copy_box(w_ring + (s * PANELS + p) * task.rows * PANEL, task.w, ((place.first + i) * PANELS + p) * PANEL,
-                     place.feature0, full + s, true);
+        expect_bytes(full + s, (task.rows + TOKENS) * (PANEL * 2));
+        copy_box(w_ring + s * task.rows * PANEL, task.w, (place.first + i) * PANEL, place.feature0, full + s, true);
     };
     auto ask_x = [&](int i, int s) {
-        const int share = TOKENS / place.sharers;
-#pragma unroll
-        for (int p = 0; p < PANELS; ++p) {
-            u16* const to = x_ring + ((s * PANELS + p) * TOKENS + place.sharer * share) * PANEL;
-            const int column = ((place.first + i) * PANELS + p) * PANEL, row = place.token0 + place.sharer * share;
-            if (place.sharers == 1) copy_box(to, task.x, column, row, full + s);
-            else copy_box_to(((1 << place.sharers) - 1) << place.range * place.sharers, to, task.x, column, row, full + s);
-        }
+        const int share = TOKENS / place.sharers, column = (place.first + i) * PANEL;
+        const int row = place.token0 + place.sharer * share;
+        u16* const to = x_ring + (s * TOKENS + place.sharer * share) * PANEL;
+        if (place.sharers == 1) copy_box(to, task.x, column, row, full + s);
+        else copy_box_to(((1 << place.sharers) - 1) << place.range * place.sharers, to, task.x, column, row, full + s);
     };
     const int early = min(task.stages, place.count);
     if (threadIdx.x == CONSUMERS) {
@@ -143,16 +134,13 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
             begin_products();
+            const u64 a = rows_at(x_ring + (s * TOKENS + first_token) * PANEL);
+            const u64 b = rows_at(w_ring + (s * task.rows + first_row) * PANEL);
 #pragma unroll
-            for (int p = 0; p < PANELS; ++p) {
-                const u64 a = rows_at(x_ring + ((s * PANELS + p) * TOKENS + first_token) * PANEL);
-                const u64 b = rows_at(w_ring + ((s * PANELS + p) * task.rows + first_row) * PANEL);
+            for (int k = 0; k < 4; ++k)  // 32 bytes further
 #pragma unroll
-                for (int k = 0; k < 4; ++k)  // 32 bytes further
-#pragma unroll
-                    for (int part = 0; part < PARTS; ++part)
-                        Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
-            }
+                for (int part = 0; part < PARTS; ++part)
+                    Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
             end_products();
 #ifdef WAIT0
             wait_for_products<0>();

@@ -12,16 +12,19 @@ from draftwing.ops.cuda import wgmma
 from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 
-PANEL = 64  # columns
-PANELS = 1  # of a stage
-EIGHT = 8
+MOST = 256  # rows of x
+PANEL = 64  # columns, as in gemm_dense.cu: a stage
 TOKENS = 64  # rows of x that a warp group takes
+PARTS = (32, 48, 56, 72, 88, 104, 112, 128)  # features of an instruction; a block has two halves, each at most so many
+_MOST_PART = {1: 128, 2: 128, 3: 112, 4: 72}  # by warp groups: registers hold their sums
 SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
-_MOST_ROWS = {1: 256, 2: 256, 3: 240, 4: 160}  # of a weight that a block takes, by warp groups: registers hold the sums
-_BLOCKS = 128
-_RANGES = (4, 2, 1)
-_CLUSTERS = (1, 2, 4, 8)
+_BARRIERS = 1536  # bytes of it before the rings at most
+_STEP = 16  # features, by which blocks differ
+_BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
+_RANGES = (4, 2, 1)  # of K
+CLUSTERS = (1, 2, 4)  # blocks
 _LEAST = 4  # stages of a range
+# Rows of a weight, as they are shared out among these, up to which K is cut.
 _FEW_ROWS = 192
 
 
@@ -33,7 +36,8 @@ class Size(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return max(self.groups, 2) * 128 + (128 if self.groups > 2 else 32)
+        """Returns those of a block: one warp more for copies, or four where registers are given out."""
+        return 288 if self.groups <= 2 else self.groups * 128 + 128
 
     @property
     def name(self) -> str:
@@ -47,11 +51,13 @@ class Cut(NamedTuple):
     rows: int  # of a weight that a block takes
     stages: int
     ranges: int  # of K
-    sharers: int  # blocks of a cluster that copy x for each other
+    sharers: int  # blocks with the same range in a cluster, which copy x for each other
     grid: tuple[int, int]
 
 
 def ranges_of(rows: int, columns: int) -> int:
+    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows,
+    for each block reads x. The order of sums depends on it."""
     return next(
         ranges
         for ranges in _RANGES
@@ -59,93 +65,116 @@ def ranges_of(rows: int, columns: int) -> int:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
+    """rows: of x. features: of the result. clusters: how many run at once, by `CLUSTERS`."""
+    ranges, sharers = ranges_of(features * (2 if gated else 1), columns), 1
+    at_once = clusters[CLUSTERS.index(ranges * sharers)]
+    return make_cut(rows, features, gated, columns, (ranges, sharers), at_once)
+
+
 def make_cut(
-    rows: int, features: int, gated: bool, columns: int, ranges: int, sharers: int, at_once: int, taken: int | None = None,
-    panels: int = PANELS, stages: int | None = None, groups: int | None = None, shared: int = SHARED,
+    rows: int, features: int, gated: bool, columns: int, cluster: tuple[int, int], at_once: int, taken: int = 0,
+    shared: int = SHARED,
 ) -> Cut:  # fmt: skip
-    """at_once: clusters."""
-    groups = groups or min(4, -(-rows // TOKENS))
-    token_blocks = -(-rows // (groups * TOKENS))
-    step = 2 * EIGHT
+    """cluster: ranges, and sharers of each. at_once: clusters. taken: rows of a weight that a block takes; 0: the best.
+    shared: bytes of a block."""
+    ranges, sharers = cluster
+    groups = min(-(-rows // TOKENS), max(_MOST_PART))
+    held = groups * TOKENS
+    token_blocks = -(-rows // held)
 
     def tiles(taken: int) -> int:
         return -(-features // (taken // 2 if gated else taken) // sharers)
 
     def cost(taken: int) -> tuple[int, int]:
-        if groups * TOKENS * (taken + 32) * 4 > shared - 2048 or 2 * (taken + groups * TOKENS) * PANEL * 2 > shared - 2048:
-            return 1 << 30, taken
+        """Of turns of blocks that take so many rows of the weight: what they do, and the fewer rows the better."""
         return -(-token_blocks * tiles(taken) // at_once) * (taken + 32), taken
 
-    taken = taken or min(range(step, _MOST_ROWS[groups] + 1, step), key=cost)
-    stage = (taken + groups * TOKENS) * panels * PANEL * 2
-    blocks = -(-columns // (panels * PANEL) // ranges)
-    most = min(blocks, (shared - 1536) // stage)
-    return Cut(
-        Size(groups, taken // 2), taken, min(most, stages or 99), ranges, sharers,
-        (token_blocks * ranges * sharers, tiles(taken)),
-    )  # fmt: skip
-
-
-def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
-    ranges = ranges_of(features * (2 if gated else 1), columns)
-    sharers = 1
-    return make_cut(rows, features, gated, columns, ranges, sharers, clusters[_CLUSTERS.index(ranges * sharers)])
+    room = shared - _BARRIERS
+    choices = [
+        taken
+        for taken in range(_STEP, 2 * _MOST_PART[groups] + 1, _STEP)
+        if held * (taken + 24) * 4 <= room and 2 * (taken + held) * PANEL * 2 <= room
+    ]
+    taken = taken or min(choices, key=cost)
+    part = next(part for part in PARTS if part >= taken // 2)
+    stage, behind = (taken + held) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
+    stages = min(-(-columns // PANEL) // ranges, (room - behind) // stage)
+    return Cut(Size(groups, part), taken, stages, ranges, sharers, (token_blocks * ranges * sharers, tiles(taken)))
 
 
 class DenseGemm:
-    """The kernels of one device. A row of a result has the same bits whatever other rows are there."""
+    """The kernels of one device. A row of a result has the same bits among any number up to `MOST`."""
 
-    def __init__(self, device: torch.device, sizes: list[Size], panels: int = PANELS) -> None:
-        self._device, self._sizes, self.panels = device, sizes, panels
-        self.cut = cut_of
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
+    def _kernel(self, size: Size) -> Kernel:
+        """Not before a product needs it: while weights load, another process compiles it."""
+        return self._module(size.groups).kernel(size.name, size.threads, SHARED)
+
+    @functools.cache  # noqa: B019
+    def _module(self, groups: int) -> Module:
+        return Module(read_source(groups), options_for(torch.bfloat16), self._device)
 
     @functools.cached_property
-    def kernels(self) -> dict[Size, Kernel]:
-        found = {}
-        for size in self._sizes:
-            module = Module(read_source([size]), options(self.panels), self._device)
-            found[size] = module.kernel(size.name, size.threads, SHARED)
-        return found
+    def _clusters(self) -> tuple[int, ...]:
+        kernel = self._kernel(Size(1, PARTS[-1]))
+        return tuple(kernel.clusters_at_once(blocks) for blocks in CLUSTERS)
 
-    @functools.cached_property
-    def clusters(self) -> tuple[int, ...]:
-        return tuple(next(iter(self.kernels.values())).clusters_at_once(c) for c in _CLUSTERS)
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once. fresh: as `SmallMGemm` has it."""
+        return self._run(x, weight, bias, residual, False, fresh)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        return self._run(x, weight, bias, residual, False)
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+        return self._run(x, weight, bias, None, True, fresh)
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._run(x, weight, bias, None, True)
-
-    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
-        x = x.contiguous()
+    def _run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fresh: bool
+    ) -> Tensor:
+        x, parts = x.contiguous(), 2 if gated else 1
         rows, columns = x.shape
-        features = weight.shape[0] // 2 if gated else weight.shape[0]
-        cut = self.cut(rows, features, gated, columns, self.clusters)
+        features = weight.shape[0] // parts
+        assert 0 < rows <= MOST and takes_shape(weight) and (residual is None or residual.is_contiguous())
+        cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
-        parts = 2 if gated else 1
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
         x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.size.groups * TOKENS // cut.sharers, 1))
-        self.kernels[cut.size](
+        self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.rows, cut.stages, cut.ranges,
-            int(gated), cluster=cut.ranges * cut.sharers,
+            int(gated), cluster=cut.ranges * cut.sharers, overlap=not fresh,
         )  # fmt: skip
         return out
 
 
-def options(panels: int) -> list[str]:
-    return [*options_for(torch.bfloat16), f"-DPANELS={panels}"]
+def read_source(groups: int) -> str:
+    """Returns what is compiled for so many groups of 64 rows of x."""
+    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", PARTS, kernel_lines(groups))
 
 
-def read_source(sizes: list[Size]) -> str:
-    features = sorted({size.features for size in sizes})
-    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", features, kernel_lines(sizes))
-
-
-def kernel_lines(sizes: list[Size]) -> list[str]:
+def kernel_lines(groups: int) -> list[str]:
+    """Returns lines of the source: kernels."""
+    sizes = [Size(groups, part) for part in PARTS if part <= _MOST_PART[groups]]
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
-def compile_ahead(sizes: list[Size], capability: tuple[int, int] = (9, 0), panels: int = PANELS) -> None:
-    for size in sizes:
-        compile_source(read_source([size]), options(panels), capability)
+def compile_ahead(groups: int, capability: tuple[int, int]) -> None:
+    """Puts what `DenseGemm` compiles for so many groups of 64 rows of x into the user's cache folder, for devices of
+    this compute capability."""
+    compile_source(read_source(groups), options_for(torch.bfloat16), capability)
+
+
+def takes_shape(weight: Tensor) -> bool:
+    """Returns whether the kernels multiply with such a weight, if it is on such a device."""
+    return weight.dtype == torch.bfloat16 and weight.shape[0] % _STEP == 0 and weight.shape[1] % PANEL == 0
+
+
+@functools.cache
+def dense_gemm(device: torch.device) -> DenseGemm:
+    """Its first product compiles. That raises OSError without NVRTC."""
+    return DenseGemm(device)
