@@ -52,6 +52,14 @@ class SmallMGemm(Protocol):
         ...
 
 
+class MediumMGemm(SmallMGemm, Protocol):
+    """A GEMM that gives a row the same bits among up to `most` rows, others than a `SmallMGemm`, and is the fastest for
+    more than that is."""
+
+    @property
+    def most(self) -> int: ...
+
+
 class GroupGemm(Protocol):
     """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
     dequantised. Columns of x are in the order of the packed weight."""

@@ -222,12 +222,15 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
-    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+    from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
 
     config = load_config(job.path)
     if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
         yield gemm_fp8.compile_ahead, job.capability
     yield gemm.compile_ahead, job.dtype, job.capability
+    if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16 and not job.options.deterministic:
+        for groups in gemm_dense.GROUPS:
+            yield gemm_dense.compile_ahead, groups, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for width in widths | _width_of_lm_head(job, config):
         yield gemm_groups.compile_ahead, job.dtype, width, job.capability

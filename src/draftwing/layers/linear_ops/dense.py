@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
-from draftwing.ops.contracts import FEW_ROWS, SmallMGemm
+from draftwing.ops.contracts import FEW_ROWS, MediumMGemm, SmallMGemm
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import LayerOps
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
-# Up to this many rows our own kernel beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a vocabulary's
-# GEMM, which is long enough for its start and end not to matter, up to fewer.
+# Up to this many rows our own kernels for few beat cuBLAS (docs/dev/gpu_kernels.md); they take any number. Of a
+# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
+_MEDIUM_FROM = 1 << 22  # values of a weight
 _TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
 
 
@@ -89,7 +90,7 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
         )
     if ops.packs_with_onednn(weight):
         return OneDnn(layer, ops, mode)
-    return InferenceDense(layer) if gemm is None else SmallM(layer, gemm, mode.deterministic)
+    return InferenceDense(layer) if gemm is None else OwnGemms(layer, gemm, ops.medium_m_gemm(weight), mode)
 
 
 class InferenceDense(Dense):
@@ -103,25 +104,32 @@ class InferenceDense(Dense):
         return super().__call__(x, bias, residual)
 
 
-class SmallM(InferenceDense):
-    """On a GPU: our own GEMM for few rows, or for any number where a row must have the same bits in any batch."""
+class OwnGemms(InferenceDense):
+    """On a GPU: our own GEMMs for few rows and for some more, torch's for many. Where a row must have the same bits in
+    any batch, that for few takes any number."""
 
-    def __init__(self, layer: Linear, gemm: SmallMGemm, deterministic: bool) -> None:
+    def __init__(self, layer: Linear, small: SmallMGemm, medium: MediumMGemm | None, mode: PackMode) -> None:
         super().__init__(layer)
-        self._gemm = gemm
         outputs = layer.out_features
-        fastest = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
-        self._max_rows = _ANY_M if deterministic else fastest  # rows
+        few = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
+        self._gemms = [(_ANY_M if mode.deterministic else few, small)]  # up to so many rows
+        if medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
+            self._gemms.append((medium.most, medium))
+
+    def _gemm(self, x: Tensor) -> SmallMGemm | None:
+        return next((gemm for most, gemm in self._gemms if x.shape[0] <= most), None)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        if x.shape[0] <= self._max_rows:
-            return self._gemm.linear(x, self.layer.weight, bias, residual)
+        gemm = self._gemm(x)
+        if gemm is not None:
+            return gemm.linear(x, self.layer.weight, bias, residual)
         return super().__call__(x, bias, residual, overwrite)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        return self._gemm.gated(x, self.layer.weight, bias) if x.shape[0] <= self._max_rows else None
+        gemm = self._gemm(x)
+        return None if gemm is None else gemm.gated(x, self.layer.weight, bias)
 
 
 class OneDnn(LinearOp):

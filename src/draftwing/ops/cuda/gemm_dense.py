@@ -1,4 +1,4 @@
-"""GEMMs in bfloat16 of up to 256 rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
+"""GEMMs in bfloat16 of up to 128 rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from draftwing.ops.cuda import wgmma
 from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 
-MOST = 256  # rows of x
+MOST = 128  # rows of x
 PANEL = 64  # columns, as in gemm_dense.cu: a stage
 TOKENS = 64  # rows of x that a warp group takes
 PARTS = (32, 48, 56, 72, 88, 104, 112, 128)  # features of an instruction; a block has two halves, each at most so many
-_MOST_PART = {1: 128, 2: 128, 3: 112, 4: 72}  # by warp groups: registers hold their sums
+_MOST_PART = {1: 128, 2: 128}  # by warp groups: registers hold their sums
+GROUPS = tuple(_MOST_PART)
 SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
 _BARRIERS = 1536  # bytes of it before the rings at most
 _STEP = 16  # features, by which blocks differ
@@ -105,7 +106,9 @@ def make_cut(
 
 
 class DenseGemm:
-    """The kernels of one device. A row of a result has the same bits among any number up to `MOST`."""
+    """The kernels of one device. A row of a result has the same bits among any number up to `most`."""
+
+    most = MOST
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,7 +130,8 @@ class DenseGemm:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once. fresh: as `SmallMGemm` has it."""
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once. fresh: as
+        `SmallMGemm` has it."""
         return self._run(x, weight, bias, residual, False, fresh)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
@@ -140,7 +144,8 @@ class DenseGemm:
         x, parts = x.contiguous(), 2 if gated else 1
         rows, columns = x.shape
         features = weight.shape[0] // parts
-        assert 0 < rows <= MOST and takes_shape(weight) and (residual is None or residual.is_contiguous())
+        assert 0 < rows <= MOST and features % (_STEP // parts) == 0 and columns % PANEL == 0
+        assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
@@ -169,9 +174,10 @@ def compile_ahead(groups: int, capability: tuple[int, int]) -> None:
     compile_source(read_source(groups), options_for(torch.bfloat16), capability)
 
 
-def takes_shape(weight: Tensor) -> bool:
-    """Returns whether the kernels multiply with such a weight, if it is on such a device."""
-    return weight.dtype == torch.bfloat16 and weight.shape[0] % _STEP == 0 and weight.shape[1] % PANEL == 0
+def takes(weight: Tensor) -> bool:
+    """Returns whether the kernels multiply with this weight, which `gemm.takes` has to be true of."""
+    fits = weight.dtype == torch.bfloat16 and weight.shape[0] % _STEP == 0
+    return fits and wgmma.runs_on(torch.cuda.get_device_capability(weight.device))
 
 
 @functools.cache

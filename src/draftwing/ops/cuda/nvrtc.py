@@ -124,21 +124,18 @@ class Module:
 
 @functools.lru_cache(maxsize=4096)  # a pure function of its arguments, for weights asked for in each launch
 def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """Returns what the copy engine is told of a contiguous matrix in bfloat16, of which it brings boxes to shared memory
-    in the order of 128-byte swizzling. shape, box: the last dimension first; a row of a box has 128 bytes."""
+    """Returns what the copy engine is told of a contiguous tensor in bfloat16, of which it brings boxes to shared
+    memory in the order of 128-byte swizzling. shape, box: the last dimension first; a row of a box has 128 bytes."""
     rank = len(shape)
     strides = [2 * math.prod(shape[: i + 1]) for i in range(rank - 1)]  # bytes
     room = (ctypes.c_uint64 * 24)()
     skip = -ctypes.addressof(room) % 64 // 8  # the driver wants its 128 bytes aligned to 64
-    driver = ctypes.CDLL("libcuda.so.1")
-    _check(
-        driver,
-        driver.cuTensorMapEncodeTiled(
-            ctypes.byref(room, skip * 8), _BFLOAT16_MAP, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*shape),
-            (ctypes.c_uint64 * rank)(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), 0,
-            _SWIZZLE_128B, _PROMOTE_256B, 0,
-        ),
+    driver, words, longs = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+    code = driver.cuTensorMapEncodeTiled(
+        ctypes.byref(room, skip * 8), _BFLOAT16_MAP, rank, ctypes.c_void_p(address), longs(*shape), longs(*strides),
+        words(*box), words(*[1] * rank), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
     )  # fmt: skip
+    _check(driver, code)
     return (ctypes.c_uint64 * 16)(*room[skip : skip + 16])
 
 

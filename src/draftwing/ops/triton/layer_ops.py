@@ -13,12 +13,13 @@ from draftwing.ops.contracts import (
     Fp8Gemm,
     GroupGemm,
     HeadProducts,
+    MediumMGemm,
     PeerSums,
     SideWork,
     SmallMGemm,
     TallGemm,
 )
-from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall, wgmma
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_fp8, gemm_groups, gemm_heads, gemm_tall, wgmma
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
@@ -107,6 +108,9 @@ class TritonLayerOps(LayerOps):
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         return gemm.small_m_gemm(weight.device, weight.dtype) if gemm.takes(weight) else None
+
+    def medium_m_gemm(self, weight: Tensor) -> MediumMGemm | None:
+        return gemm_dense.dense_gemm(weight.device) if gemm.takes(weight) and gemm_dense.takes(weight) else None
 
     @property
     def keeps_groups(self) -> bool:  # type: ignore[override]
