@@ -28,7 +28,7 @@ from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Pre
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
-from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_fp8, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8
@@ -542,6 +542,25 @@ def test_kernels_for_activations_in_fp8(
     (job.path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**BLOCKS, **changes}}))
     job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
     assert ((gemm_fp8.compile_ahead, capability) in precompile._products(job)) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "deterministic", "expected"),
+    [
+        ((9, 0), torch.bfloat16, False, True),
+        ((9, 0), torch.bfloat16, True, False),
+        ((9, 0), torch.float16, False, False),
+        ((8, 9), torch.bfloat16, False, False),
+    ],
+)
+def test_kernels_for_more_than_few_rows(
+    job: Job, capability: tuple[int, int], dtype: torch.dtype, deterministic: bool, expected: bool
+) -> None:
+    options = dataclasses.replace(job.options, enable_deterministic_inference=deterministic)
+    job = job._replace(options=options, capability=capability, dtype=dtype)
+    products = list(precompile._products(job))
+    for groups in gemm_dense.GROUPS:
+        assert ((gemm_dense.compile_ahead, groups, capability) in products) == expected
 
 
 def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
