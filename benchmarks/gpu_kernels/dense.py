@@ -78,10 +78,9 @@ def main() -> None:
     layers = [{name: weight_of(*shape[:2]) for name, shape in shapes.items()} for _ in range(4)]
     for rows in ROWS:
         inputs = {columns: torch.randn(rows, columns, device="cuda").bfloat16() for _, columns, _ in shapes.values()}
+        steps = [(inputs[shape[1]], layer[name], shape[2]) for layer in layers for name, shape in shapes.items()]
         calls = {
-            which: lambda product=product: [
-                product(inputs[shape[1]], layer[name], shape[2]) for layer in layers for name, shape in shapes.items()
-            ]
+            which: lambda product=product, steps=steps: [product(*step) for step in steps]
             for which, product in given.items()
             if which != "few" or rows <= FEW
         }
