@@ -420,29 +420,21 @@ static void leave_registers() {}
 #define __grid_constant__
 struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
 static void prefetch_map(const TensorMap* map) {}
-static void arrive_at_rank(Barrier* barrier, int rank) {
-    arrive((Barrier*)((char*)shared_of(rank) + ((char*)barrier - (char*)shared_memory())));
-}
-static void copy_box_to(u32 blocks, void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
-    if (map->result && !waited[me]) abort();
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    if ((map->result && !waited[me]) || map->box[0] != 64 || (uintptr_t)to % 1024) abort();
     const auto [columns, rows, matrices] = map->box;
-    for (int rank = 0; blocks >> rank; ++rank) {
-        if (!(blocks >> rank & 1)) continue;
-        char* const there = (char*)shared_of(rank) + ((char*)to - (char*)shared_memory());
-        if (columns != 64 || (uintptr_t)there % 128) abort();
-        Open& open = barriers.at((Barrier*)((char*)shared_of(rank) + ((char*)barrier - (char*)shared_memory())));
-        for (int i = 0; i < matrices * rows * 8; ++i) {
-            const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = i / 8 / rows;
-            const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
-            const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
-            open.copies.push_back({(void*)swizzled((uintptr_t)there >> 4, 0, i * 16), inside ? from : nullptr, 16});
-        }
-        open.bulk += matrices * rows * 128, ++steps;
-        if (early) opens(open);
+    Open& open = barriers.at(barrier);
+    for (int i = 0; i < matrices * rows * 8; ++i) {
+        const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = i / 8 / rows;
+        const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
+        const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
+        open.copies.push_back({(void*)swizzled((uintptr_t)to >> 4, 0, i * 16), inside ? from : nullptr, 16});
     }
+    open.bulk += matrices * rows * 128, ++steps;
+    if (early) opens(open);
 }
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, bool once = false) {
-    copy_box_to(1 << rank_in_cluster(), to, map, column, row, barrier);
+static void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    copy_box(to, map, column, row, barrier);
 }
 #endif
 
@@ -509,10 +501,10 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 #ifdef DENSE
 using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int);
 static struct {  // of the next run besides what `job` has
-    int x_box, w_box, rows, stages, ranges, gated;
+    int x_rows, rows, stages, gated;
 } dense;
-extern "C" void dense_sizes(int x_box, int w_box, int rows, int stages, int ranges, int gated) {
-    dense = {x_box, w_box, rows, stages, ranges, gated};
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated) {
+    dense = {x_rows, rows, stages, gated};
 }
 #endif
 
@@ -520,10 +512,10 @@ static void body() {
     const int fiber = me;
 #ifdef DENSE
     const int parts = dense.gated ? 2 : 1;
-    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_box, 1}};
-    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.w_box, parts}};
-    ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.rows, dense.stages, dense.ranges,
-                              dense.gated);
+    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
+    ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
+                              dense.stages, dense.gated);
 #elif defined(FP8)
     ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
                             job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 # vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
-_MEDIUM_FROM = 1 << 22  # values of a weight
+# Values of a weight from which on another kernel of ours beats cuBLAS up to so many rows, and from which on up to all
+# that it takes.
+_MEDIUM_FROM, _MEDIUM_M, _LARGE = 1 << 22, 64, 1 << 25
 _TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
 
 
@@ -114,7 +116,8 @@ class OwnGemms(InferenceDense):
         few = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
         self._gemms = [(_ANY_M if mode.deterministic else few, small)]  # up to so many rows
         if medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
-            self._gemms.append((medium.most, medium))
+            large = layer.weight.numel() >= _LARGE and outputs < _LONG
+            self._gemms.append((medium.most if large else _MEDIUM_M, medium))
 
     def _gemm(self, x: Tensor) -> SmallMGemm | None:
         return next((gemm for most, gemm in self._gemms if x.shape[0] <= most), None)

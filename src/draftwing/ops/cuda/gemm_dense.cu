@@ -1,8 +1,8 @@
-// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of up to 256 rows with weights in bfloat16 (compute capability
+// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of up to 192 rows with weights in bfloat16 (compute capability
 // 9.0 alone), at the time to read the weights.
 //
-// x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns; what is behind
-// a matrix comes as zeros. The blocks of a cluster that have the same range of K copy x for each other.
+// x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns: a stage. What
+// is behind a matrix comes as zeros.
 
 #define PANEL 64      // columns: rows of 128 bytes
 #define BARRIERS 128  // floats: room for them
@@ -12,38 +12,22 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// At the barrier that this one is in the block of that rank.
-__device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
-    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at];}" ::
-                     "r"(shared_at(barrier)), "r"(rank)
-                 : "memory");
-}
-
-// A box of the map from column, row and matrix on.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, bool once = false) {
-#ifdef HINT
-    if (once) {
-        u64 policy;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::
-                "r"(shared_at(to)), "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier)), "l"(policy)
-            : "memory");
-        return;
-    }
-#endif
+// A box of the map from column and row on, of all its matrices.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
             "r"(shared_at(to)), "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier))
         : "memory");
 }
 
-// The same to the blocks whose bits are set, each at this address, where this barrier of theirs sees it.
-__device__ __forceinline__ void copy_box_to(u32 blocks, void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+// The same, and caches may forget it first.
+__device__ __forceinline__ void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_at(to)),
-        "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier)), "h"((u16)blocks)
+        "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier)), "l"(policy)
         : "memory");
 }
 
@@ -56,9 +40,9 @@ struct DenseTask {
     const TensorMap *x, *w;  // x [1][M][K], w [1, or 2 of gates and ups][features][K]
     Result result;
     int K;
+    int x_rows;  // that come of x; rows behind them are not stored
     int rows;    // of weights that a block takes, in two halves
     int stages;  // of the ring
-    int ranges;
 };
 
 // GROUPS * 64 rows of x. A warp group has both halves of the weights for 64 of these rows or, where there are no more, one
@@ -67,23 +51,19 @@ template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS > 1 ? 2 : 1;
     extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights
-    const Place place(task.result, TOKENS, task.rows, task.K, PANEL, task.ranges);
+    const Place place(task.result, TOKENS, task.rows, task.K, PANEL);
     Barrier* const full = (Barrier*)sums;
     Barrier* const empty = full + task.stages;
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
-    u16* const w_ring = x_ring + task.stages * (TOKENS * PANEL);
+    u16* const w_ring = x_ring + task.stages * task.x_rows * PANEL;
     launch_dependents();
 
     auto ask_weights = [&](int i, int s) {
-        expect_bytes(full + s, (task.rows + TOKENS) * (PANEL * 2));
-        copy_box(w_ring + s * task.rows * PANEL, task.w, (place.first + i) * PANEL, place.feature0, full + s, true);
+        expect_bytes(full + s, (task.rows + task.x_rows) * (PANEL * 2));
+        copy_box_once(w_ring + s * task.rows * PANEL, task.w, (place.first + i) * PANEL, place.feature0, full + s);
     };
     auto ask_x = [&](int i, int s) {
-        const int share = TOKENS / place.sharers, column = (place.first + i) * PANEL;
-        const int row = place.token0 + place.sharer * share;
-        u16* const to = x_ring + (s * TOKENS + place.sharer * share) * PANEL;
-        if (place.sharers == 1) copy_box(to, task.x, column, row, full + s);
-        else copy_box_to(((1 << place.sharers) - 1) << place.range * place.sharers, to, task.x, column, row, full + s);
+        copy_box(x_ring + s * task.x_rows * PANEL, task.x, (place.first + i) * PANEL, place.token0, full + s);
     };
     const int early = min(task.stages, place.count);
     if (threadIdx.x == CONSUMERS) {
@@ -91,13 +71,12 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         prefetch_map(task.x);
         for (int s = 0; s < task.stages; ++s) {
             init_barrier(full + s, 1);
-            init_barrier(empty + s, CONSUMERS / 32 * place.sharers);
+            init_barrier(empty + s, CONSUMERS / 32);
         }
         show_barriers();
         for (int i = 0; i < early; ++i) ask_weights(i, i);
     }
-    __syncthreads();
-    if (place.sharers > 1) meet_cluster();  // barriers are there for all
+    __syncthreads();  // barriers are there for all
 
     if (threadIdx.x >= CONSUMERS) {
         if (GROUPS > 2) leave_registers();
@@ -113,7 +92,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
             }
         }
     } else {
-        if (GROUPS > 2) take_registers<GROUPS == 3 ? 160 : 112>();  // 640 threads begin with 96
+        if (GROUPS > 2) take_registers<160>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int first_token = GROUPS == 1 ? 0 : group * 64, first_row = GROUPS == 1 ? group * place.half : 0;
         float d[PARTS][FEATURES / 2];
@@ -121,41 +100,25 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
-        auto release = [&](int s) {
-#ifdef LOCAL
-            if (place.sharers == 1) {
-                if (lane == 0) arrive(empty + s);
-                return;
-            }
-#endif
-            if (lane < place.sharers) arrive_at_rank(empty + s, place.range * place.sharers + lane);
-        };
-        int s = 0, parity = 0, before = 0;
+        int s = 0, parity = 0;
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
-            begin_products();
-            const u64 a = rows_at(x_ring + (s * TOKENS + first_token) * PANEL);
+            const u64 a = rows_at(x_ring + (s * task.x_rows + first_token) * PANEL);
             const u64 b = rows_at(w_ring + (s * task.rows + first_row) * PANEL);
+            begin_products();
 #pragma unroll
             for (int k = 0; k < 4; ++k)  // 32 bytes further
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
                     Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
             end_products();
-#ifdef WAIT0
             wait_for_products<0>();
-            release(s);
-#else
-            wait_for_products<1>();
-            if (i > 0) release(before);
-#endif
-            before = s;
+            if (lane == 0) arrive(empty + s);
             if (++s == task.stages) s = 0, parity ^= 1;
         }
-        wait_for_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
-        sync_consumers<CONSUMERS>();  // sums [TOKENS][pitch] take the place of rings, to which nobody copies any more
+        sync_consumers<CONSUMERS>();  // sums [TOKENS][pitch] take the place of rings
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
         float* const own = (float*)x_ring;
         float* const to = own + (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
@@ -168,17 +131,13 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
                 *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
                 *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
             }
-        const bool alone = task.ranges == 1 && place.sharers == 1;
-        if (alone) sync_consumers<CONSUMERS>();
-        else sync_cluster_but_producers();
-        store_sums<CONSUMERS>(task.result, place, own, pitch, TOKENS, task.result.gated ? place.half : task.rows);
-        if (!alone) meet_cluster();  // nobody ends while others read what it has
+        finish_sums<CONSUMERS>(task.result, place, own, pitch, TOKENS);
     }
 }
 
 #define DENSE_KERNEL(NAME, GROUPS, FEATURES, THREADS)                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* bias, const u16* extra, \
-             u16* y, int M, int features, int K, int rows, int stages, int ranges, int gated) {                        \
-        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, rows, stages, ranges});           \
+             u16* y, int M, int features, int K, int x_rows, int rows, int stages, int gated) {                        \
+        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, x_rows, rows, stages});         \
     }

@@ -1,4 +1,4 @@
-"""GEMMs in bfloat16 of up to 128 rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
+"""GEMMs in bfloat16 of up to 192 rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from draftwing.ops.cuda import wgmma
 from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 
-MOST = 128  # rows of x
 PANEL = 64  # columns, as in gemm_dense.cu: a stage
 TOKENS = 64  # rows of x that a warp group takes
-PARTS = (32, 48, 56, 72, 88, 104, 112, 128)  # features of an instruction; a block has two halves, each at most so many
-_MOST_PART = {1: 128, 2: 128}  # by warp groups: registers hold their sums
+# Features of an instruction; a block has two halves, each at most so many.
+PARTS = (32, 48, 56, 64, 72, 88, 112, 128)
+_MOST_PART = {1: 128, 2: 128, 3: 112}  # by warp groups: registers hold their sums
 GROUPS = tuple(_MOST_PART)
-SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
-_BARRIERS = 1536  # bytes of it before the rings at most
+MOST = GROUPS[-1] * TOKENS  # rows of x
+# Bytes of a block, by how many a multiprocessor has. Of one what is left is room for a small kernel's. Of two the next
+# one comes up, and asks for weights, while the other ends.
+SHARED = {1: 225 << 10, 2: 113 << 10}
+_BEFORE_RINGS = 1536  # bytes of it at most: barriers, and up to what copies are aligned to
 _STEP = 16  # features, by which blocks differ
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
-_RANGES = (4, 2, 1)  # of K
-CLUSTERS = (1, 2, 4)  # blocks
+_RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 4  # stages of a range
-# Rows of a weight, as they are shared out among these, up to which K is cut.
-_FEW_ROWS = 192
+_MOST_STAGES = 31  # there is room for their barriers
+# Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
+# multiprocessor, each with some rows at most where registers of two have to fit.
+_FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 
 
 class Size(NamedTuple):
@@ -49,10 +53,11 @@ class Cut(NamedTuple):
     """How a product is shared out."""
 
     size: Size
+    x_rows: int  # of x that a block has, a multiple of 8
     rows: int  # of a weight that a block takes
     stages: int
     ranges: int  # of K
-    sharers: int  # blocks with the same range in a cluster, which copy x for each other
+    blocks: int  # of a multiprocessor
     grid: tuple[int, int]
 
 
@@ -68,41 +73,46 @@ def ranges_of(rows: int, columns: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
-    """rows: of x. features: of the result. clusters: how many run at once, by `CLUSTERS`."""
-    ranges, sharers = ranges_of(features * (2 if gated else 1), columns), 1
-    at_once = clusters[CLUSTERS.index(ranges * sharers)]
-    return make_cut(rows, features, gated, columns, (ranges, sharers), at_once)
+    """rows: of x. features: of the result. clusters: how many run at once of blocks with a multiprocessor each, by
+    `_RANGES`."""
+    weights = features * (2 if gated else 1)
+    ranges = ranges_of(weights, columns)
+    two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
+    return make_cut(rows, features, gated, columns, ranges, clusters[_RANGES.index(ranges)], 2 if two else 1)
 
 
 def make_cut(
-    rows: int, features: int, gated: bool, columns: int, cluster: tuple[int, int], at_once: int, taken: int = 0,
-    shared: int = SHARED,
-) -> Cut:  # fmt: skip
-    """cluster: ranges, and sharers of each. at_once: clusters. taken: rows of a weight that a block takes; 0: the best.
-    shared: bytes of a block."""
-    ranges, sharers = cluster
-    groups = min(-(-rows // TOKENS), max(_MOST_PART))
-    held = groups * TOKENS
-    token_blocks = -(-rows // held)
+    rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
+) -> Cut:
+    """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
+    groups = -(-rows // TOKENS)
+    x_rows = min(groups * TOKENS, -(-rows // 8) * 8)
 
     def tiles(taken: int) -> int:
-        return -(-features // (taken // 2 if gated else taken) // sharers)
+        return -(-features // (taken // 2 if gated else taken))
 
-    def cost(taken: int) -> tuple[int, int]:
-        """Of turns of blocks that take so many rows of the weight: what they do, and the fewer rows the better."""
-        return -(-token_blocks * tiles(taken) // at_once) * (taken + 32), taken
+    def cost(cut: tuple[int, int]) -> tuple[int, int, int]:
+        """Of turns of blocks that take so many rows of the weight: what a multiprocessor does, of which other blocks
+        hide a part; and the fewer rows the better."""
+        blocks, taken = cut
+        return -(-tiles(taken) // (at_once * blocks)) * (blocks * taken + 32), -blocks, taken
 
-    room = shared - _BARRIERS
-    choices = [
-        taken
-        for taken in range(_STEP, 2 * _MOST_PART[groups] + 1, _STEP)
-        if held * (taken + 24) * 4 <= room and 2 * (taken + held) * PANEL * 2 <= room
-    ]
-    taken = taken or min(choices, key=cost)
+    def fits(blocks: int, taken: int) -> bool:
+        """Returns whether there is room for sums, and for two stages."""
+        sums, stages = groups * TOKENS * (taken + 24) * 4, 2 * (taken + x_rows) * PANEL * 2
+        return max(sums, stages) <= SHARED[blocks] - _BEFORE_RINGS
+
+    most = {1: 2 * _MOST_PART[groups]} | (
+        {2: _MOST_OF_TWO[groups]} if side_by_side > 1 and groups in _MOST_OF_TWO else {}
+    )
+    cuts = (
+        (blocks, taken) for blocks in most for taken in range(_STEP, most[blocks] + 1, _STEP) if fits(blocks, taken)
+    )
+    blocks, taken = min(cuts, key=cost)
     part = next(part for part in PARTS if part >= taken // 2)
-    stage, behind = (taken + held) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
-    stages = min(-(-columns // PANEL) // ranges, (room - behind) // stage)
-    return Cut(Size(groups, part), taken, stages, ranges, sharers, (token_blocks * ranges * sharers, tiles(taken)))
+    stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
+    stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
+    return Cut(Size(groups, part), x_rows, taken, stages, ranges, blocks, (ranges, tiles(taken)))
 
 
 class DenseGemm:
@@ -116,7 +126,7 @@ class DenseGemm:
     @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
     def _kernel(self, size: Size) -> Kernel:
         """Not before a product needs it: while weights load, another process compiles it."""
-        return self._module(size.groups).kernel(size.name, size.threads, SHARED)
+        return self._module(size.groups).kernel(size.name, size.threads, SHARED[1])
 
     @functools.cache  # noqa: B019
     def _module(self, groups: int) -> Module:
@@ -124,8 +134,7 @@ class DenseGemm:
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
-        kernel = self._kernel(Size(1, PARTS[-1]))
-        return tuple(kernel.clusters_at_once(blocks) for blocks in CLUSTERS)
+        return tuple(self._kernel(Size(1, PARTS[-1])).clusters_at_once(ranges) for ranges in _RANGES)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -148,11 +157,11 @@ class DenseGemm:
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
+        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
-        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.size.groups * TOKENS // cut.sharers, 1))
         self._kernel(cut.size)(
-            cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.rows, cut.stages, cut.ranges,
-            int(gated), cluster=cut.ranges * cut.sharers, overlap=not fresh,
+            cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
+            int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
 

@@ -28,7 +28,7 @@ struct Fp8Parts {
 
     __device__ __forceinline__ Fp8Parts(const Fp8Task& task, const Place& place) {
         const bool gated = task.result.gated;
-        const int left = min(gated ? place.half : task.rows, task.result.features - place.feature0);
+        const int left = min(place.own, task.result.features - place.feature0);
         at[0] = place.feature0, at[1] = gated ? task.result.features + place.feature0 : place.feature0 + place.half;
         there[0] = min(place.half, left), there[1] = gated ? left : left - there[0];
     }
@@ -41,7 +41,7 @@ template <int GROUPS, int PART>
 __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     constexpr int TOKENS = GROUPS * 64, SPAN = (PART / 8 + 3) / 4 * 4;  // scales of a part
     extern __shared__ float sums[];  // first rings, [stages] of x, weights and scales of x, then [TOKENS][pitch]
-    const Place place(task.result, TOKENS, task.rows, task.K, WIDE, blocks_of_cluster());
+    const Place place(task.result, TOKENS, task.rows, task.K, WIDE);
     const Fp8Parts parts(task, place);
     const int x_rows = min(TOKENS, task.padded - place.token0);
     Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);
@@ -154,10 +154,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
                 *(float2*)(to + 8 * pitch) = {total[p][j * 4 + 2], total[p][j * 4 + 3]};
             }
         }
-        if (place.ranges > 1) sync_cluster_but_producers();
-        else sync_consumers<CONSUMERS>();
-        store_sums<CONSUMERS>(task.result, place, sums, pitch, TOKENS, task.result.gated ? place.half : task.rows);
-        if (place.ranges > 1) meet_cluster();  // nobody ends while others read what it has
+        finish_sums<CONSUMERS>(task.result, place, sums, pitch, TOKENS);
     }
 }
 

@@ -4,9 +4,9 @@
 // x is an instruction's first operand, 64 rows of it, and weights the second: any multiple of 8 features. So all blocks
 // get as many bytes of weights. Both lie in shared memory as rows of 128 bytes, in the order of 128-byte swizzling.
 //
-// The blocks of a cluster have the same rows of x and ranges of K; blocks with the same range have other features. A block
-// sums its range in order. Then ranges are added in order. How many there are depends on the weight's shape alone, so a
-// row has the same bits in any batch.
+// The blocks of a cluster have the same features and rows, and each a range of K. A block sums its range in order. Then
+// ranges are added in order. How many there are depends on the weight's shape alone, so a row has the same bits in any
+// batch.
 
 typedef unsigned long long u64;
 
@@ -84,51 +84,71 @@ struct Result {
     int M, features, gated;
 };
 
-// Of a result, what a block has: some rows of x, a half of its weights or two of them in `half`s, a range of K.
+// What a block, or a cluster, is to do.
 struct Place {
-    int token0, feature0, half, first, count, ranges, range, sharers, sharer;
+    int token0, feature0, half, own, first, count, ranges, range;
 
-    // rows: of weights of a block, in two halves: gates and their ups, or features. wide: columns of a step of K.
-    __device__ __forceinline__ Place(const Result& result, int tokens, int rows, int K, int wide, int all_ranges) {
-        const int rank = rank_in_cluster(), blocks = blocks_of_cluster(), steps = (K + wide - 1) / wide;
-        ranges = all_ranges, sharers = blocks / ranges, range = rank / sharers, sharer = rank - range * sharers;
-        half = (rows / 8 + 1) / 2 * 8;
-        token0 = blockIdx.x / blocks * tokens, feature0 = (blockIdx.y * sharers + sharer) * (result.gated ? half : rows);
+    // rows: of weights of a block, in two parts: half of them, or the gates and their ups. wide: columns of a step of K.
+    __device__ __forceinline__ Place(const Result& result, int tokens, int rows, int K, int wide) {
+        range = rank_in_cluster(), ranges = blocks_of_cluster();
+        half = (rows / 8 + 1) / 2 * 8, own = result.gated ? half : rows;
+        token0 = blockIdx.x / ranges * tokens, feature0 = blockIdx.y * own;
+        const int steps = K / wide;
         first = steps * range / ranges, count = steps * (range + 1) / ranges - first;
     }
 };
 
-// sums [tokens][pitch] in each block of a cluster, by the consumers of all -> y. own: features of a block.
-template <int THREADS>
+// Four sums of all ranges, and the bias. p: where this block has its part.
+template <int RANGES>
+__device__ __forceinline__ void sum_of_ranges(const float* p, const u16* bias, float (&out)[4]) {
+    float4 part[RANGES];
+#pragma unroll
+    for (int v = 0; v < RANGES; ++v) part[v] = RANGES == 1 ? *(const float4*)p : load_four_from_rank(p, v);
+    out[0] = out[1] = out[2] = out[3] = 0.f;
+#pragma unroll
+    for (int v = 0; v < RANGES; ++v)
+        out[0] += part[v].x, out[1] += part[v].y, out[2] += part[v].z, out[3] += part[v].w;
+    if (bias)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
+}
+
+// sums [tokens][pitch] in each block of a cluster, by the THREADS consumers of all -> y
+template <int RANGES, int THREADS>
 __device__ __forceinline__ void store_sums(const Result& result, const Place& place, const float* sums, int pitch,
-                                           int tokens, int own) {
-    const int fours = own / 4, count = min(tokens, result.M - place.token0) * fours;
-    for (int i = place.range * THREADS + threadIdx.x; i < count; i += place.ranges * THREADS) {
+                                           int tokens) {
+    const int fours = place.own / 4, count = min(tokens, result.M - place.token0) * fours;
+    for (int i = place.range * THREADS + threadIdx.x; i < count; i += RANGES * THREADS) {
         const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
         if (n >= result.features) continue;
         const size_t at = (size_t)(place.token0 + token) * result.features + n;
-        auto sum_of = [&](const float* p, const u16* bias, float (&out)[4]) {
-            out[0] = out[1] = out[2] = out[3] = 0.f;
-            for (int v = 0; v < place.ranges; ++v) {
-                const float4 part =
-                    place.ranges == 1 ? *(const float4*)p : load_four_from_rank(p, v * place.sharers + place.sharer);
-                out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
-            }
-            if (result.bias)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
-        };
-        float sum[4], up[4];
-        sum_of(sums + token * pitch + row, result.bias + n, sum);
+        float before[4] = {0.f, 0.f, 0.f, 0.f}, sum[4], up[4];
+        if (result.extra) add_four(result.extra + at, before);  // asked for before what it is added to
+        const float* const p = sums + token * pitch + row;
+        sum_of_ranges<RANGES>(p, result.bias ? result.bias + n : nullptr, sum);
         if (result.gated) {
-            sum_of(sums + token * pitch + place.half + row, result.bias + result.features + n, up);
+            sum_of_ranges<RANGES>(p + place.half, result.bias ? result.bias + result.features + n : nullptr, up);
 #pragma unroll
             for (int k = 0; k < 4; ++k) sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
         }
-        if (result.extra) add_four(result.extra + at, sum);
         u16 out[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] = from_float(sum[k]);
+        for (int k = 0; k < 4; ++k) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
         *(uint2*)(result.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
     }
+}
+
+// The end of a block, from when its consumers have stored their sums: 1, 2 or 4 ranges.
+template <int THREADS>
+__device__ __forceinline__ void finish_sums(const Result& result, const Place& place, const float* sums, int pitch,
+                                            int tokens) {
+    if (place.ranges == 1) {
+        sync_consumers<THREADS>();
+        store_sums<1, THREADS>(result, place, sums, pitch, tokens);
+        return;
+    }
+    sync_cluster_but_producers();
+    if (place.ranges == 2) store_sums<2, THREADS>(result, place, sums, pitch, tokens);
+    else store_sums<4, THREADS>(result, place, sums, pitch, tokens);
+    meet_cluster();  // nobody ends while others read what it has
 }

@@ -49,9 +49,12 @@ class Kernel:
         self._driver, self._handle, self._threads, self._shared = driver, handle, threads, shared
         self._programmatic = programmatic
 
-    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0) -> None:
+    def __call__(
+        self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0, shared: int = 0
+    ) -> None:
         """overlap: where the kernel was made programmatic, it comes up while the one before it runs. cluster: blocks
-        side by side that are one; 0: what the kernel's source says."""
+        side by side that are one; 0: what the kernel's source says. shared: bytes of dynamic shared memory, no more
+        than the kernel was made with; 0: so many."""
         values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float | TensorMap] = []
         for arg in args:
             if isinstance(arg, int):
@@ -64,6 +67,7 @@ class Kernel:
                 values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = self._config(grid, cluster, self._programmatic and overlap)
+        config.shared = shared or self._shared
         config.stream = torch.cuda.current_stream().cuda_stream
         _check(self._driver, self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None))
 
