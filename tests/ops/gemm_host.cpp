@@ -420,6 +420,7 @@ static void leave_registers() {}
 #define __grid_constant__
 struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
 static void prefetch_map(const TensorMap* map) {}
+static void prefetch_box(const TensorMap* map, int column, int row) {}
 static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     if ((map->result && !waited[me]) || map->box[0] != 64 || (uintptr_t)to % 1024) abort();
     const auto [columns, rows, matrices] = map->box;
@@ -499,7 +500,7 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 #endif
 
 #ifdef DENSE
-using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int);
+using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
 static struct {  // of the next run besides what `job` has
     int x_rows, rows, stages, gated;
 } dense;
@@ -515,7 +516,7 @@ static void body() {
     const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
     const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
     ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
-                              dense.stages, dense.gated);
+                              dense.stages, 2, dense.gated);
 #elif defined(FP8)
     ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
                             job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);

@@ -31,6 +31,12 @@ __device__ __forceinline__ void copy_box_once(void* to, const TensorMap* map, in
         : "memory");
 }
 
+// From memory to the L2 cache.
+__device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row), "r"(0)
+                 : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -43,6 +49,7 @@ struct DenseTask {
     int x_rows;  // that come of x; rows behind them are not stored
     int rows;    // of weights that a block takes, in two halves
     int stages;  // of the ring
+    int ahead;   // stages behind these, which come to the L2 cache while earlier kernels end
 };
 
 // GROUPS * 64 rows of x. A warp group has both halves of the weights for 64 of these rows or, where there are no more, one
@@ -75,6 +82,8 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         }
         show_barriers();
         for (int i = 0; i < early; ++i) ask_weights(i, i);
+        for (int i = early; i < min(early + task.ahead, place.count); ++i)
+            prefetch_box(task.w, (place.first + i) * PANEL, place.feature0);
     }
     __syncthreads();  // barriers are there for all
 
@@ -138,6 +147,6 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
 #define DENSE_KERNEL(NAME, GROUPS, FEATURES, THREADS)                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* bias, const u16* extra, \
-             u16* y, int M, int features, int K, int x_rows, int rows, int stages, int gated) {                        \
-        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, x_rows, rows, stages});         \
+             u16* y, int M, int features, int K, int x_rows, int rows, int stages, int ahead, int gated) {             \
+        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, x_rows, rows, stages, ahead});  \
     }

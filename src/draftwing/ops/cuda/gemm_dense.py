@@ -27,6 +27,7 @@ _STEP = 16  # features, by which blocks differ
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
 _RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 4  # stages of a range
+_AHEAD = 0
 _MOST_STAGES = 31  # there is room for their barriers
 # Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
 # multiprocessor, each with some rows at most where registers of two have to fit.
@@ -56,6 +57,7 @@ class Cut(NamedTuple):
     x_rows: int  # of x that a block has, a multiple of 8
     rows: int  # of a weight that a block takes
     stages: int
+    ahead: int  # stages behind these, which come to the L2 cache while earlier kernels end
     ranges: int  # of K
     blocks: int  # of a multiprocessor
     grid: tuple[int, int]
@@ -112,7 +114,7 @@ def make_cut(
     part = next(part for part in PARTS if part >= taken // 2)
     stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
     stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
-    return Cut(Size(groups, part), x_rows, taken, stages, ranges, blocks, (ranges, tiles(taken)))
+    return Cut(Size(groups, part), x_rows, taken, stages, _AHEAD, ranges, blocks, (ranges, tiles(taken)))
 
 
 class DenseGemm:
@@ -161,7 +163,7 @@ class DenseGemm:
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
-            int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
+            cut.ahead, int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
 
