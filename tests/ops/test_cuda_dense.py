@@ -15,7 +15,8 @@ on_gpu = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a GPU of Hopper's"
     ),
 ]
-ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129)
+ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193)
+MANY = 400  # rows of x
 SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
     (17440, 384), (8736, 1088), (4128, 1408), (96, 1024), (16, 64), (64, 8448), (5120, 576), (16384, 256),
 ]  # fmt: skip
@@ -29,14 +30,15 @@ SERVED = [
 def test_cuts(rows: int, columns: int, gated: bool) -> None:
     """Blocks have all features, room for what they do, and one number of ranges."""
     features = rows // 2 if gated else rows
-    for tokens in (1, 8, 64, 65, 128, MOST):
+    for tokens in (1, 8, 64, 65, 128, MOST, 193, 2048):
         for clusters in ((30, 66, 132), (32, 64, 128)):
             cut = cut_of(tokens, features, gated, columns, clusters)
             own = cut.rows // 2 if gated else cut.rows
             assert own % 8 == 0 and cut.rows % 16 == 0 and cut.rows <= 2 * cut.size.features
             assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
-            assert tokens <= cut.x_rows <= cut.size.groups * TOKENS and cut.x_rows % 8 == 0
-            assert cut.ranges == ranges_of(rows, columns) == cut.grid[0]
+            assert cut.x_rows % 8 == 0 and cut.ranges == ranges_of(rows, columns)
+            held = cut.size.groups * TOKENS
+            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges
             assert cut.stages >= 2 or columns // PANEL // cut.ranges == 1
             assert cut.stages * (cut.rows + cut.x_rows) * PANEL * 2 < SHARED[cut.blocks]
 
@@ -61,8 +63,8 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("rows, columns", SHAPES)
     def test_products(self, rows: int, columns: int) -> None:
-        weight, x, bias = random(rows, columns, seed=2), random(MOST, columns, seed=3), random(rows, seed=4)
-        residual, gemm = random(MOST, rows, seed=5), ours()
+        weight, x, bias = random(rows, columns, seed=2), random(MANY, columns, seed=3), random(rows, seed=4)
+        residual, gemm = random(MANY, rows, seed=5), ours()
         plain = x.double() @ weight.double().T
         size = plain.abs().mean(1, keepdim=True) + 1
         whole, added = gemm.linear(x, weight, None), gemm.linear(x, weight, bias, residual)
@@ -72,7 +74,7 @@ class TestOnGpu:
         gates, ups = (plain + bias.double()).chunk(2, 1)
         assert_close(gated, torch.nn.functional.silu(gates) * ups, size * (gates.abs() + ups.abs() + 1))
         for tokens in ROWS:
-            for first in {0, MOST - tokens}:
+            for first in {0, MANY - tokens}:
                 part = slice(first, first + tokens)
                 assert torch.equal(gemm.linear(x[part], weight, None), whole[part]), tokens
                 assert torch.equal(gemm.linear(x[part], weight, bias, residual[part]), added[part]), tokens

@@ -53,11 +53,11 @@ class SmallMGemm(Protocol):
 
 
 class MediumMGemm(SmallMGemm, Protocol):
-    """A GEMM that gives a row the same bits among up to `most` rows, others than a `SmallMGemm`, and is the fastest for
-    more than that is."""
+    """A GEMM that gives a row the same bits among any number of rows, others than a `SmallMGemm`, and may be the fastest
+    for more than that is: up to `fast` rows."""
 
     @property
-    def most(self) -> int: ...
+    def fast(self) -> int: ...
 
 
 class GroupGemm(Protocol):

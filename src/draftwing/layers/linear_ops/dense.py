@@ -117,7 +117,7 @@ class OwnGemms(InferenceDense):
         self._gemms = [(_ANY_M if mode.deterministic else few, small)]  # up to so many rows
         if medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
             large = layer.weight.numel() >= _LARGE and outputs < _LONG
-            self._gemms.append((medium.most if large else _MEDIUM_M, medium))
+            self._gemms.append((medium.fast if large else _MEDIUM_M, medium))
 
     def _gemm(self, x: Tensor) -> SmallMGemm | None:
         return next((gemm for most, gemm in self._gemms if x.shape[0] <= most), None)

@@ -18,7 +18,7 @@ TOKENS = 64  # rows of x that a warp group takes
 PARTS = (32, 48, 56, 64, 72, 88, 112, 128)
 _MOST_PART = {1: 128, 2: 128, 3: 112}  # by warp groups: registers hold their sums
 GROUPS = tuple(_MOST_PART)
-MOST = GROUPS[-1] * TOKENS  # rows of x
+MOST = GROUPS[-1] * TOKENS  # rows of x that one block takes
 # Bytes of a block, by how many a multiprocessor has. Of one what is left is room for a small kernel's. Of two the next
 # one comes up, and asks for weights, while the other ends.
 SHARED = {1: 225 << 10, 2: 113 << 10}
@@ -87,8 +87,8 @@ def make_cut(
     rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
 ) -> Cut:
     """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
-    groups = -(-rows // TOKENS)
-    x_rows = min(groups * TOKENS, -(-rows // 8) * 8)
+    groups = min(-(-rows // TOKENS), GROUPS[-1])
+    token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
 
     def tiles(taken: int) -> int:
         return -(-features // (taken // 2 if gated else taken))
@@ -97,7 +97,7 @@ def make_cut(
         """Of turns of blocks that take so many rows of the weight: what a multiprocessor does, of which other blocks
         hide a part; and the fewer rows the better."""
         blocks, taken = cut
-        return -(-tiles(taken) // (at_once * blocks)) * (blocks * taken + 32), -blocks, taken
+        return -(-token_blocks * tiles(taken) // (at_once * blocks)) * (blocks * taken + 32), -blocks, taken
 
     def fits(blocks: int, taken: int) -> bool:
         """Returns whether there is room for sums, and for two stages."""
@@ -114,13 +114,13 @@ def make_cut(
     part = next(part for part in PARTS if part >= taken // 2)
     stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
     stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
-    return Cut(Size(groups, part), x_rows, taken, stages, _AHEAD, ranges, blocks, (ranges, tiles(taken)))
+    return Cut(Size(groups, part), x_rows, taken, stages, _AHEAD, ranges, blocks, (token_blocks * ranges, tiles(taken)))
 
 
 class DenseGemm:
-    """The kernels of one device. A row of a result has the same bits among any number up to `most`."""
+    """The kernels of one device. A row of a result has the same bits among any number."""
 
-    most = MOST
+    fast = MOST
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,7 +155,7 @@ class DenseGemm:
         x, parts = x.contiguous(), 2 if gated else 1
         rows, columns = x.shape
         features = weight.shape[0] // parts
-        assert 0 < rows <= MOST and features % (_STEP // parts) == 0 and columns % PANEL == 0
+        assert rows > 0 and features % (_STEP // parts) == 0 and columns % PANEL == 0
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
