@@ -53,8 +53,8 @@ class SmallMGemm(Protocol):
 
 
 class MediumMGemm(SmallMGemm, Protocol):
-    """A GEMM that gives a row the same bits among any number of rows, others than a `SmallMGemm`, and may be the fastest
-    for more than that is: up to `fast` rows."""
+    """A GEMM that gives a row the same bits among any number of rows, others than a `SmallMGemm`, and may be the
+    fastest for more than that is: up to `fast` rows."""
 
     @property
     def fast(self) -> int: ...

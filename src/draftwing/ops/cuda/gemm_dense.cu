@@ -1,5 +1,5 @@
-// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of up to 192 rows with weights in bfloat16 (compute capability
-// 9.0 alone), at the time to read the weights.
+// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products in bfloat16 (compute capability 9.0 alone). Up to some 100
+// rows take the time to read the weights.
 //
 // x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns: a stage. What
 // is behind a matrix comes as zeros.

@@ -1,4 +1,4 @@
-"""GEMMs in bfloat16 of up to 192 rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
+"""GEMMs in bfloat16 of some rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
 
 from __future__ import annotations
 
