@@ -17,7 +17,7 @@ from draftwing.ops.cuda.gemm_dense import GROUPS, SHARED, Cut, Size, make_cut
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 LATE, EARLY = 0, 1  # copies and instructions, as gemm_host.cpp has them
-SIZES = [Size(groups, part) for groups in GROUPS for part in (32, 88)]
+SIZES = [Size(groups, part * (2 if groups == 2 else 1)) for groups in GROUPS for part in (32, 88)]
 
 
 @dataclass
@@ -55,7 +55,7 @@ def test_against_float64(run: Host, rows: int, columns: int, ranges: int, kind: 
 
     def found(first: int, last: int, at_once: int, early: int) -> Tensor:
         cut = make_cut(last - first, features, gated, columns, ranges, at_once, at_once)
-        fits = [size for size in SIZES if size.groups == cut.size.groups and size.features >= cut.rows // 2]
+        fits = [size for size in SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
         its = None if extra is None else extra[first:last]
         return run(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
 

@@ -52,11 +52,12 @@ struct DenseTask {
     int ahead;   // stages behind these, which come to the L2 cache while earlier kernels end
 };
 
-// GROUPS * 64 rows of x. A warp group has both halves of the weights for 64 of these rows or, where there are no more, one
-// half each. FEATURES: of an instruction, no less than a half has; what it reads behind them is not stored.
+// GROUPS * 64 rows of x. A warp group has all of the weights for 64 of these rows or, where there are no more, one half each.
+// FEATURES: of an instruction, for each reads x anew: all, or a half of them with one group, and with three, whose
+// registers ptxas counts before they are given out. What is read behind the weights is not stored.
 template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
-    constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS > 1 ? 2 : 1;
+    constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS == 3 ? 2 : 1;
     extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights
     const Place place(task.result, TOKENS, task.rows, task.K, PANEL);
     Barrier* const full = (Barrier*)sums;
@@ -128,6 +129,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
         sync_consumers<CONSUMERS>();  // sums [TOKENS][pitch] take the place of rings
+        const int columns = GROUPS == 2 ? task.rows : place.half;
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
         float* const own = (float*)x_ring;
         float* const to = own + (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
@@ -135,7 +137,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int j = 0; j < FEATURES / 8; ++j) {
-                if (j * 8 >= place.half) continue;
+                if (j * 8 >= columns) continue;
                 float* const its = to + part * place.half + j * 8;
                 *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
                 *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};

@@ -14,10 +14,10 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 
 PANEL = 64  # columns, as in gemm_dense.cu: a stage
 TOKENS = 64  # rows of x that a warp group takes
-# Features of an instruction; a block has two halves, each at most so many.
-PARTS = (32, 48, 56, 64, 72, 88, 112, 128)
-_MOST_PART = {1: 128, 2: 128, 3: 112}  # by warp groups: registers hold their sums
-GROUPS = tuple(_MOST_PART)
+# Features of an instruction, by warp groups of a block: of half of its weights, or (two groups) of all.
+_HALVES = (32, 48, 56, 64, 72, 88, 112, 128)
+PARTS = {1: _HALVES, 2: tuple(2 * half for half in _HALVES), 3: _HALVES[:-1]}  # as many sums as registers hold
+GROUPS = tuple(PARTS)
 MOST = GROUPS[-1] * TOKENS  # rows of x that one block takes
 # Bytes of a block, by how many a multiprocessor has. Of one what is left is room for a small kernel's. Of two the next
 # one comes up, and asks for weights, while the other ends.
@@ -37,7 +37,7 @@ _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 class Size(NamedTuple):
     """Of a kernel."""
 
-    groups: int  # of 64 rows of x in a block
+    groups: int  # of warps, each for 64 rows of x
     features: int  # of an instruction
 
     @property
@@ -104,15 +104,16 @@ def make_cut(
         sums, stages = groups * TOKENS * (taken + 24) * 4, 2 * (taken + x_rows) * PANEL * 2
         return max(sums, stages) <= SHARED[blocks] - _BEFORE_RINGS
 
-    most = {1: 2 * _MOST_PART[groups]} | (
+    halves = 1 if groups == 2 else 2
+    most = {1: halves * PARTS[groups][-1]} | (
         {2: _MOST_OF_TWO[groups]} if side_by_side > 1 and groups in _MOST_OF_TWO else {}
     )
     cuts = (
         (blocks, taken) for blocks in most for taken in range(_STEP, most[blocks] + 1, _STEP) if fits(blocks, taken)
     )
     blocks, taken = min(cuts, key=cost)
-    part = next(part for part in PARTS if part >= taken // 2)
-    stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // 2) * PANEL * 2  # the latter is read, not used
+    part = next(part for part in PARTS[groups] if halves * part >= taken)
+    stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // halves) * PANEL * 2  # the latter is read, not used
     stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
     return Cut(Size(groups, part), x_rows, taken, stages, _AHEAD, ranges, blocks, (token_blocks * ranges, tiles(taken)))
 
@@ -136,7 +137,7 @@ class DenseGemm:
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
-        return tuple(self._kernel(Size(1, PARTS[-1])).clusters_at_once(ranges) for ranges in _RANGES)
+        return tuple(self._kernel(Size(1, PARTS[1][-1])).clusters_at_once(ranges) for ranges in _RANGES)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -170,12 +171,12 @@ class DenseGemm:
 
 def read_source(groups: int) -> str:
     """Returns what is compiled for so many groups of 64 rows of x."""
-    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", PARTS, kernel_lines(groups))
+    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", PARTS[groups], kernel_lines(groups))
 
 
 def kernel_lines(groups: int) -> list[str]:
     """Returns lines of the source: kernels."""
-    sizes = [Size(groups, part) for part in PARTS if part <= _MOST_PART[groups]]
+    sizes = [Size(groups, part) for part in PARTS[groups]]
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
