@@ -26,6 +26,7 @@ _LONG, _LONG_M = 1 << 16, 8
 # Values of a weight from which on another kernel of ours beats cuBLAS up to so many rows, and from which on up to all
 # that it takes.
 _MEDIUM_FROM, _MEDIUM_M, _LARGE = 1 << 22, 64, 1 << 25
+_ALWAYS_MEDIUM = False
 _TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
 
 
@@ -115,7 +116,9 @@ class OwnGemms(InferenceDense):
         outputs = layer.out_features
         few = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
         self._gemms = [(_ANY_M if mode.deterministic else few, small)]  # up to so many rows
-        if medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
+        if medium is not None and mode.deterministic and _ALWAYS_MEDIUM:
+            self._gemms = [(_ANY_M, medium)]
+        elif medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
             large = layer.weight.numel() >= _LARGE and outputs < _LONG
             self._gemms.append((medium.fast if large else _MEDIUM_M, medium))
 
