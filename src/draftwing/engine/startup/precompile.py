@@ -228,7 +228,7 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
         yield gemm_fp8.compile_ahead, job.capability
     yield gemm.compile_ahead, job.dtype, job.capability
-    if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16 and not job.options.deterministic:
+    if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
         for groups in gemm_dense.GROUPS:
             yield gemm_dense.compile_ahead, groups, job.capability
     widths = _widths(job.options.quantization, config.quantization)

@@ -19,15 +19,15 @@ from draftwing.ops.torch.layer_ops import LayerOps
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
-# Up to this many rows our own kernels for few beat cuBLAS (docs/dev/gpu_kernels.md); they take any number. Of a
-# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer.
+# Up to this many rows our own kernel for few beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a
+# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer, and of outputs of a router, or
+# of a delta net's b and a, up to more: a GEMM that is over when it begins.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
-# Values of a weight from which on another kernel of ours beats cuBLAS up to so many rows, and from which on up to all
-# that it takes.
-_MEDIUM_FROM, _MEDIUM_M, _LARGE = 1 << 22, 64, 1 << 25
-_ALWAYS_MEDIUM = False
-_TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
+_TINY, _TINY_M = 512, 64
+# Of weights with so many values on, our kernel for more rows beats it from so many on, and cuBLAS up to so many: but for
+# a vocabulary, up to all that a block takes with so many values. Smaller weights were not timed.
+_MEDIUM_FROM, _MEDIUM_ABOVE, _MEDIUM_M, _LARGE_FROM = 1 << 24, 8, 64, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,21 @@ class InferenceDense(Dense):
 
 class OwnGemms(InferenceDense):
     """On a GPU: our own GEMMs for few rows and for some more, torch's for many. Where a row must have the same bits in
-    any batch, that for few takes any number."""
+    any batch, one of ours takes any number."""
 
     def __init__(self, layer: Linear, small: SmallMGemm, medium: MediumMGemm | None, mode: PackMode) -> None:
         super().__init__(layer)
-        outputs = layer.out_features
+        outputs, values = layer.out_features, layer.weight.numel()
+        medium = medium if values >= _MEDIUM_FROM else None
         few = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
-        self._gemms = [(_ANY_M if mode.deterministic else few, small)]  # up to so many rows
-        if medium is not None and mode.deterministic and _ALWAYS_MEDIUM:
-            self._gemms = [(_ANY_M, medium)]
-        elif medium is not None and layer.weight.numel() >= _MEDIUM_FROM:
-            large = layer.weight.numel() >= _LARGE and outputs < _LONG
-            self._gemms.append((medium.fast if large else _MEDIUM_M, medium))
+        self._gemms: list[tuple[int, SmallMGemm]]  # up to so many rows
+        if mode.deterministic:
+            self._gemms = [(_ANY_M, small if medium is None else medium)]
+        elif medium is None:
+            self._gemms = [(few, small)]
+        else:
+            large = _LARGE_FROM <= values and outputs < _LONG
+            self._gemms = [(_MEDIUM_ABOVE, small), (medium.fast if large else _MEDIUM_M, medium)]
 
     def _gemm(self, x: Tensor) -> SmallMGemm | None:
         return next((gemm for most, gemm in self._gemms if x.shape[0] <= most), None)

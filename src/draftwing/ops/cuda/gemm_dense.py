@@ -27,7 +27,9 @@ _STEP = 16  # features, by which blocks differ
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
 _RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 4  # stages of a range
-_AHEAD = 0
+# Stages behind a ring's that come to the L2 cache while earlier kernels end, with so many rows of x: 3 take 0.7% of a
+# layer's time with 64 rows and 2.7% with 128, and cost 2% with 32 and fewer; 6 and more cost 3 to 6%.
+_AHEAD, _AHEAD_ROWS = 3, range(33, 129)
 _MOST_STAGES = 31  # there is room for their barriers
 # Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
 # multiprocessor, each with some rows at most where registers of two have to fit.
@@ -115,7 +117,16 @@ def make_cut(
     part = next(part for part in PARTS[groups] if halves * part >= taken)
     stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // halves) * PANEL * 2  # the latter is read, not used
     stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
-    return Cut(Size(groups, part), x_rows, taken, stages, _AHEAD, ranges, blocks, (token_blocks * ranges, tiles(taken)))
+    return Cut(
+        Size(groups, part),
+        x_rows,
+        taken,
+        stages,
+        _AHEAD if rows in _AHEAD_ROWS else 0,
+        ranges,
+        blocks,
+        (token_blocks * ranges, tiles(taken)),
+    )
 
 
 class DenseGemm:
