@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
 # Up to this many rows our own kernel for few beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a
-# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer, and of outputs of a router, or
-# of a delta net's b and a, up to more: a GEMM that is over when it begins.
+# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer, and of outputs of a router,
+# or of a delta net's b and a, up to more: a GEMM that is over when it begins.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
 _TINY, _TINY_M = 512, 64
-# Of weights with so many values on, our kernel for more rows beats it from so many on, and cuBLAS up to so many: but for
-# a vocabulary, up to all that a block takes with so many values. Smaller weights were not timed.
+# From so many values of a weight on our kernel for more rows is the fastest above so many rows, and up to so many. From
+# so many values on, but not with a vocabulary's, it is so up to all rows that it names. Smaller ones were not timed.
 _MEDIUM_FROM, _MEDIUM_ABOVE, _MEDIUM_M, _LARGE_FROM = 1 << 24, 8, 64, 1 << 25
 
 
@@ -122,7 +122,7 @@ class OwnGemms(InferenceDense):
         elif medium is None:
             self._gemms = [(few, small)]
         else:
-            large = _LARGE_FROM <= values and outputs < _LONG
+            large = values >= _LARGE_FROM and outputs < _LONG
             self._gemms = [(_MEDIUM_ABOVE, small), (medium.fast if large else _MEDIUM_M, medium)]
 
     def _gemm(self, x: Tensor) -> SmallMGemm | None:
