@@ -110,6 +110,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
+        wait_for_earlier_kernels();  // one of them may have written what is added at the end
         int s = 0, parity = 0;
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
