@@ -75,11 +75,11 @@ def both_ways(engine: Any, run: Callable[[Any, int], Driven], rounds: int) -> di
         for way in WAYS if turn % 2 else reversed(WAYS):
             sched.config = mixing if way == "mixed" else replace(mixing, mixes=None)
             assert engine.flush_cache()
-            before = 0 if prefills is None else prefills.mixed_replays
+            before = prefills.mixed_replays
             done = run(engine, turn)
             if not turn:
                 continue
-            graphs += 0 if prefills is None else prefills.mixed_replays - before
+            graphs += prefills.mixed_replays - before
             rates[way].append(sum(len(one.tokens) for one in done.answers) / done.seconds)
             answers[way] += done.answers
     engine._loop._watch, sched.config = watch, mixing

@@ -147,6 +147,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
+    """Triton's kernels, interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(device)
+
+
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def ops(request: pytest.FixtureRequest) -> TorchOps:
     """The operations of every implementation that this machine has."""
@@ -158,8 +167,5 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
         from draftwing.ops.cpu.ops import CpuOps
 
         return CpuOps(torch.device("cpu"))
-    pytest.importorskip("triton")
-    from draftwing.ops.triton.ops import TritonOps
-
-    request.getfixturevalue("mended_interpreter")
-    return TritonOps(request.getfixturevalue("device"))
+    made: TorchOps = request.getfixturevalue("triton_ops")
+    return made

@@ -39,7 +39,7 @@ from draftwing.ops.expert_rows import FP8, INT4, MX
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
 from draftwing.ops.triton import expert_gemm, experts
 from draftwing.ops.triton.expert_gemm import DENSE, ExpertGemm
-from draftwing.ops.triton.experts import LARGE_TILE
+from draftwing.ops.triton.expert_tiles import LARGE_TILE, tile_rows
 from draftwing.ops.types import MXRows
 
 LAYERS = 6
@@ -250,7 +250,7 @@ def check(model: Model, kind: str) -> None:
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             if not error < 0.02:
                 wrong.append(f"{name} of {tokens} tokens by {error:.3f}")
-        if experts.tile_rows(tokens, model.top_k, model.count, exact) > gemm_experts.MAX_PAIRS:
+        if tile_rows(tokens, model.top_k, model.count, exact) > gemm_experts.MAX_PAIRS:
             continue
         for token in (0, tokens - 1):
             alone = experts.route(logits[token : token + 1], Routing(model.top_k), exact=True)
@@ -344,7 +344,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
         bench = Bench(model, layers, tokens, exact)
         now, bound = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
-        small = experts.tile_rows(tokens, model.top_k, model.count, exact) <= gemm_experts.MAX_PAIRS
+        small = tile_rows(tokens, model.top_k, model.count, exact) <= gemm_experts.MAX_PAIRS
         if beside_triton and small:
             with TritonsOwn():
                 triton = bench.all()

@@ -32,7 +32,7 @@ PRODUCTS = {  # rows and columns of a weight; are they gates and ups
         "o": (4096, 4096, False),
     },
 }
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 BYTES = 400 << 20  # of weights that take turns
 LAUNCHES = 12  # of a product in a graph, at least
 

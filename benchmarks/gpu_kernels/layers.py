@@ -12,7 +12,7 @@ HIDDEN, FFN, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.ops.triton import layers
+    from draftwing.ops.triton import layers, norms
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").bfloat16()
@@ -24,14 +24,14 @@ def bench() -> list[tuple[str, float]]:
         ids = torch.randint(VOCAB, (rows,), device="cuda")
         down, act = made(HIDDEN, FFN), made(rows, FFN)
         timed: list[tuple[str, Callable[[], object]]] = [
-            ("rms_norm", lambda x=x: layers.rms_norm(x, weight, EPS)),
+            ("rms_norm", lambda x=x: norms.rms_norm(x, weight, EPS)),
             ("rms_norm, torch", lambda x=x: F.rms_norm(x, (HIDDEN,), weight, EPS)),
-            ("add_rms_norm", lambda x=x, delta=delta: layers.add_rms_norm(x, delta, weight, EPS)),
+            ("add_rms_norm", lambda x=x, delta=delta: norms.add_rms_norm(x, delta, weight, EPS)),
             ("add_rms_norm, torch", lambda x=x, delta=delta: F.rms_norm(x + delta, (HIDDEN,), weight, EPS)),
             ("silu_mul", lambda y=gate_up: layers.silu_mul(y)),
             ("silu_mul, torch", lambda y=gate_up: F.silu(y[:, :FFN]) * y[:, FFN:]),
-            ("fuse_inputs", lambda x=x, i=ids: layers.fuse_inputs(i, table, x, (weight, weight), EPS)),
-            ("fuse_inputs without norms", lambda x=x, i=ids: layers.fuse_inputs(i, table, x)),
+            ("fuse_inputs", lambda x=x, i=ids: norms.fuse_inputs(i, table, x, (weight, weight), EPS)),
+            ("fuse_inputs without norms", lambda x=x, i=ids: norms.fuse_inputs(i, table, x)),
             # Whether the residual of a product is free: in the product, or as an addition behind it.
             ("down + residual in place", lambda x=x, a=act, w=down: x.addmm_(a, w.t())),
             ("down + residual, torch", lambda x=x, a=act, w=down: F.linear(a, w) + x),

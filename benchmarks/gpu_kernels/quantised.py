@@ -210,7 +210,7 @@ def show(what: str, line: list[tuple[float, int]]) -> None:
 
 def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> Tensor:
     """Layers without attention, as in skinny.py."""
-    from draftwing.ops.triton.layers import add_rms_norm, rms_norm
+    from draftwing.ops.triton.norms import add_rms_norm, rms_norm
 
     hidden = PRODUCTS[0].depth
     norm, x = torch.ones(hidden, device="cuda", dtype=torch.bfloat16), inputs(PRODUCTS[0], rows)[0]

@@ -33,7 +33,7 @@ def weights() -> list[dict[str, Tensor]]:
 def bench() -> list[tuple[str, float]]:
     """(what, microseconds): every product alone and the chain, for 1 to 64 rows."""
     from draftwing.ops.cuda.gemm import small_m_gemm
-    from draftwing.ops.triton.layers import rms_norm
+    from draftwing.ops.triton.norms import rms_norm
 
     device = torch.device("cuda", torch.cuda.current_device())
     ours, layers = small_m_gemm(device, torch.bfloat16), weights()
@@ -93,7 +93,7 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what
 def variants() -> list[tuple[str, float]]:
     """Microseconds of the chain of layers, by variant of the kernels."""
     from draftwing.ops.cuda.gemm import SmallMGemm, read_source, shapes_for
-    from draftwing.ops.triton.layers import add_rms_norm, rms_norm
+    from draftwing.ops.triton.norms import add_rms_norm, rms_norm
 
     device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from quantised import MODELS, PRODUCTS, WIDTHS, Product, copies, each_us, inputs
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm_groups import group_gemm
-from draftwing.ops.cuda.gemm_tall import TallGemm, TallShape, compile_tall
+from draftwing.ops.cuda.gemm_tall import TallGemm, TallShape, compile_ahead
 from draftwing.ops.groups import PackedGroups
 
 CAPABILITY = (9, 0)
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
 def compile_one(label: str, index: int) -> str | None:
     """Fills the cache; runs in a process without a GPU."""
     try:
-        compile_tall(WIDTHS[label], named(index), CAPABILITY)
+        compile_ahead(torch.bfloat16, WIDTHS[label], CAPABILITY, named(index))
     except RuntimeError as error:
         return f"{SHAPES[index].call}: {str(error)[-200:]}"
     return None

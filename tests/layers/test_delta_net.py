@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from plain_attention import FunctionAttend
 
@@ -12,12 +11,10 @@ from draftwing.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.mixer import Placement
 from draftwing.models.decoder import pack_layers
+from draftwing.ops.torch.ops import TorchOps
 
 
-def test_matrices_that_become_one_make_the_same(device: torch.device, mended_interpreter: None) -> None:
-    pytest.importorskip("triton")
-    from draftwing.ops.triton.ops import TritonOps
-
+def test_matrices_that_become_one_make_the_same(triton_ops: TorchOps) -> None:
     generator = torch.Generator().manual_seed(0)
     config, layer = DeltaNetConfig(2, 4, 8, 16, 4), LayerConfig(64, AttentionConfig(4, 2, 16), 96)
     place = Placement(layer, 0, torch.float32, torch.device("cpu"), 64)
@@ -25,10 +22,10 @@ def test_matrices_that_become_one_make_the_same(device: torch.device, mended_int
     for one, other in zip(plain.parameters(), packed.parameters(), strict=True):
         one.data.normal_(0, 0.3, generator=generator)
         other.data.copy_(one)
-    packed.to(device)
-    pack_layers(packed, TritonOps(device), PackMode())
+    packed.to(triton_ops.device)
+    pack_layers(packed, triton_ops, PackMode())
     assert len(plain.linears()) == 3 and len(packed.linears()) == 2
     x, attend = torch.randn(7, 64, generator=generator), FunctionAttend(lambda *_: torch.empty(0))
     nothing = torch.empty(0)
-    found = packed(x.to(device), nothing, nothing, attend).cpu()
+    found = packed(x.to(triton_ops.device), nothing, nothing, attend).cpu()
     torch.testing.assert_close(found, plain(x, nothing, nothing, attend), atol=1e-5, rtol=1e-4)

@@ -14,7 +14,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.ops import have_triton, make_ops
+from draftwing.ops import make_ops
 from draftwing.ops.contracts import Routing
 from draftwing.ops.torch.ops import TorchOps
 
@@ -45,22 +45,15 @@ def ops(request: pytest.FixtureRequest, device: torch.device) -> TorchOps:
     """Triton's kernels, and torch's GEMMs, on the CPU too; what the device has is in the other tests."""
     if request.param == "torch":
         return make_ops(device)
-    if not have_triton():
-        pytest.skip("there is no Triton")
-    from draftwing.ops.triton.ops import TritonOps
-
-    return TritonOps(device)
+    made: TorchOps = request.getfixturevalue("triton_ops")
+    return made
 
 
 @pytest.mark.parametrize(
     "experts", [None, ExpertConfig(6, Routing(2), 48), ExpertConfig(4, Routing(3, False), 32, True, True, 1.5)]
 )
 @torch.inference_mode()
-def test_packed_decoder_gives_the_same(
-    request: pytest.FixtureRequest, device: torch.device, ops: TorchOps, experts: ExpertConfig | None
-) -> None:
-    if ops.name == "triton":
-        request.getfixturevalue("mended_interpreter")
+def test_packed_decoder_gives_the_same(device: torch.device, ops: TorchOps, experts: ExpertConfig | None) -> None:
     model = DecoderModel(changed(CONFIG, experts=experts), torch.float32, device)
     filled(model, 0)
     model.set_max_positions(32)

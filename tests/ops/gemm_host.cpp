@@ -11,6 +11,8 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -48,7 +50,15 @@ struct Fiber {
 static const float GUARD = 12345.f;  // behind a block's shared memory
 static Index blockIdx, threadIdx, gridDim;
 static std::vector<Fiber> fibers;  // of the blocks of a cluster, one block after the other
-static std::vector<std::vector<float>> memory;  // shared memory by block of the cluster
+template <class T>
+struct Aligned : std::allocator<T> {  // blocks of a cluster have the same at the same place behind a multiple of 1,024 bytes
+    template <class U>
+    struct rebind { using other = Aligned<U>; };
+    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(1024)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(1024)); }
+};
+using Memory = std::vector<float, Aligned<float>>;
+static std::vector<Memory> memory;  // shared memory by block of the cluster
 static std::vector<Lane> lanes;
 static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
 static int cluster_arrived, threads, first_block, me;
@@ -75,8 +85,9 @@ static void go_on(int fiber) {
     setcontext(&fibers[fiber].context);
 }
 
-static float* shared_of(int rank) { return (float*)(((uintptr_t)memory[rank].data() + 1023) & ~(uintptr_t)1023); }
-static float* shared_memory() { return shared_of(me / threads); }
+static float* shared_memory() { return memory[me / threads].data(); }
+template <class T>
+static T* at_rank(T* p, int rank) { return (T*)((char*)memory[rank].data() + ((char*)p - (char*)shared_memory())); }
 
 static float to_float(u16 bits) {
     const u32 wide = (u32)bits << 16;
@@ -107,7 +118,7 @@ static float load_value(const u16* p) {
     if (!may_read(true)) abort();
     return to_float(*p);
 }
-static float load_from_rank(const float* p, int rank) { return shared_of(rank)[p - shared_memory()]; }
+static float load_from_rank(const float* p, int rank) { return *at_rank(p, rank); }
 static int held(int value) { return value; }
 static void launch_dependents();
 static void wait_for_earlier_kernels();
@@ -267,7 +278,7 @@ static float4 load_four(const float* p) {
     return {p[0], p[1], p[2], p[3]};
 }
 static float4 load_four_from_rank(const float* p, int rank) {
-    return load_four(shared_of(rank) + (p - shared_memory()));
+    return load_four(at_rank(p, rank));
 }
 static uint2 load_four_values(const u16* p) {
     uint2 v;
@@ -405,7 +416,8 @@ static void meet_cluster() {  // those who have left count as if they were there
         }
     }
 }
-static void sync_cluster_but_producers() { meet_cluster(); }
+static void sync_whole_cluster() { meet_cluster(); }
+static float __fdividef(float a, float b) { return a / b; }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static void add_four(const u16* p, float (&sum)[4]) {
@@ -414,6 +426,34 @@ static void add_four(const u16* p, float (&sum)[4]) {
 template <int COUNT>
 static void take_registers() {}
 static void leave_registers() {}
+#endif
+
+#ifdef FP8
+static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
+}
+static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
+static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
+static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static std::vector<u32> shown;  // by thread
+static u32 of_neighbour(u32 value) {
+    shown.resize(fibers.size());
+    shown[me] = value;
+    meet(warp_arrived[me / 32], 32);
+    const u32 found = shown[me ^ 1];
+    meet(warp_arrived[me / 32], 32);
+    return found;
+}
+static std::vector<int> given, taken;  // turns: by block and warp group, and by thread
+static void give_turn(int group) { ++given[me / threads * 2 + group], ++steps; }
+static void take_turn(int group) {
+    const int fiber = me, all = ++taken[fiber] * 128;
+    while (given[fiber / threads * 2 + group] < all) {
+        leave(fiber);
+        enter(fiber);
+    }
+}
 #endif
 
 #ifdef DENSE
@@ -578,8 +618,8 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     bool kept = true;
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (first_block = 0; first_block < grid_x; first_block += cluster) {
-            memory.assign(cluster, std::vector<float>(shared / 4 + 4096 + 256, GUARD));
-            for (int rank = 0; rank < cluster; ++rank) std::fill_n(shared_of(rank), shared / 4, NAN);
+            memory.assign(cluster, Memory(shared / 4, NAN));
+            for (auto& block : memory) block.resize(shared / 4 + 4096, GUARD);
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
@@ -588,11 +628,15 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             products_open.assign(fibers.size(), {});
             consumers_arrived.assign(cluster, 0);
 #endif
+#ifdef FP8
+            given.assign(cluster * 2, 0);
+            taken.assign(fibers.size(), 0);
+#endif
             barriers.clear();
             waited.assign(fibers.size(), false);
             run_cluster();
-            for (int rank = 0; rank < cluster; ++rank)
-                for (int i = shared / 4; i < shared / 4 + 4096; ++i) kept &= shared_of(rank)[i] == GUARD;
+            for (auto& block : memory)
+                for (size_t i = shared / 4; i < block.size(); ++i) kept &= block[i] == GUARD;
         }
     return kept;
 }

@@ -78,14 +78,18 @@ def test_few_rows(dtype: torch.dtype, capability: tuple[int, int], every: bool, 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
     shapes = gemm_groups.shapes_for(width.bits, HOPPER)
-    gemm_groups.compile_ahead(torch.bfloat16, width, HOPPER, shapes if every else some(shapes))
+    shapes = shapes if every else some(shapes)
+    gemm_groups.compile_ahead(torch.bfloat16, width, HOPPER, shapes)
+    programs = len(gemm.programs(shapes))
     if every:  # of many rows; test_cuda_tall_host.py compiles them for a CPU
         gemm_tall.compile_ahead(torch.bfloat16, width, HOPPER)
-    assert len(list(tmp_path.rglob("*.cubin"))) == 1 + every
+        programs += len(gemm.programs(gemm_tall.shapes_for(width.bits, HOPPER, torch.bfloat16)))
+    assert len(list(tmp_path.rglob("*.cubin"))) == programs
 
 
-def test_fp8(tmp_path: Path) -> None:
-    gemm_fp8.compile_ahead(HOPPER)
+@pytest.mark.parametrize("many", [False, True])
+def test_fp8(many: bool, tmp_path: Path) -> None:
+    gemm_fp8.compile_ahead(HOPPER, many)
     assert list(tmp_path.rglob("*.cubin"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm_fp8 import Cut, Fp8Gemm, Size, cut_of, fp8_gemm, ranges_of
+from draftwing.ops.cuda.gemm_fp8 import MANY_FROM, SHARED, Cut, Fp8Gemm, ManySize, Size, cut_of, fp8_gemm, ranges_of
 from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Blocks, Fp8Rows, pack, packed_rows, quantised
 from draftwing.ops.types import QuantizedRows
 
@@ -16,8 +16,8 @@ on_gpu = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a GPU of Hopper's"
     ),
 ]
-MOST = 300  # rows of x
-ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 200)
+MOST = 2 * MANY_FROM + 300  # rows of x
+ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 200, MANY_FROM - 1, MANY_FROM, MANY_FROM + 1, MANY_FROM + 100)
 SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
     (17440, 384), (8736, 1152), (4128, 1408), (96, 1024), (32, 128), (64, 8448), (5120, 512), (16384, 256),
 ]  # fmt: skip
@@ -31,21 +31,28 @@ def test_cuts(rows: int, columns: int, gated: bool) -> None:
     features = rows // 2 if gated else rows
     if features % 16:
         return
-    for tokens in (1, 8, 64, 65, 128, 129, 2048, 8192):
+    for tokens in (1, 8, 64, 65, 128, 129, MANY_FROM - 1):
         for clusters in ((30, 66, 132), (32, 64, 128)):
             cut = cut_of(tokens, features, gated, columns, clusters)
             own = cut.rows // 2 if gated else cut.rows
-            assert (
-                own % 8 == 0
-                and cut.rows <= 2 * cut.size.part
-                and (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
-            )
-            assert cut.grid[0] == -(-tokens // (64 * cut.size.groups)) * cut.ranges and cut.ranges == ranges_of(
-                rows, columns
-            )
-            assert cut.stages >= 1 and (cut.stages >= 3 or cut.stages * cut.ranges * WIDE >= columns - 3 * WIDE)
+            assert isinstance(cut.size, Size)
+            assert own % 8 == 0 and cut.rows <= 2 * cut.size.part
+            assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
+            assert cut.cluster == ranges_of(rows, columns)
+            assert cut.grid[0] == -(-tokens // (64 * cut.size.groups)) * cut.cluster
+            assert cut.stages >= 1 and (cut.stages >= 3 or cut.stages * cut.cluster * WIDE >= columns - 3 * WIDE)
             if tokens <= 128 and rows <= 34816:
-                assert cut.grid[1] <= clusters[(4, 2, 1).index(cut.ranges)]
+                assert cut.grid[1] <= clusters[(4, 2, 1).index(cut.cluster)]
+
+
+@pytest.mark.parametrize("rows, columns", [*SHAPES, *SERVED])
+@pytest.mark.parametrize("tokens", [MANY_FROM, 2048, 8192])
+def test_cuts_of_many_rows(rows: int, columns: int, tokens: int) -> None:
+    """Pairs of blocks, no more than run at once, with a ring that finds room and as many ranges as few rows have."""
+    cut = cut_of(tokens, rows, False, columns, (30, 66, 132))
+    assert isinstance(cut.size, ManySize) and cut.size.ranges == ranges_of(rows, columns)
+    assert cut.cluster == 2 and cut.grid[0] % 2 == 0 and cut.grid[0] <= 132
+    assert cut.stages >= 3 and cut.stages * (128 + cut.rows) * WIDE < SHARED
 
 
 def test_cut_of_gates_and_ups() -> None:
@@ -91,7 +98,7 @@ def assert_close(found: Tensor, expected: Tensor, size: Tensor) -> None:
 class TestOnGpu:
     pytestmark = on_gpu
 
-    @pytest.mark.parametrize("rows, columns", [(1, 128), (5, 1408), (64, 5120), (300, 2048)])
+    @pytest.mark.parametrize("rows, columns", [(1, 128), (5, 1408), (64, 5120), (300, 2048), (500, 1408), (1027, 128)])
     def test_quantise(self, rows: int, columns: int) -> None:
         x = rows_of(rows, columns, 1)
         found, expected = ours().quantise(x), packed_rows(*quantised(x))

@@ -120,7 +120,8 @@ def test_a_chain_that_overlaps(rows: int) -> None:
     """In a graph a kernel comes up while those before it run, and tensors lie where others did a moment ago: the same
     bits as with a wait after each kernel."""
     pytest.importorskip("triton")
-    from draftwing.ops.triton.layers import add_rms_norm, rms_norm, silu_mul
+    from draftwing.ops.triton.layers import silu_mul
+    from draftwing.ops.triton.norms import add_rms_norm, rms_norm
 
     dtype, hidden, ffn = torch.bfloat16, 4096, 14336
     ours = GEMMs(dtype)

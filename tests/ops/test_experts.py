@@ -135,7 +135,7 @@ def test_experts_of_other_ranks_are_left_out(
     """Each rank multiplies the pairs of its own experts; the sum of what ranks have is that of all experts. A row has
     the same bits in any batch, also where other rows have none of the rank's experts."""
     if rows == 1500 and type(ops).__name__ == "TritonOps" and ops.device.type == "cpu":  # the interpreter is slow
-        monkeypatch.setattr("draftwing.ops.triton.experts.FEW_PAIRS", 100)  # so that torch sorts them, too
+        monkeypatch.setattr("draftwing.ops.triton.expert_tiles.FEW_PAIRS", 100)  # so that they are sorted as many are
         rows = 70
     logits, x = made(ops, rows, COUNT, seed=3), made(ops, rows, 64, seed=4, dtype=dtype)
     weight = made(ops, COUNT * 40, 64, seed=5, dtype=dtype) / 8
@@ -210,10 +210,15 @@ def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
     return TritonOps(device)
 
 
+@pytest.mark.parametrize("few", [4096, 20])
 @pytest.mark.parametrize(("rows", "tile"), [(1, 16), (7, 16), (70, 16), (30, 64), (400, 64)])
-def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: int, tile: int) -> None:
-    from draftwing.ops.triton.experts import tiles_of
+def test_tiles_have_every_pair_once_with_its_expert(
+    triton_ops: TorchOps, rows: int, tile: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorted in one kernel, or as many pairs are."""
+    from draftwing.ops.triton.expert_tiles import tiles_of
 
+    monkeypatch.setattr("draftwing.ops.triton.expert_tiles.FEW_PAIRS", few)
     liked = torch.tensor([3, 1, 1, 1, 0.1, 9.0], device=triton_ops.device)
     experts = ExpertOps().route(made(triton_ops, rows, COUNT) * liked, Routing(TOP)).experts
     made_tiles, seen = tiles_of(experts.to(triton_ops.device), COUNT, tile), []

@@ -12,6 +12,7 @@ from draftwing.ops.fp8_blocks import Fp8Rows, quantised
 
 pytest.importorskip("triton")
 layers = pytest.importorskip("draftwing.ops.triton.layers")
+norms = pytest.importorskip("draftwing.ops.triton.norms")
 TritonOps = pytest.importorskip("draftwing.ops.triton.ops").TritonOps
 
 GPU = torch.cuda.is_available()
@@ -38,11 +39,11 @@ def values(rows: int, columns: int, device: torch.device, seed: int) -> Tensor:
 def test_norms(rows: int, columns: int, wide: bool, device: torch.device) -> None:
     x, delta = values(rows, columns, device, 1), values(rows, columns, device, 2)
     weight = values(1, columns, device, 3)[0].to(torch.float32 if wide else torch.bfloat16)
-    total, plain = layers.add_rms_norm(x, delta, weight, 1e-6)
-    same_total, found = layers.add_rms_norm_fp8(x, delta, weight, 1e-6)
+    total, plain = norms.add_rms_norm(x, delta, weight, 1e-6)
+    same_total, found = norms.add_rms_norm_fp8(x, delta, weight, 1e-6)
     assert torch.equal(same_total, total) and torch.equal(found.x, plain)
     check(found, plain)
-    alone, plain = layers.rms_norm_fp8(x, weight, 1e-6), layers.rms_norm(x, weight, 1e-6)
+    alone, plain = norms.rms_norm_fp8(x, weight, 1e-6), norms.rms_norm(x, weight, 1e-6)
     assert torch.equal(alone.x, plain)
     check(alone, plain)
 

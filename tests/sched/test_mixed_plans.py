@@ -70,6 +70,18 @@ def test_parts_of_prompts_come_with_those_who_decode() -> None:
     assert uids(sched, both) == ["a", "b"] and not both.mixed, "b decodes once its first token was drawn"
 
 
+def test_first_tokens_come_first() -> None:
+    sched = make()
+    for uid in "abc":
+        sched.submit(req(uid, first=10 * ord(uid)))
+    turn(sched)
+    sched.take_outputs()
+    sched.submit(req("d", first=100))
+    plan = turn(sched)
+    assert plan.beside is not None
+    assert [output.uid for output in sched.take_outputs()] == ["d", "a", "b", "c"]
+
+
 @pytest.mark.parametrize(("seconds", "given"), [(0.006, 300), (0.0112, 511)])
 def test_parts_beside_rows_are_cut_to_what_they_are_padded_to_there(
     seconds: float, given: int, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +182,28 @@ def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
 def test_simulated_loads_gain_and_gaps_stay(load: str, share: float) -> None:
     figures = CELLS[load]()
     assert figures["share"] > share and figures["gap"] < 1.1
+
+
+def test_what_a_step_takes_is_expected() -> None:
+    """Of a device that takes the same for each token and key, the prompts' and the rows'."""
+    sched = make(slots=40_000, rows=16, chunk=512, mixes=lambda shape, rows: rows)
+    rng, errors = np.random.default_rng(3), {"prefill": list[float](), "tree": [], "mixed": []}
+    for step in range(400):
+        if step % 9 == 0 and len(sched.running) < 12 and (step // 40) % 2 == 0:
+            sched.submit(req(str(step), int(rng.integers(20, 1500)), int(rng.integers(10, 60)), 2000 * step))
+        plan = sched.plan()
+        if plan is None:
+            continue
+        rows = [sched.kv.by_row[row] for row in plan.rows.tolist()] if plan.kind == "tree" else []
+        chunks = [chunk for part in plan.parts for chunk in part.chunks]
+        keys = sum(one.length * (one.start + one.length / 2) for one in chunks)
+        tokens = sum(one.length for one in chunks) + (len(rows) if chunks else 0)
+        seconds = 5e-3 + 2e-5 * tokens + 1e-9 * keys + 3e-8 * sum(one.kv for one in rows)
+        errors["mixed" if plan.beside else plan.kind].append(sched.seconds(plan) / seconds - 1)
+        for part in plan.parts:
+            sched.commit(part, result(part, seconds))
+    for kind, found in errors.items():
+        assert len(found) > 10 and abs(np.quantile(found[len(found) // 3 :], (0.1, 0.5, 0.9))).max() < 0.2, kind
 
 
 def test_its_seconds_are_no_price_of_a_step() -> None:

@@ -76,7 +76,7 @@ class FakeEngine:
         self.info = EngineInfo(
             options=dataclasses.replace(self.options, served_model_name="echo"), architecture="LlamaForCausalLM",
             context_length=CONTEXT, vocab_size=EOS + 1, stop_ids=frozenset({EOS}), max_total_tokens=4 * CONTEXT,
-            max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34}, read_rate=17e3,
+            max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34},
             processors=PROCESSORS, defaults=defaults or {},
         )  # fmt: skip
         self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
@@ -135,12 +135,10 @@ class FakeEngine:
             "cached_tokens": 0,
             "accept_length": 1.5,
             "plain_step": 0.008,
+            "read_rate": 17e3,
             "verified_rows": 2,
             "committed_tokens": 3,
         }
-
-    def measure_read_rate(self) -> None:
-        pass
 
     def idle(self) -> bool:
         return not self.running and self._inbox.empty()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftwing.core import TreeShape
 from draftwing.sched.explain import aligned, described, number_of
+from draftwing.tree_shape import TreeShape
 
 Record = Mapping[str, Any]
 

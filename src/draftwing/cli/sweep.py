@@ -23,10 +23,10 @@ from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
-from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.errors import ConfigError
 from draftwing.sched.explain import number_of, table
+from draftwing.tree_shape import PLAIN, TreeShape
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from draftwing.config.aliases import ALIASES, HubModel
 from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, max_nodes
-from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import check_class, import_attribute
+from draftwing.tree_shape import SOURCES, TreeShape
 
 HEADS = Path(__file__).parents[1] / "heads"  # HEADS/model/kind of head
 MODELS = ("smollm2",)  # aliases: a checkpoint of another quantization is another target

@@ -26,9 +26,9 @@ from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAF
 from draftwing.config.fields import check_fields, names_of, option
 from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPART
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
-from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.machine import numbered
+from draftwing.tree_shape import MAX_CONFIDENCE, PLAIN, TreeShape
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from draftwing.config.drafters import (
 )
 from draftwing.config.fields import flag
 from draftwing.config.trees import TREE, Given, grown_shape, matched_shape
-from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from draftwing.config.options import Options

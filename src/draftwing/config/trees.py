@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.files import load_json, write_text
 from draftwing.requests.refusals import show
+from draftwing.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ class EngineInfo:
     architecture: as in a checkpoint's config ("LlamaForCausalLM").
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
     weight_bytes: of the target's matrices, which every step reads, by type.  read_rate: bytes of memory that the device
-    reads in a second; 0 as long as nobody has measured it, see `Engine.measure_read_rate`.
+    reads in a second; 0 as long as nobody has measured it, see `Engine.measure_read_rate` and `Engine.stats`.
     processors: names of the custom logits processors.  defaults: sampling fields of requests that do not set them, by
     their names in `SamplingParams`; `max_new_tokens` among them is for requests whose API has no limit of its own.
     """

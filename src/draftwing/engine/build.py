@@ -33,7 +33,7 @@ from draftwing.engine.startup.laps import Laps
 from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.memory import log_forecast, rows_of
 from draftwing.engine.startup.quiet import BUSY, delays, since
-from draftwing.engine.startup.warm_up import try_prompts, warm_up
+from draftwing.engine.startup.warm_up import lengths_to_try, try_length, try_prompts, warm_up
 from draftwing.engine.startup.weights import load_with_progress
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, check_int8
@@ -74,6 +74,19 @@ class Parts:
     costs: StepCost | None = None  # of steps, where the engine chooses by them
     cost_file: CostFile | None = None
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
+    lengths: list[int] = field(default_factory=list)  # of prompts that the start has left for `run_later`
+
+    @property
+    def later(self) -> int:
+        """Returns how many times `run_later` finds something to do."""
+        return len(self.lengths) + self.executor.later
+
+    def run_later(self) -> None:
+        """Does something that the start has left for when nothing runs."""
+        if self.lengths:
+            self.executor.run_on_all_ranks(try_length, self.lengths.pop(0))
+        else:
+            self.executor.capture_next()
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""
@@ -300,6 +313,7 @@ def assemble(
     costs = StepCost(policy.menu, graph_size > 0) if needed else None
     kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
     known = costs is None or (file is not None and file.settled)
+    lengths: list[int] = []
     begin("graphs")
     started, waited = time.monotonic(), delays()
     if graph_size:
@@ -308,7 +322,8 @@ def assemble(
         lap("graphs")
         if not options.drafter_spec.own:
             begin("prompts")
-            try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
+            short, lengths = lengths_to_try(executor, chunk if chunk > 0 else pool_tokens)
+            try_prompts(executor, policy.menu, short)
             lap("first prompts")
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else costs)
@@ -319,8 +334,9 @@ def assemble(
         policy.cost = costs = kept or costs
     sched = Scheduler(_scheduler_config(options, made, drafter, policy, mixes), policy, made.spans)
     return Parts(
-        options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file
-    )
+        options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file,
+        lengths=lengths,
+    )  # fmt: skip
 
 
 def _scheduler_config(
@@ -344,10 +360,10 @@ def _scheduler_config(
         credited=options.drafter_spec.credited,
         states=StateSizes(made.states, lazy=ops.lazy_states) if made.states else None,
         mixes=mixes,
-        prefill_sizes=() if prefills is None else tuple(prefills.sizes),
-        mixed_sizes=() if prefills is None else tuple(prefills.mixed_sizes),
-        prefill_seconds=() if prefills is None else tuple(sorted(prefills.seconds.items())),
-        at_once=1 if prefills is None else AT_ONCE,
+        prefill_sizes=tuple(prefills.sizes),
+        mixed_sizes=tuple(prefills.mixed_sizes),
+        prefill_seconds=tuple(sorted(prefills.seconds.items())),
+        at_once=AT_ONCE if prefills.sizes else 1,
     )
     if drafter is None:
         return config

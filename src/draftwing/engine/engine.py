@@ -170,6 +170,7 @@ class Engine:
         self._heads = 0  # that were asked for so far
         self._loading = threading.Lock()  # held while one is loaded, and while graphs are captured
         self._turning = threading.Lock()  # held while a step runs
+        self._knows_rate = False  # at which memory is read
         self._heartbeat = Heartbeat()
         self._heartbeat.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
@@ -209,7 +210,8 @@ class Engine:
         return 0 if self._memory is None else self._memory.delete(client)
 
     def measure_read_rate(self) -> None:
-        """Fills `info.read_rate`. Not to be called while steps run."""
+        """Fills `info.read_rate`. Not to be called while steps run. `step` does it, too, where it waits for long."""
+        self._knows_rate = True
         self.info = replace(self.info, read_rate=self.parts.executor.device.read_rate())
 
     def submit(self, request: GenerationRequest) -> None:
@@ -272,6 +274,7 @@ class Engine:
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
             "chain_seconds": self.parts.chain_seconds(),
+            "read_rate": self.info.read_rate,
             "graph_replays": self.parts.executor.replays,
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
@@ -294,6 +297,8 @@ class Engine:
         if block and self._loop.idle:
             self._wait()
         with self._turning, self._heartbeat.step():
+            if (slack := self._loop.slack) > 0:
+                self._input.wait(slack)  # who comes meanwhile can be in the next step
             self._receive()
             self._swap()
             if not self._loop.idle:
@@ -301,7 +306,7 @@ class Engine:
                 if self.explainer is not None:
                     self.explainer.look()
                 if self.parts.executor.wants_capture:
-                    self._capture_next()
+                    self._unless_loading(self.parts.executor.capture_next)
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -312,19 +317,21 @@ class Engine:
             return outputs
 
     def _wait(self) -> None:
-        """Waits for something to do, and captures the graphs that the start has left for now meanwhile."""
-        executor = self.parts.executor
-        while not self._input.wait(IDLE_SECONDS if executor.later else None):
+        """Waits for something to do, and does what the start has left for now meanwhile."""
+        parts = self.parts
+        while not self._input.wait(IDLE_SECONDS if parts.later or not self._knows_rate else None):
             with self._turning:
-                if executor.later:
-                    self._capture_next()
+                if parts.later:
+                    self._unless_loading(parts.run_later)
+                elif not self._knows_rate:
+                    self.measure_read_rate()
 
-    def _capture_next(self) -> None:
-        """Captures what is wanted most, unless a head is being loaded: that waits for the whole device, which ends a
+    def _unless_loading(self, capture: Callable[[], None]) -> None:
+        """Does what may capture graphs, unless a head is being loaded: that waits for the whole device, which ends a
         capture on it by an error."""
         if self._loading.acquire(blocking=False):
             try:
-                self.parts.executor.capture_next()
+                capture()
             finally:
                 self._loading.release()
 
@@ -335,6 +342,8 @@ class Engine:
             parts = self.__dict__.pop("parts", None)
             if parts is not None:
                 parts.keep_costs()
+                parts.lengths.clear()
+                self._knows_rate = True  # nobody asks any more
                 parts.executor.close()
                 if self._memory is not None:
                     self._memory.close()

@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
+from draftwing.core import NO_DEFERRAL, NOBODY, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes, first_sizes, graph_keys
-from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
@@ -211,8 +209,7 @@ class Executor:
     def close(self) -> None:
         """Leaves the other ranks. Nothing can run afterwards."""
         self.graphs.clear()
-        if self.prefills is not None:
-            self.prefills.clear()
+        self.prefills.clear()
         self.broadcast.close()
 
     @torch.inference_mode()
@@ -228,6 +225,10 @@ class Executor:
         for counts, kept in zip(self.calibration, self._kept_calibration, strict=True):
             counts.copy_(kept)
 
+    def common_shapes(self, menu: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
+        """Returns what steps run whose rows ask for nothing special: drafts that no drafter makes were predicted."""
+        return tuple(menu) if self.drafter is not None else (PLAIN,)
+
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -240,20 +241,18 @@ class Executor:
         todo = [key for key in every if not some or key.size in first[key.shape]]
         self.graphs.later = dict.fromkeys((key for key in reversed(every) if key not in todo), 0)
         prefills, quiet = self.prefills, self.model.ranks.rank > 0
-        count = len(todo) + (prefills.planned(() if some else todo) if prefills is not None else 0)
+        count = len(todo) + prefills.planned(() if some else todo)
         with progress_bar(total=count, desc="capturing graphs", disable=quiet) as bar:
-            if prefills is not None:
-                self.graphs.set_rows(np.empty(0, np.int64), self.graphs.sizes[-1])
-                prefills.capture(bar)
+            self.graphs.set_rows(NOBODY, max(self.graphs.sizes, default=0))
+            prefills.capture(bar)
             if self._backlog is not None:
                 self._backlog.warm_up()
             for key in todo:
                 self._capture(key)
                 bar.update()
-                if prefills is not None:
-                    prefills.leave(key)
-                while not some and prefills is not None and prefills.later:
-                    self._capture_mixed(prefills, *next(iter(prefills.later)))
+                prefills.leave(key)
+                while not some and prefills.later:
+                    self._capture_mixed(*next(iter(prefills.later)))
                     bar.update()
         self.device.trim()  # what the first calls took
         return todo
@@ -261,21 +260,20 @@ class Executor:
     @property
     def later(self) -> int:
         """Returns how many batch sizes of steps, and graphs of these beside prompts, are left to `capture_next`."""
-        return len(self.graphs.later) + (len(self.prefills.later) if self.prefills is not None else 0)
+        return len(self.graphs.later) + len(self.prefills.later)
 
     @property
     def wants_capture(self) -> bool:
         """Returns whether steps were slower for want of a graph so often that it is worth an interruption."""
-        return max(self.graphs.wanted, self.prefills.wanted if self.prefills is not None else 0.0) >= 1
+        return max(self.graphs.wanted, self.prefills.wanted) >= 1
 
     @torch.inference_mode()
     def capture_next(self) -> None:
         """Captures what is wanted most of what `capture` has left, if there is anything."""
-        steps, prefills = self.graphs.later, self.prefills
-        mixed = {} if prefills is None else prefills.later
+        steps, mixed = self.graphs.later, self.prefills.later
         try:
-            if prefills is not None and mixed and (prefills.wanted > self.graphs.wanted or not steps):
-                self._capture_mixed(prefills, *max(mixed, key=lambda one: mixed[one]))
+            if mixed and (self.prefills.wanted > self.graphs.wanted or not steps):
+                self._capture_mixed(*max(mixed, key=lambda one: mixed[one]))
             elif steps:
                 key = max(steps, key=lambda key: steps[key])
                 del steps[key]
@@ -294,16 +292,15 @@ class Executor:
     @property
     def captured(self) -> int:
         """Returns how many graphs there are."""
-        return len(self.graphs) + (len(self.prefills) if self.prefills is not None else 0)
+        return len(self.graphs) + len(self.prefills)
 
     @property
     def replays(self) -> int:
         """Returns how often one of them, or on a CPU a recorded stage, was replayed."""
-        prefills = self.prefills
-        return self.graphs.replays + (prefills.replays + prefills.mixed_replays if prefills is not None else 0)
+        return self.graphs.replays + self.prefills.replays + self.prefills.mixed_replays
 
     def _capture(self, key: Key) -> None:
-        self.graphs.set_rows(np.empty(0, np.int64), key.size)
+        self.graphs.set_rows(NOBODY, key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
         for filtered in (False, True) if self.ops.draws_by_row else (False,):
@@ -311,11 +308,11 @@ class Executor:
         del launched  # its memory is for the next key's graphs
         self.graphs.finish(key)
 
-    def _capture_mixed(self, prefills: PrefillGraphs, size: int, key: Key) -> None:
+    def _capture_mixed(self, size: int, key: Key) -> None:
         """Captures a graph of a step with parts of prompts beside it."""
-        self.graphs.set_rows(np.empty(0, np.int64), key.size)
+        self.graphs.set_rows(NOBODY, key.size)
         drafted = self.graphs.run("draft", key, self._draft, self._graph_step(key, False))
-        prefills.capture_mixed(size, key, drafted.batch, self.graphs.left("verify", key))
+        self.prefills.capture_mixed(size, key, drafted.batch, self.graphs.left("verify", key))
 
     @torch.inference_mode()
     def replay(self, key: Key) -> None:
@@ -334,7 +331,7 @@ class Executor:
             if not plan.mixed:
                 key = self.graphs.key(plan.shape, len(plan.rows))
                 self.graphs.count(plan.shape, len(plan.rows))
-            elif self.prefills is not None:
+            else:
                 key = self.prefills.mixed_key(plan.shape, len(plan.rows))
         drafts = plan.shape.depth > 0
         self._steps += drafts

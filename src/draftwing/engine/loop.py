@@ -3,13 +3,24 @@ hides under device work. Without it the same lines look at each result at once."
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable
+from heapq import nlargest
 
 from draftwing.core import Plan, StepResult
 from draftwing.engine.executor import Executor
 from draftwing.engine.step_state import InFlight
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.scheduler import Scheduler
+
+# Share of what a step is expected to take after which the next one is planned, where it can be launched in the rest. A
+# smaller share has requests that come meanwhile wait for a step more, a larger one leaves less for wrong expectations.
+# Swept in docs/dev/mixed_steps.md.
+PLANNED_AT = 0.8
+RECENT = 32  # turns, of which the second slowest says how long it takes to plan and launch a step
+BLOCKED = 2e-4  # seconds: a result was waited for that takes longer to look at
 
 
 class Loop:
@@ -22,13 +33,27 @@ class Loop:
         self._overlap = overlap
         self._watch = watch
         self._flying: tuple[InFlight, list[Guidance | None]] | None = None
+        self._began = 0.0  # when the device began the step in flight, at the earliest
+        # Seconds that it takes to plan and launch a step, by turn: without parts of prompts, and with them.
+        self._margins = deque([math.inf], RECENT), deque([math.inf], RECENT)
 
     @property
     def idle(self) -> bool:
         return self._sched.idle and self._flying is None
 
+    @property
+    def slack(self) -> float:
+        """Returns the seconds for which the device is busy with the step in flight before the next one must be planned;
+        a request that comes meanwhile can be in it. Not above 0 where there is no time to lose."""
+        margin = nlargest(2, self._margins[self._sched.has_prompts])[-1]
+        if self._flying is None or margin == math.inf:
+            return 0.0
+        expected = PLANNED_AT * self._sched.seconds(self._flying[0].plan)
+        return self._began + expected - margin - time.perf_counter()
+
     def turn(self) -> None:
         """Plans and launches a step, then commits the step before it (overlap) or itself (no overlap)."""
+        started = time.perf_counter()
         if self._sched.needs_results:
             self._put_in_flight(None)
         plan = self._sched.plan()
@@ -38,21 +63,39 @@ class Loop:
         if plan is not None:
             guidance = [self._sched.guidance(part) for part in plan.parts]
             flying = self._executor.commit(self._executor.launch(plan, *guidance)), guidance
-        self._put_in_flight(flying)
+            self._margins_of(plan).append(time.perf_counter() - started)
+        self._put_in_flight(flying, started)
         if not self._overlap:
             self._put_in_flight(None)
 
-    def _put_in_flight(self, flying: tuple[InFlight, list[Guidance | None]] | None) -> None:
-        """Commits the step before. What raises meanwhile, such as Ctrl-C, must not have it committed once more."""
-        before, self._flying = self._flying, flying
-        if before is not None:
-            for part, guidance in zip(before[0].parts, before[1], strict=True):
-                self._commit(part, guidance)
+    def _put_in_flight(self, flying: tuple[InFlight, list[Guidance | None]] | None, began: float = 0.0) -> None:
+        """Commits the step before. What raises meanwhile, such as Ctrl-C, must not have it committed once more. began:
+        before which nothing of `flying` was launched."""
+        before, self._flying, self._began = self._flying, flying, began
+        if before is None:
+            return
+        asked = time.perf_counter()
+        for part, guidance in zip(before[0].parts, before[1], strict=True):
+            result = part.wait()
+            if part is before[0]:
+                self._waited(asked)
+            self._commit(part.plan, result, guidance)
 
-    def _commit(self, flying: InFlight, guidance: Guidance | None) -> None:
-        result = flying.wait()
-        self._watch(flying.plan, result)
-        self._sched.commit(flying.plan, result, guidance)
+    def _waited(self, asked: float) -> None:
+        """Notes that the result of the step before is there, after which the device begins the next one. asked: when it
+        was waited for."""
+        now = time.perf_counter()
+        if now - asked > BLOCKED:
+            self._began = now
+        elif self._flying is not None:  # it was there before, perhaps since long, and the device had nothing to do
+            self._margins_of(self._flying[0].plan).extend((math.inf, math.inf))
+
+    def _margins_of(self, plan: Plan) -> deque[float]:
+        return self._margins[bool(plan.parts[-1].chunks)]
+
+    def _commit(self, plan: Plan, result: StepResult, guidance: Guidance | None) -> None:
+        self._watch(plan, result)
+        self._sched.commit(plan, result, guidance)
         quarantined = self._sched.kv.take_quarantined()
         if quarantined is not None:
             self._executor.run_on_all_ranks(Executor.clear, quarantined)

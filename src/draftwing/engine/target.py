@@ -29,16 +29,16 @@ class TargetForward:
         self._ops, self._graphs, self._beside = device.ops, graphs, device.beside
         # Whether the last layers may see some queries of a prefill alone: see `_prompts`.
         self.narrows = model.keepers < model.config.num_layers and not aux_layers
-        self.prefills: PrefillGraphs | None = None
-        if graph_size and attn.takes_tiles and not model.needs_chunks:
-            tiled, shapes = cast(TiledAttention, attn), model.head_shapes()
-            rows = graph_size if mixed else 0
-            self.prefills = PrefillGraphs(device, table, tiled, shapes, chunk or table.length, self.run, rows)
+        has_graphs = graph_size > 0 and attn.takes_tiles and not model.needs_chunks
+        self.prefills = PrefillGraphs(
+            device, table, cast(TiledAttention, attn), model.head_shapes(),
+            (chunk or table.length) if has_graphs else 0, self.run, graph_size if mixed else 0,
+        )  # fmt: skip
 
     def mixes(self, shape: TreeShape, rows: int) -> int:
         """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
         one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
-        if self.prefills is None:
+        if not self.prefills.sizes:
             return 0 if self._model.needs_chunks else rows * shape.queries
         key = self.prefills.mixed_key(shape, rows)
         return 0 if key is None else key.size * shape.queries
@@ -56,8 +56,7 @@ class TargetForward:
 
     def prefill(self, pending: Pending) -> Verified:
         """Runs the target over a prefill."""
-        found = self.prefills.run(pending.plan.chunks) if self.prefills is not None else None
-        return Verified(*found or self._prompts(pending))
+        return Verified(*self.prefills.run(pending.plan.chunks) or self._prompts(pending))
 
     def _prompts(self, pending: Pending) -> States:
         """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
@@ -71,14 +70,14 @@ class TargetForward:
 
     def is_left(self, key: Key, chunks: Sequence[Chunk]) -> bool:
         """Returns whether a graph of such prompts beside a step of this key is still to be captured."""
-        return self.prefills is not None and (self.prefills.size(chunks, key), key) in self.prefills.later
+        return (self.prefills.size(chunks, key), key) in self.prefills.later
 
     def mixed(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
         """Runs the target over trees and a prefill. key: of the graphs that have drafted `trees`, and will commit:
         these get what they read where they left it, whether the forward is one of theirs or is launched."""
         assert prompts.batch is not None
         batch, queries = prompts.batch, trees.ids.shape[0]
-        if key is not None and self.prefills is not None:
+        if key is not None:
             found = self.prefills.run_mixed(prompts.plan.chunks, key)
             if found is not None:
                 return self._graphs.left("verify", key), Verified(*found)
@@ -88,6 +87,5 @@ class TargetForward:
         first, other = cut(self.run(batch, trees), queries, end)
         if key is not None:
             put(self._graphs.left("verify", key), first)
-            if self.prefills is not None:
-                self.prefills.launched(prompts.plan.chunks, key, time.perf_counter() - started)
+            self.prefills.launched(prompts.plan.chunks, key, time.perf_counter() - started)
         return Verified(*first), Verified(*other)

@@ -14,7 +14,7 @@ from draftwing.kv.pool import KVSpec
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
-from draftwing.layers.linear_ops.formats import head_format
+from draftwing.layers.linear_ops.formats import blocks_or_dense
 from draftwing.layers.linear_ops.packed_blocks import sizes_of
 from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
@@ -214,7 +214,7 @@ class LatentAttention(Mixer):
         super().__init__()
         self.config, self.pool_layer, self.shape = config, place.pool_layer, config.shape
         layer, dtype, device = place.layer, place.dtype, place.device
-        heads, wide, form = config.heads, config.query_latent, head_format(layer.weight_format)
+        heads, wide, form = config.heads, config.query_latent, blocks_or_dense(layer.weight_format)
         self.down = place.linear(wide + config.width, bias=config.bias)
         self.query: Linear | None = place.linear(heads * (config.plain + config.turned), wide)
         self.query_norm = RMSNorm(wide, _EPS, layer.norm.dtype(dtype), device) if wide else None

@@ -31,7 +31,7 @@ class StoredMatrix(NamedTuple):
     bias: bool
     cut: Cut  # what of it this rank reads
     order: Order | None = None  # of what is read, in place of a cut
-    of_heads: bool = False  # its format is `head_format`
+    of_heads: bool = False  # its format is `blocks_or_dense`
 
 
 class StoredVector(NamedTuple):

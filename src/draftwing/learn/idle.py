@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from resource import RLIM_INFINITY
 
+from draftwing.child_processes import import_environment
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import RUN, TrafficStore
 
@@ -84,12 +85,11 @@ class IdleTraining:
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
         if not (self.out / "train.json").exists():
             words += ["--init-head", head]
-        found = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.out.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": str(THREADS)},
+            env=import_environment() | {"OMP_NUM_THREADS": str(THREADS)},
         )
         self._running = True
         logger.info("learning: a head is being trained")

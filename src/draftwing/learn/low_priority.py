@@ -3,7 +3,6 @@ of the processors, as `IdleTraining` starts it. PARENT: the process whose end en
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import runpy
@@ -11,7 +10,8 @@ import signal
 import sys
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
+from draftwing.child_processes import end_with_parent
+
 # In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
 _NO_MEMORY = (
     "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
@@ -23,9 +23,7 @@ _NO_MEMORY = (
 def main(argv: list[str]) -> None:
     parent, memory = int(argv[1]), int(argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is its parent's matter
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with_parent(parent)
     os.nice(19)
     with suppress(OSError, AttributeError):  # not allowed everywhere; nice is
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

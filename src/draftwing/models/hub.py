@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from draftwing.config.aliases import ALIASES, DEFAULT_MODEL, nearest
 from draftwing.errors import CheckpointError
 from draftwing.files import cache_folder
-from draftwing.gguf_file import PART
 from draftwing.models import hub_files
 
 if TYPE_CHECKING:
@@ -93,6 +92,8 @@ def _local(path: Path) -> Path:
             raise CheckpointError(f"{path} is a file, but not a .gguf file; {_EXPECTED}")
         return path
     if not (path / "config.json").is_file():
+        from draftwing.gguf_file import PART  # late, as the package for such files takes time to import
+
         inside = sorted(file.name for file in path.glob("*.gguf"))
         parts = [PART.fullmatch(name) for name in inside]
         if parts and all(parts) and len({(part["model"], part["count"]) for part in parts if part}) == 1:

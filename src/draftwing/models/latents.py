@@ -15,6 +15,7 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
 from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.positions import rope_fields
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 
@@ -34,7 +35,7 @@ def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[Layer
     groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
     for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
         fields.whole(key, 0)
-    scaling = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
+    scaling = rope_fields(fields)
     factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
     if scaling.text("rope_type", scaling.text("type", "default")) != "default" and all_dim:
         factor = yarn_attention_factor(scaling.number("factor", 1e-3, 1e6), all_dim) ** 2

@@ -54,13 +54,12 @@ def ropes(
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
     their own.  partial: whether who calls reads `partial_rotary_factor`.
     """
-    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
-    given = fields.inner(key)
+    given = rope_fields(fields)
     _check_beside(fields, given)
     theta = fields.number("rope_theta", 1, 1e15, theta)
     if local_theta is None:
         if any(isinstance(value, Mapping) for value in given.values()):
-            raise fields.unsupported(f"{key} per layer type", dict(given.items()))
+            raise fields.unsupported(f"{given.inside.rstrip('.')} per layer type", dict(given.items()))
         return rope(given, theta, max_positions, partial), None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
@@ -68,9 +67,14 @@ def ropes(
     return rope(of_all, theta, max_positions), rope(given.inner(SLIDING), local_theta, max_positions)
 
 
+def rope_fields(fields: Fields) -> Fields:
+    """Returns what says how positions are turned, as newer configs call it, or older ones."""
+    return fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
+
+
 def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
     """Returns how many elements of a head are turned, 0: all. share: where the config does not say."""
-    given = fields.inner("rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters")
+    given = rope_fields(fields)
     share = fields.number("partial_rotary_factor", 0, 1, share)
     dims = int(head_dim * given.number("partial_rotary_factor", 0, 1, share))
     if not dims:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE, head_format
+from draftwing.layers.linear_ops.formats import DENSE, blocks_or_dense
 from draftwing.layers.mixer import StoredMatrix, StoredVector
 from draftwing.models.config import ModelConfig
 from draftwing.models.language_model import own_name
@@ -97,7 +97,7 @@ def layer_names(
             added = layer.norm.offset if part.is_norm else 0.0
             table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)
             continue
-        form = head_format(config.weight_format) if part.of_heads else config.weight_format
+        form = blocks_or_dense(config.weight_format) if part.of_heads else config.weight_format
         table |= named(form, name, param, part.first, part.rows, part.cut, part.order)
         if part.bias:
             order = part.order if part.order is not None and part.order.axis == 0 else None

@@ -2,7 +2,7 @@
 
 Its library picks kernels by the number of rows, and loads one when it is first picked. The host waits for all that the
 device has been given and for 4 ms more, with it the result of the step before, and with that whoever reads an answer.
-So there are few such numbers, and all have been tried before the first request (`engine.startup.warm_up`).
+So there are few such numbers. They are tried before the first request, or when nothing runs (`engine.startup.warm_up`).
 """
 
 from __future__ import annotations

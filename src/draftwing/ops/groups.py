@@ -17,7 +17,7 @@ from draftwing.ops.fp8_blocks import TALL as BLOCK_ROWS
 from draftwing.ops.fp8_blocks import WIDE as BLOCK_COLUMNS
 from draftwing.ops.types import QuantizedRows
 
-TALL, CHUNK = 16, 64  # features and columns of a tile
+TILE_ROWS, CHUNK = 16, 64  # rows and columns of a tile
 SMALLEST = 32  # columns of a group
 WHOLE = 20  # shift of groups that are whole rows
 _FP8_UNIT = 120  # bfloat16's offset of exponents over that of e4m3
@@ -43,7 +43,7 @@ class PackedGroups(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return len(self.codes) * TALL
+        return len(self.codes) * TILE_ROWS
 
     @property
     def columns(self) -> int:
@@ -61,8 +61,8 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
         return f"activations in {str(dtype).removeprefix('torch.')}"
     if not fp8 and rows.bits > 4 and (rows.bits != 8 or rows.zeros is not None or dtype != torch.bfloat16):
         return f"integers of {rows.bits} bits{'' if rows.zeros is None else ' with zeros'}"
-    if height % TALL or width % CHUNK:
-        return f"a shape of {height} x {width}, no multiple of {TALL} x {CHUNK}"
+    if height % TILE_ROWS or width % CHUNK:
+        return f"a shape of {height} x {width}, no multiple of {TILE_ROWS} x {CHUNK}"
     if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
         return f"groups of {rows.wide} columns, no multiple of {SMALLEST}"
     if rows.group_of is not None and not _even(rows.group_of, rows.wide):
@@ -82,7 +82,7 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
     shift = shift_of(rows.wide if rows.scales.shape[1] > 1 else 0)
     of_row = torch.arange(len(codes), device=device) // rows.tall
     groups = torch.arange(groups_of_row(rows.codes.shape[1], shift), device=device)
-    across = groups * int(CHUNK * 2.0**shift) // rows.wide
+    across = groups * _group_columns(shift) // rows.wide
 
     def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
         spread = values.to(device)[of_row][:, across]
@@ -120,7 +120,7 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     def spread(values: Tensor, part: PackedGroups) -> Tensor:
         if part.shift == shift:
             return values
-        of = torch.arange(groups, device=values.device) * int(CHUNK * 2.0**shift) // int(CHUNK * 2.0**part.shift)
+        of = torch.arange(groups, device=values.device) * _group_columns(shift) // _group_columns(part.shift)
         return values[:, of]
 
     def zeros(part: PackedGroups) -> Tensor:
@@ -139,13 +139,13 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
 def cut(weight: PackedGroups, rows: range, columns: range) -> PackedGroups | None:
     """Returns these rows and columns, or None where they begin or end within a tile or a group, or where some columns
     are asked of a weight that has them in another order."""
-    tile = [range(of.start // size, of.stop // size) for of, size in ((rows, TALL), (columns, CHUNK))]
-    even = all(of.start % size == of.stop % size == 0 for of, size in ((rows, TALL), (columns, CHUNK)))
+    tile = [range(of.start // size, of.stop // size) for of, size in ((rows, TILE_ROWS), (columns, CHUNK))]
+    even = all(of.start % size == of.stop % size == 0 for of, size in ((rows, TILE_ROWS), (columns, CHUNK)))
     if not even or (weight.order is not None and len(columns) < weight.columns):
         return None
     group = range(weight.scales.shape[1])
     if weight.shift != WHOLE:
-        wide = int(CHUNK * 2.0**weight.shift)
+        wide = _group_columns(weight.shift)
         if columns.start % wide or (columns.stop % wide and columns.stop < weight.columns):
             return None
         group = range(columns.start // wide, -(-columns.stop // wide))
@@ -170,7 +170,7 @@ def unit_of(weight: PackedGroups) -> int:
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
+    group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // _group_columns(weight.shift)
 
     def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
         spread = values[:, group].permute(0, 3, 2, 1).unflatten(3, (chunks, 2)).unsqueeze(-1)
@@ -212,6 +212,11 @@ def _even(group_of: Tensor, wide: int) -> bool:
 def shift_of(wide: int) -> int:
     """Returns the shift for groups of so many columns, 0: of all."""
     return WHOLE if wide == 0 else -1 if wide % CHUNK else 0 if wide % (2 * CHUNK) else 1
+
+
+def _group_columns(shift: int) -> int:
+    """Returns the columns of a group, more than any matrix has for WHOLE."""
+    return int(CHUNK * 2.0**shift)
 
 
 def groups_of_row(columns: int, shift: int) -> int:

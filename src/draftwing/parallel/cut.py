@@ -39,7 +39,11 @@ class Cut(NamedTuple):
         if isinstance(value, MXRows):
             return self._of_mx(name, value)
         if isinstance(value, QuantizedRows):
-            return self._of_quantized(name, value)
+            self._check(name, list(value.codes.shape))
+            start, size, _ = self.share
+            codes = value.codes.narrow(self.axis, start, size).contiguous()
+            index = torch.arange(start, start + size, device=codes.device)
+            return _quantized(value, self.axis, codes, index, (start,))
         (start, size, whole), (kind, data, columns) = self.share, value
         self._check(name, [len(data), columns])
         if self.axis == 0:
@@ -72,22 +76,6 @@ class Cut(NamedTuple):
         self._check(name, list(value.shape))
         return value.narrow(self.axis, self.share.start, self.share.size)
 
-    def _of_quantized(self, name: str, value: QuantizedRows) -> QuantizedRows:
-        """Returns the same of a quantised matrix, to the bit: where a share begins inside a group, groups become
-        smaller."""
-        self._check(name, list(value.codes.shape))
-        start, size, _ = self.share
-        codes = value.codes.narrow(self.axis, start, size).contiguous()
-        if self.axis == 1 and value.group_of is not None:
-            return value._replace(codes=codes, group_of=value.group_of[start : start + size])
-        whole = value.wide if self.axis else value.tall
-        span = math.gcd(start, whole)
-        of = (start + torch.arange(0, size, span, device=codes.device)) // whole
-        scales = value.scales.index_select(self.axis, of)
-        zeros = None if value.zeros is None else value.zeros.index_select(self.axis, of)
-        tall, wide = (value.tall, span) if self.axis else (span, value.wide)
-        return value._replace(codes=codes, scales=scales, zeros=zeros, tall=tall, wide=wide)
-
     def _check(self, name: str, shape: list[int]) -> None:
         if self.axis >= len(shape) or shape[self.axis] != self.share.whole:
             raise CheckpointError(f"{name}: expected {self.share.whole} in axis {self.axis}, found shape {shape}")
@@ -110,7 +98,9 @@ class Order(NamedTuple):
         if isinstance(value, Tensor):
             return _picked(value, self.axis, self.places())
         if isinstance(value, QuantizedRows):
-            return self._of_quantized(value)
+            index = self.places().to(value.codes.device)
+            codes, ends = _picked(value.codes, self.axis, index), (n for run in self.runs for n in run)
+            return _quantized(value, self.axis, codes, index, ends)
         if self.axis == 0:
             index = self.places()
             if isinstance(value, MXRows):
@@ -125,22 +115,6 @@ class Order(NamedTuple):
     def back(self, value: Tensor) -> Tensor:
         """Returns the tensor as it is stored, of which all is read."""
         return torch.empty_like(value).index_copy_(self.axis, self.places().to(value.device), value)
-
-    def _of_quantized(self, value: QuantizedRows) -> QuantizedRows:
-        """To the bit: where a run begins or ends inside a group, groups become smaller."""
-        index = self.places().to(value.codes.device)
-        codes = _picked(value.codes, self.axis, index)
-        if self.axis == 1 and value.group_of is not None:
-            return value._replace(codes=codes, group_of=value.group_of[index])
-        scales, zeros, whole = value.scales, value.zeros, value.wide if self.axis else value.tall
-        span = len(index)
-        if scales.shape[self.axis] > 1:
-            span = math.gcd(whole, *(n for run in self.runs for n in run))
-            of = index[::span] // whole
-            scales = scales.index_select(self.axis, of)
-            zeros = None if zeros is None else zeros.index_select(self.axis, of)
-        tall, wide = (value.tall, span) if self.axis else (span, value.wide)
-        return value._replace(codes=codes, scales=scales, zeros=zeros, tall=tall, wide=wide)
 
     def _check(self, name: str, value: Stored) -> None:
         shape = [len(value.data), value.columns] if isinstance(value, BlockRows) else []
@@ -168,3 +142,19 @@ def _picked(x: Tensor, axis: int, index: Tensor) -> Tensor:
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8).index_select(axis, index).view(x.dtype)
     return x.index_select(axis, index)
+
+
+def _quantized(value: QuantizedRows, axis: int, codes: Tensor, index: Tensor, ends: Iterable[int]) -> QuantizedRows:
+    """Returns the rows or columns `index` [n] of a quantised matrix, whose codes these are, to the bit. ends: where
+    runs begin, and how long all but the last are; where one ends inside a group, groups become smaller."""
+    if axis == 1 and value.group_of is not None:
+        return value._replace(codes=codes, group_of=value.group_of[index])
+    scales, zeros, span = value.scales, value.zeros, len(index)
+    if scales.shape[axis] > 1:
+        whole = value.wide if axis else value.tall
+        span = math.gcd(whole, *ends)
+        of = index[::span] // whole
+        scales = scales.index_select(axis, of)
+        zeros = None if zeros is None else zeros.index_select(axis, of)
+    tall, wide = (value.tall, span) if axis else (span, value.wide)
+    return value._replace(codes=codes, scales=scales, zeros=zeros, tall=tall, wide=wide)

@@ -6,11 +6,12 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from draftwing.errors import RequestError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 UNKNOWN = "is not a sampling parameter"
 

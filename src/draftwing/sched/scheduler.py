@@ -65,6 +65,7 @@ class Scheduler:
         self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
         self._news: list[Output] = []
+        self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -183,6 +184,11 @@ class Scheduler:
         """`SchedulerConfig.mixes`, if a step of these requests can have parts of prompts in its forward."""
         mixes = self.config.mixes
         return mixes if mixes is not None and ready and mixes(PLAIN, len(ready)) else None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Returns whether there are prompts that are not prefilled."""
+        return bool(self.waiting) or self._prompts_wait
 
     @property
     def _prompts_wait(self) -> bool:
@@ -317,6 +323,11 @@ class Scheduler:
         self._steps += 1
         return plan
 
+    def seconds(self, plan: Plan) -> float:
+        """Returns what the device will take for a plan just made, about; 0 where that is unknown."""
+        reqs = [req for row in plan.rows.tolist() if (req := self.kv.by_row.get(row)) is not None]
+        return self.choice.seconds(plan, reqs)
+
     def guidance(self, plan: Plan) -> Guidance | None:
         """Returns the host's part in a plan just made, if it has any."""
         if not len(plan.guided):
@@ -353,8 +364,18 @@ class Scheduler:
         req.row = req.admission = -1
 
     def commit(self, plan: Plan, result: StepResult, guidance: Guidance | None = None) -> None:
-        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`."""
+        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`. Those of
+        prompts come before those of trees in the same forward: a first token is waited for, and whoever passes outputs
+        on does so one by one."""
+        before = len(self._news)
         self.results.commit(plan, result, guidance)
+        if plan.beside is not None:
+            self._of_trees = before, len(self._news)
+        elif plan.mixed:
+            first, end = self._of_trees
+            trees = self._news[first:end]
+            del self._news[first:end]
+            self._news += trees
 
     def _finish(self, req: Req, reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.model_drafter import ModelDrafter, prompt_ends
 
 
 class AssistantDrafter(ModelDrafter):
@@ -31,19 +33,13 @@ class AssistantDrafter(ModelDrafter):
     def extend(self, seen: SeenTokens) -> None:
         table, batch, aux_hidden, next_ids, count, noisy = seen
         assert aux_hidden is not None
-        rows = batch.rows
         if count is None:
-            final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
-            if not final:
+            rows, newest = prompt_ends(batch)
+            if not len(rows):
                 return
-            rows = torch.cat([rows[row : row + 1] for row, _ in final])
-
-        def newest(x: Tensor) -> Tensor:
-            """x [M, n] -> [B, n]: of the query before each row's newest token"""
-            if count is None:
-                return torch.stack([x[i] for _, i in final])
-            return self.ops.newest_rows(x, count, 1, rows, None)
-
+        else:  # [M, n] -> [B, n]: of the query before each row's newest token
+            rows = batch.rows
+            newest = partial(self.ops.newest_rows, count=count, lookahead=1, rows=rows, kept=None)
         ids = newest(next_ids.unsqueeze(1)).flatten()
         hidden = self._run(self._reading(table, rows, ids, batch.bound), newest(aux_hidden), 0)
         self.ops.put_rows(self._first.feature, rows, hidden)

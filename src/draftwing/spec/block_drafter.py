@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.models.heads.block import BlockHead
-from draftwing.ops.attention import Attend, AttnBackend, Batch
+from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import BlockInputs, Continuations, Draft, First, LogitEditor, RowTensors
+from draftwing.ops.types import BlockInputs, Continuations, Draft, LogitEditor, RowTensors
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.model_drafter import without
@@ -29,30 +29,14 @@ class BlockDrafter(HeadDrafter):
 
     def __init__(self, head: BlockHead, rows: int, topk: int, ops: TorchOps) -> None:
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
-        super().__init__(head)
-        device = ops.device
-        self.topk, self.ops = topk, ops
-        self.aux_layers, self.kv_layers = head.aux_layers, head.kv_layers
-        # The root's continuations and its state, row-indexed as `ops.expand` reads them; written by every `propose`.
-        self._first = First(
-            ids=torch.zeros(rows, topk, dtype=torch.int64, device=device),
-            logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
-            feature=torch.zeros(rows, head.state_width, dtype=head.state_dtype, device=device),
-        )
+        # A root's feature is its state. Every `propose` writes `_first`.
+        super().__init__(head, rows, topk, head.state_width, head.state_dtype, ops)
         # Kept, for what is recorded makes no such tensors again: states of roots' parents, rows of own tables, and how
         # far rows of a block see of it where they do without those after them.
         self._zeros = torch.zeros_like(self._first.feature)
-        self._numbers = torch.arange(rows, device=device)
+        self._numbers = torch.arange(rows, device=ops.device)
         width = head.config_of_block.rows
-        self._before = torch.arange(1, width + 1, device=device).repeat(rows, 1)
-        # What `constrain` got, for the next `propose`: rows, what is banned, which of them are noisy.
-        self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
-        self._attn: AttnBackend | None = None
-        self._first_layer = 0
-
-    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
-        self._attn, self._first_layer = attn, first_layer
-        self.head.set_max_positions(positions)
+        self._before = torch.arange(1, width + 1, device=ops.device).repeat(rows, 1)
 
     def span(self, shape: TreeShape) -> int:
         """Returns the most of: verified nodes, committed tokens, rows of a block."""
@@ -61,16 +45,14 @@ class BlockDrafter(HeadDrafter):
     # -- drafts -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy, edits = step
+        table, rows, shape, max_kv_len, noisy, _ = step
         size, topk, depth, head, ops = rows.shape[0], shape.topk, shape.depth, self.head, self.ops
         config = head.config_of_block
         block = ops.block_inputs(table, rows, config.rows, config.mask)
         hidden = self._run(table, rows, block, max_kv_len)
         hidden = ops.of_levels(hidden, size, config.rows - config.steps, depth)  # [D * B, H]
         base = head.logits(hidden)  # [D * B, V]
-        editor = None
-        if edits is not None:
-            editor = ops.logit_editor(table, rows, edits, max_kv_len, head.vocab, self._draft_ids)
+        editor = self._editor(step)
         newest = ops.of_levels(block.ids.unsqueeze(1), size, 0, 1).flatten()
         self._keep_root(table, rows, base[:size], hidden[:size], newest, noisy, editor)
         expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
@@ -112,7 +94,6 @@ class BlockDrafter(HeadDrafter):
 
     def _attends(self, everything: Batch) -> list[Attend]:
         """Returns each layer's attention, as far as it sees. everything: the batch of a layer that sees all."""
-        assert self._attn is not None, "attach comes first"
         config, bound = self.head.config_of_block, {}
         kinds = list(zip(config.windows, config.causal, strict=True))
         for window, causal in dict.fromkeys(kinds):
@@ -120,7 +101,7 @@ class BlockDrafter(HeadDrafter):
             if causal:
                 assert batch.path_len is not None
                 batch = batch._replace(path_len=self._before[: len(batch.path_len)])
-            bound[window, causal] = self._attn.bind(batch, self._first_layer)
+            bound[window, causal] = self._bind(batch)
         return [bound[kind] for kind in kinds]
 
     def _windowed(self, batch: Batch, window: int) -> Batch:
@@ -160,15 +141,10 @@ class BlockDrafter(HeadDrafter):
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self._constrained = rows, banned, noisy
 
-    def unconstrain(self) -> None:
-        """Undoes `constrain`, which no `propose` follows."""
-        self._constrained = None
-
     # -- committed text ---------------------------------------------------------------------------------------------
 
     def extend(self, seen: SeenTokens) -> None:
         if seen.count is None:
             seen = self.evened(self.ops, seen)
-        assert seen.aux_hidden is not None and self._attn is not None
-        attend = self._attn.bind(seen.batch, self._first_layer)
-        self.head.write_text(self.head.features(seen.aux_hidden), seen.batch.positions, attend)
+        assert seen.aux_hidden is not None
+        self.head.write_text(self.head.features(seen.aux_hidden), seen.batch.positions, self._bind(seen.batch))

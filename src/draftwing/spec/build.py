@@ -21,10 +21,9 @@ from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.quantized_lm_head import MOST_ROWS, is_large, quantized_copy
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.spec.assistant_drafter import AssistantDrafter
-from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
+from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
-from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.token_map import check_topk
@@ -65,7 +64,7 @@ def suffix(context: DraftContext) -> SuffixDrafter:
     )
 
 
-def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
+def language_model(context: DraftContext) -> HeadDrafter:
     """Makes the drafter of a small language model."""
     model, target = context.load_model(context.draft_path), context.target.config
     known, used = model.config.max_positions, context.options.context_length or target.max_positions
@@ -74,7 +73,7 @@ def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
     return _drafter(context, DraftLM(model, min(model.config.vocab_size, target.vocab_size)))
 
 
-def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
+def draft_head(context: DraftContext) -> HeadDrafter:
     """Makes the drafter of a head: the one that is given, or the target's own prediction layers."""
     head = _packed_head(context, None)
     head.quantized_lm_head = copy_for_drafts(context, head.output_layer()[1])
@@ -183,7 +182,7 @@ def _check_vocabulary(context: DraftContext, size: int) -> None:
         raise ConfigError(f"{drafter} is for vocabularies of at most {size} tokens; the target has {found}")
 
 
-def _drafter(context: DraftContext, head: DraftHead | BlockHead) -> ModelDrafter | BlockDrafter:
+def _drafter(context: DraftContext, head: DraftHead) -> HeadDrafter:
     steps = head.config_of_block.steps if isinstance(head, BlockHead) else context.shape.depth
     if context.shape.depth > steps:
         raise ConfigError(

@@ -23,9 +23,8 @@ class LookupDrafter(Drafter):
     initial_confidence = 0
     fixed_confidence = False
 
-    def __init__(self, index: NGramIndex | SuffixIndex, in_parts: bool) -> None:
-        """in_parts: as in `Drafter`."""
-        self.index, self.in_parts = index, in_parts
+    def __init__(self, index: NGramIndex | SuffixIndex, ops: NGramOps | SuffixOps) -> None:
+        self.index, self.in_parts = index, ops.draws_by_row and not ops.records_calls
 
     def flush(self) -> None:
         self.index.flush()
@@ -79,7 +78,7 @@ class NGramDrafter(LookupDrafter):
         index = ops.ngram_index(
             rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
         )
-        super().__init__(index, ops.draws_by_row and not ops.records_calls)
+        super().__init__(index, ops)
 
     def extend(self, seen: SeenTokens) -> None:
         """Takes what was decoded: the count[b] newest tokens of each row enter the memory. The end of a prefill: the
@@ -116,7 +115,7 @@ class SuffixDrafter(LookupDrafter):
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
         index = ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret)
-        super().__init__(index, ops.draws_by_row and not ops.records_calls)
+        super().__init__(index, ops)
 
     def extend(self, seen: SeenTokens) -> None:
         """Takes what was decoded: the trie learns the count[b] newest tokens of each row. The end of a prefill: all

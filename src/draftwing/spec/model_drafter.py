@@ -15,10 +15,10 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.models.heads.base import DraftHead
-from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
+from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.contracts import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, Expansion, First, LogitEditor, RowTensors
+from draftwing.ops.types import Continuations, Draft, Expansion, LogitEditor, RowTensors
 from draftwing.sched.policy.menus import chain_menu, tree_menu
 from draftwing.spec.drafter import DraftStep, SeenTokens
 from draftwing.spec.head_drafter import HeadDrafter
@@ -33,35 +33,18 @@ class ModelDrafter(HeadDrafter):
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
-        super().__init__(head)
-        device = ops.device
+        super().__init__(head, rows, topk, head.width, dtype, ops)
         assert 0 <= head.lookahead <= self.max_lookahead
-        self.topk, self.ops = topk, ops
-        self.aux_layers, self.lookahead = head.aux_layers, head.lookahead
-        self.kv_layers = head.kv_layers
+        self.lookahead = head.lookahead
         self.from_tokens = not head.aux_layers and not head.lookahead
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
-        # The root's best continuations and its feature, row-indexed: written by `extend` (the continuations by
-        # `propose` where `ops.reads_root_late`), read by `propose`.
-        self._first = First(
-            ids=torch.zeros(rows, topk, dtype=torch.int64, device=device),
-            logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
-            feature=torch.zeros(rows, head.width, dtype=dtype, device=device),
-        )
-        # What the root's continuations are read from: its feature, else made when it is first known.
+        # `extend` writes `_first`, but for the continuations where `ops.reads_root_late`: these are made by `propose`,
+        # from this: the root's feature, else made when it is first known.
         self._newest_hidden = self._first.feature
-        # Rows with continuations that `constrain` chose, and these: for the next `propose`.
-        self._constrained: tuple[Tensor, Continuations] | None = None
-        self._attn: AttnBackend | None = None
-        self._first_layer = 0
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """Returns chains on a CPU, which are cheaper to draft."""
         return chain_menu(shape) if self.ops.records_calls else tree_menu(shape)
-
-    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
-        self._attn, self._first_layer = attn, first_layer
-        self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
         """Returns the most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
@@ -95,12 +78,6 @@ class ModelDrafter(HeadDrafter):
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
         return expansion.draft()
 
-    def _editor(self, step: DraftStep) -> LogitEditor | None:
-        if step.edits is None:
-            return None
-        where = step.table, step.rows, step.edits, step.max_kv_len
-        return self.ops.logit_editor(*where, self.head.vocab, self._draft_ids)
-
     def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
 
@@ -108,10 +85,6 @@ class ModelDrafter(HeadDrafter):
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
         logits = without(logits, banned, ids)
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
-
-    def unconstrain(self) -> None:
-        """Undoes `constrain`, which no `propose` follows."""
-        self._constrained = None
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
@@ -146,8 +119,7 @@ class ModelDrafter(HeadDrafter):
     ) -> None:  # fmt: skip
         """Writes keys and values of all queries, and runs the head on the newest alone, whose output is all that is
         wanted. newest: of the batch's queries [M, ...] those of rows [F]; noisy: among these."""
-        assert self._attn is not None
-        self.head.write(batch.ids, batch.positions, feature, self._attn.bind(batch, self._first_layer))
+        self.head.write(batch.ids, batch.positions, feature, self._bind(batch))
         if not rows.shape[0]:
             return
         positions = newest(batch.positions)
@@ -182,22 +154,16 @@ class ModelDrafter(HeadDrafter):
             self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
             return
         assert feature is not None
-        final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
-        rows = torch.cat([batch.rows[:0], *(batch.rows[row : row + 1] for row, _ in final)])
-
-        def newest(x: Tensor) -> Tensor:
-            return torch.stack([x[i] for _, i in final])
-
+        rows, newest = prompt_ends(batch)
         self._write(table, batch._replace(ids=next_ids), feature, rows, newest, noisy)
 
     def _keep_first_of_prompts(self, table: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
-        final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
-        if final:
-            rows = torch.cat([chunks.rows[span.row : span.row + 1] for span, _ in final])
-            newest = torch.stack([hidden[i] for _, i in final])  # [F, H]
-            self._keep_feature(rows, newest)
-            self._keep_first(table, rows, newest, noisy)
+        rows, newest = prompt_ends(chunks)
+        if len(rows):
+            hidden = newest(hidden)  # [F, H]
+            self._keep_feature(rows, hidden)
+            self._keep_first(table, rows, hidden, noisy)
 
     def _keep_first(self, table: RowTensors, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
         """newest [B, H]: of the queries that the newest tokens are in, which is kept, on a GPU with what may follow."""
@@ -225,8 +191,7 @@ class ModelDrafter(HeadDrafter):
         self.ops.keep_first(following, rows, self._first, self.head.target_ids)
 
     def _run(self, batch: Batch, feature: Tensor | None, level: int) -> Tensor:
-        assert self._attn is not None, "attach comes first"
-        return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
+        return self.head.run(batch.ids, batch.positions, feature, level, self._bind(batch))
 
     def _continuations(
         self, table: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor,
@@ -250,6 +215,14 @@ class ModelDrafter(HeadDrafter):
         if native is None or rows > FEW_ROWS or self.topk > native.max_topk:
             return None
         return native
+
+
+def prompt_ends(batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns the rows [F] whose last chunk is in the batch, and what takes their last queries of all: [M, ...] -> [F,
+    ...]."""
+    final = [span for span in batch.chunks if span.final]
+    rows = torch.cat([batch.rows[:0], *(batch.rows[span.row : span.row + 1] for span in final)])
+    return rows, lambda x: torch.stack([x[span.offset + span.length - 1] for span in final])
 
 
 def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:

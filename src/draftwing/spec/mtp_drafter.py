@@ -33,12 +33,11 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftStep, SeenTokens
+from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.model_drafter import ModelDrafter
 
 
-def make_model_drafter(
-    head: DraftHead | BlockHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps
-) -> ModelDrafter | BlockDrafter:
+def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> HeadDrafter:
     """Returns the drafter for any head; arguments as for `ModelDrafter`."""
     if isinstance(head, BlockHead):
         return BlockDrafter(head, rows, topk, ops)
@@ -170,9 +169,8 @@ class MTPDrafter(ModelDrafter):
         self._kept.index_copy_(0, batch.rows, torch.stack([features[-turns:] for features in known]))
 
     def _run(self, batch: Batch, feature: Tensor | None, layer: int) -> Tensor:
-        assert self._attn is not None and feature is not None
-        attend = self._attn.bind(batch, self._first_layer)
-        return self.head.run_layer(batch.ids, batch.positions, feature, layer, attend)
+        assert feature is not None
+        return self.head.run_layer(batch.ids, batch.positions, feature, layer, self._bind(batch))
 
 
 def _rows_of_layer(span: ChunkSpan, layer: int, length: int) -> tuple[int, int]:

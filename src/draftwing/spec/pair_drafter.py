@@ -10,13 +10,11 @@ from torch import Tensor
 from draftwing.config.trees import max_nodes
 from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.models.heads.base import DraftHead, FeatureHead
-from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend
 from draftwing.ops.drafts import new_calibration
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
-from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.head_drafter import HeadDrafter
 
 
 class PairDrafter(Drafter):
@@ -26,9 +24,7 @@ class PairDrafter(Drafter):
     fixed_confidence = False
     initial_confidence = 1
 
-    def __init__(
-        self, model: ModelDrafter | BlockDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape
-    ) -> None:
+    def __init__(self, model: HeadDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape) -> None:
         """lookup: a drafter without KV layers, with a confidence of its own; grown, copied: the largest tree of the
         model and of the lookup."""
         assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
@@ -38,7 +34,7 @@ class PairDrafter(Drafter):
         self.calibration = new_calibration(model.ops.device)
 
     @property
-    def head(self) -> DraftHead | BlockHead:
+    def head(self) -> DraftHead:
         """Returns the model's."""
         return self.model.head
 

@@ -13,6 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from draftwing.child_processes import import_environment
 from draftwing.errors import CheckpointError, RequestError
 from draftwing.text import template_sandbox as sandbox
 
@@ -34,7 +35,7 @@ class _Process:
                 [sys.executable, "-P", "-m", sandbox.__name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env=import_environment(),
                 start_new_session=True,
             )
         self._conn = Connection(ours.detach())

@@ -28,7 +28,7 @@ from draftwing.train.block_loss import BlockLoss, Rows, block_loss
 from draftwing.train.heads import TargetHead
 from draftwing.train.settings import Settings
 from draftwing.train.store import Tokens
-from draftwing.train.teacher import Batch, Teacher, ratio, teach
+from draftwing.train.teacher import Batch, Teacher, acceptance, ratio, teach
 
 # Columns of what `BlockObjective` counts, per draft.
 STATS = ("rows", "loss", "accepted", "confidence_loss", "hits", "chains", "chain_hits")
@@ -58,7 +58,7 @@ class BlockObjective(nn.Module):
         self._target_head = target_head
         self.steps = head.config_of_block.steps
         head.set_max_positions(max_length + head.config_of_block.rows)
-        self._ids = None if head.target_ids is None else _draft_ids(head.target_ids, head.config.vocab_size)
+        self._ids = head.draft_ids()
 
     def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Returns the loss, a scalar, and the counts, [steps, len(STATS)] float64. The loss is summed over drafts and
@@ -93,7 +93,6 @@ class BlockObjective(nn.Module):
     def metrics(self, stats: Tensor) -> dict[str, float]:
         """Returns a row of metrics from the counts."""
         rows, loss, accepted, unsure, hits, chains, chain_hits = stats.t().tolist()
-        accept = [ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
         more = {"confidence_loss": ratio(sum(unsure), sum(rows))} if self.head.confidence is not None else {}
         return {
             "loss": sum(ratio(*pair) for pair in zip(loss, rows, strict=True)),
@@ -101,8 +100,7 @@ class BlockObjective(nn.Module):
             "overlap": ratio(sum(accepted), sum(rows)),
             **more,
             "hit_rate": ratio(hits[0], rows[0]),
-            "accept_length": 1 + sum(accept),
-            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+            **acceptance(chains, chain_hits),
         }
 
     # -- blocks -----------------------------------------------------------------------------------------------------
@@ -255,9 +253,3 @@ def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
         x, state = markov.mix(hidden[:, step], above[:, step], state, newest=step == 0)
         out.append(x)
     return torch.stack(out, 1)
-
-
-def _draft_ids(target_ids: Tensor, vocab: int) -> Tensor:
-    """[vocab] int64: the head's own number of each of the target's tokens, -1 where it has none."""
-    numbers = torch.full((vocab,), -1, dtype=torch.int64, device=target_ids.device)
-    return numbers.index_copy_(0, target_ids, torch.arange(len(target_ids), device=target_ids.device))

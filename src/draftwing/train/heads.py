@@ -190,14 +190,13 @@ def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
     themselves are of another scale, and their tokens would be drafted everywhere. Rows of the target's own lm_head are
     the target's.
     """
-    assert head.target_ids is not None and len(ids) == len(head.target_ids)
+    draft_ids = head.draft_ids()
+    assert head.target_ids is not None and draft_ids is not None and len(ids) == len(head.target_ids)
     new = torch.tensor(ids, device=head.target_ids.device)
     tables = [] if head.lm_head is None else [head.lm_head]
     if isinstance(head, BlockHead) and head.markov is not None:
         tables.append(head.markov.out)
-    places = torch.full((head.target.config.vocab_size,), -1, device=new.device)
-    places[head.target_ids] = torch.arange(len(ids), device=new.device)
-    rows = places[new]  # where each was, -1 of new ones
+    rows = draft_ids[new]  # where each was, -1 of new ones
     theirs = F.pad(_head_weight(head.target).double(), (0, 1), value=1.0)  # [V, hidden + 1]
     known, gram = theirs[head.target_ids], torch.eye(theirs.shape[1], dtype=torch.float64, device=new.device)
     gram = known.t() @ known + RIDGE * known.square().sum() / theirs.shape[1] * gram

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from draftwing.config.drafters import DEFAULT, TRAINED, DrafterSpec, Training, training
 from draftwing.config.fields import check_fields, flag, option
 from draftwing.config.trees import checked_shape
-from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.tree_shape import TreeShape
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,10 +71,9 @@ def lean_to_text(teacher: Teacher, head: FeatureHead, said: Tensor, share: float
     target's. Where the head cannot say that token, all of it is the target's."""
     at, rows = said, torch.arange(len(said), device=said.device)
     moved = teacher.probs.new_full((len(said),), share)
-    if head.target_ids is not None:
-        places = torch.full((head.config.vocab_size,), -1, device=said.device)
-        places[head.target_ids] = torch.arange(len(head.target_ids), device=said.device)
-        at = places[said]
+    draft_ids = head.draft_ids()
+    if draft_ids is not None:
+        at = draft_ids[said]
         moved *= at >= 0
     probs = teacher.probs.mul_((1 - moved).unsqueeze(1))  # in place: nothing of a step is larger
     probs[rows, at] += moved  # nothing where `at` is -1
@@ -83,3 +83,10 @@ def lean_to_text(teacher: Teacher, head: FeatureHead, said: Tensor, share: float
 def ratio(part: float, whole: float) -> float:
     """Returns their quotient, 0 of nothing."""
     return part / whole if whole else 0.0
+
+
+def acceptance(chains: Sequence[float], hits: Sequence[float]) -> dict[str, float]:
+    """Returns the acceptance length, and by place of a draft how often it is accepted: of chains that reach the place,
+    `hits` are right up to it."""
+    rates = [ratio(*pair) for pair in zip(hits, chains, strict=True)]
+    return {"accept_length": 1 + sum(rates), **{f"accept_{k}": rate for k, rate in enumerate(rates, 1)}}

@@ -26,7 +26,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.train.chain_attention import ChainAttention, wide
 from draftwing.train.cross_entropy import linear_cross_entropy
 from draftwing.train.heads import TargetHead
-from draftwing.train.teacher import Batch, Teacher, lean_to_text, ratio, teach
+from draftwing.train.teacher import Batch, Teacher, acceptance, lean_to_text, ratio, teach
 
 ChainHead = EagleHead | Eagle3Head | MTPHead
 
@@ -110,15 +110,14 @@ class Objective(nn.Module):
     def metrics(self, stats: Tensor) -> dict[str, float]:
         """Returns a row of metrics from the counts."""
         rows, token_loss, feature_loss, hits, chains, chain_hits = stats.t().tolist()
-        loss, accept = self.loss, [ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
+        loss = self.loss
         means = [loss.tokens * ratio(t, n) + loss.features * ratio(f, n)
                  for t, f, n in zip(token_loss, feature_loss, rows, strict=True)]  # fmt: skip
         return {
             "loss": sum(loss.decay**k * mean for k, mean in enumerate(means)),
             "token_loss": ratio(token_loss[0], rows[0]),
             "hit_rate": ratio(hits[0], rows[0]),
-            "accept_length": 1 + sum(accept),
-            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+            **acceptance(chains, chain_hits),
         }
 
     # -- terms ------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_states_of_rows_are_those_of_a_forward(harness, monkeypatch):
 
 def test_layers_that_need_the_hosts_chunks_have_no_graphs_of_prompts(harness, monkeypatch):
     model = harness.model_of(config_of(KINDS["recurrent"], harness.CONTEXT))
-    assert rig_of(harness, model, monkeypatch, (16,)).executor.prefills is None
+    assert not rig_of(harness, model, monkeypatch, (16,)).executor.prefills.sizes
 
 
 @torch.inference_mode()

@@ -153,9 +153,9 @@ class Machine:
         monkeypatch.setattr(quiet, "delays", lambda: {"1": self.waits * (time.monotonic() - self._began)})
         monkeypatch.setattr(build, "delays", quiet.delays)
 
-    def run(self, executor: object, shape: TreeShape, size: int, context: int) -> float:
+    def run(self, executor: object, shape: TreeShape, size: int, context: int) -> measuring.Timed:
         self.runs += 1
-        return self.price(shape, size, context) * self.load(shape)
+        return measuring.Timed(self.price(shape, size, context) * self.load(shape), 1.0)
 
     @staticmethod
     def price(shape: TreeShape, size: int = 1, context: int = 0) -> float:

@@ -11,13 +11,14 @@ import torch
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.startup import measure_costs as measuring
-from draftwing.engine.startup.measure_costs import filled, measure_graphs, measure_steps
+from draftwing.engine.startup.measure_costs import Timed, filled, measure_graphs, measure_steps
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import ShapePolicy
 
 TREE = TreeShape(3, 2, 6)
 MENU = (TREE, PLAIN)
 LONG = 40  # tokens
+KINDS = ((1, 0), (1, LONG), (4, 0))  # rows and context that a start measures
 
 
 class Both(ShapePolicy):
@@ -117,7 +118,8 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
     costs = StepCost(MENU, False)
     measure_steps(rig.executor, rig.pool, costs, time.monotonic())
     assert not list(costs.points())
-    monkeypatch.setattr(measuring, "_run", lambda *step: 1000.0)  # of a large model: there is no time for more rows
+    long = Timed(1000.0, 1.0)  # of a large model: there is no time for more rows
+    monkeypatch.setattr(measuring, "_run", lambda *step: long)
     measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
     assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
 
@@ -130,18 +132,36 @@ def test_a_shape_costs_what_it_takes_behind_its_like(
     believed. wrong: which."""
     rig, ran = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device), list[TreeShape]()
 
-    def run(executor: Any, shape: TreeShape, size: int, context: int) -> float:
+    def run(executor: Any, shape: TreeShape, size: int, context: int) -> Timed:
         changed, seems = ran[-1:] != [shape], 0.5 if len(ran) == wrong else 1.0
         ran.append(shape)
-        return shape.nodes * (1.25 if changed else 1.0) * seems
+        return Timed(shape.nodes * (1.25 if changed else 1.0) * seems, 1.0)
 
     monkeypatch.setattr(measuring, "_run", run)
+    assert measured(rig) == {(shape, *kind): shape.nodes for shape in MENU for kind in KINDS}
+
+
+@pytest.mark.parametrize("least", [0.5, 0.7, 2.0])
+def test_steps_in_the_most_threads_count(
+    least: float, harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kind some run in half of the threads, and seem to take `least` of what they take in all."""
+    rig, ran = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device), list[TreeShape]()
+    fewer = {*range(6), 11, 14, 17, 20}  # of ten of one row; then threes of more rows, a long row, more rows again
+
+    def run(executor: Any, shape: TreeShape, size: int, context: int) -> Timed:
+        ran.append(shape)
+        return Timed(shape.nodes * least, 0.5) if len(ran) - 1 in fewer else Timed(shape.nodes, 1.0)
+
+    monkeypatch.setattr(measuring, "_run", run)
+    assert measured(rig) == {(shape, *kind): shape.nodes for shape in MENU for kind in KINDS}
+    assert len(ran) == 22
+
+
+def measured(rig: Any) -> dict[tuple[TreeShape, int, int], float]:
     costs = StepCost(MENU, False)
     measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
-    kinds = ((1, 0), (1, LONG), (4, 0))
-    assert {point[:3]: point[3] for point in costs.points()} == {
-        (shape, *kind): shape.nodes for shape in MENU for kind in kinds
-    }
+    return {point[:3]: point[3] for point in costs.points()}
 
 
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:

@@ -28,7 +28,7 @@ from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Pre
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
-from draftwing.ops.cuda import gemm, gemm_dense, gemm_fp8, gemm_groups, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8
@@ -398,6 +398,21 @@ def test_it_runs_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run(job._replace(token_ids=torch.arange(1, 4))) == "\n\n\n"
 
 
+def test_it_runs_again_in_a_copy_of_the_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton finds nothing there: its files name the folder that they were in."""
+    stand_in(tmp_path, monkeypatch, COMPILES)
+    for i, folder in enumerate((tmp_path / "one", tmp_path / "other"), 1):
+        if i > 1:
+            shutil.copytree(tmp_path / "one", folder)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        for _ in range(2):
+            ahead = compiler_process.precompile(job)
+            assert ahead is not None
+            ahead.wait(STAGES[-1])
+            ahead.stop(30)
+            assert (tmp_path / "runs").read_text() == "\n" * i
+
+
 def test_a_stage_does_not_wait_for_the_next(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "engine.send(('memory', ''))\nwhile not (folder / 'go').exists(): time.sleep(0.01)\nengine.send(('graphs', ''))"
@@ -522,26 +537,31 @@ def test_a_fork_keeps_no_file_of_its_parent(job: Job, printed_by: Printed) -> No
     assert [line for line in lines if "torch.bfloat16 ['/dev/null']" in line] and lines[-1] == "none is left"
 
 
+LARGE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "capability", "expected"),
+    ("changes", "options", "capability", "least", "expected"),
     [
-        ({}, {}, (9, 0), True),
-        ({}, {}, (8, 9), False),
-        ({}, {"fp8_activations": "none"}, (9, 0), False),
-        ({}, {"quantization": "none"}, (9, 0), False),
-        ({"activation_scheme": "static"}, {}, (9, 0), False),
-        ({"weight_block_size": [64, 64]}, {}, (9, 0), False),
+        ({}, {}, (9, 0), 128 * 128, True),
+        ({}, {}, (9, 0), precompile.FP8_FROM, False),
+        ({}, {}, (8, 9), 0, False),
+        ({}, {"fp8_activations": "none"}, (9, 0), 0, False),
+        ({}, {"quantization": "none"}, (9, 0), 0, False),
+        ({"activation_scheme": "static"}, {}, (9, 0), 0, False),
+        ({"weight_block_size": [64, 64]}, {}, (9, 0), 0, False),
     ],
 )
 def test_kernels_for_activations_in_fp8(
-    job: Job, changes: dict[str, Any], options: dict[str, Any], capability: tuple[int, int], expected: bool
-) -> None:
-    (job.path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**BLOCKS, **changes}}))
+    job: Job, changes: dict[str, Any], options: dict[str, Any], capability: tuple[int, int], least: int,
+    expected: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of models that have matrices of so many values at least."""
+    monkeypatch.setattr(precompile, "FP8_FROM", least)
+    (job.path / "config.json").write_text(json.dumps({**CONFIG, **LARGE, "quantization_config": {**BLOCKS, **changes}}))
     job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
-    assert ((gemm_fp8.compile_ahead, capability) in precompile._products(job)) == expected
+    assert precompile.multiplies_fp8(precompile.model_without_data(job)) == expected
 
 
 @pytest.mark.parametrize(
@@ -610,10 +630,10 @@ def test_kernels_for_a_copy_of_the_lm_head(
     """Of a weight that is not quantised there is nothing else for `gemm_groups.cu`, and nothing for `gemm_tall.cu`."""
     found: list[Width] = []
     monkeypatch.setattr(gemm, "compile_ahead", lambda *rest: None)
-    monkeypatch.setattr(gemm_groups, "compile_ahead", lambda dtype, width, capability: found.append(width))
+    monkeypatch.setattr(gemm_groups, "compile_ahead", lambda dtype, width, *rest: found.append(width))
     monkeypatch.setattr(gemm_tall, "compile_ahead", lambda *rest: pytest.fail("nothing of many rows is multiplied"))
     (job.path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": hidden, "vocab_size": 32768}))
     options = dataclasses.replace(job.options, speculative_algorithm=drafter, speculative_lm_head_quantization=asked)
     for function, *args in precompile._products(job._replace(options=options)):
         function(*args)
-    assert found == [precompile.MADE[name] for name in expected]
+    assert {*found} == {precompile.MADE[name] for name in expected}

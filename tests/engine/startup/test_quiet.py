@@ -87,4 +87,5 @@ def test_what_others_took_is_no_price(
         launch=lambda plan: plan,
         commit=lambda plan: SimpleNamespace(wait=lambda: result),
     )
-    assert measure_costs._run(executor, PLAIN, 1, 0) == pytest.approx(left)
+    found = measure_costs._run(executor, PLAIN, 1, 0)
+    assert found.seconds == pytest.approx(left) and found.threads == max(threads)

@@ -35,7 +35,6 @@ def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 600.0)
     monkeypatch.setattr(warming, "FIRST_SECONDS", 600.0)
-    monkeypatch.setattr(warming, "LENGTHS_SECONDS", 600.0)
 
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
@@ -86,13 +85,42 @@ def test_prompts_at_once_leave_no_trace(
             if some:
                 with monkeypatch.context() as patch:
                     patch.setattr(executor, "launch", partial(launched, executor))
-                    warming.try_prompts(executor, menu, 100)
+                    short, long = warming.lengths_to_try(executor, 100)
+                    warming.try_prompts(executor, menu, short)
+                    assert not long
             texts.append([one.token_ids for one in llm.generate([PROMPT, PROMPT], params)])
     assert texts[0] == texts[1]
     # A prompt, and a step of each shape behind another one.
     asking = [(PLAIN, 1), *(one for shape in menu for one in ((1, 0), (shape, 1)))]
     assert ran == [*((count, noisy) for count in (1, 2, 4, 8, 16) for noisy in (0, count)), *asking]
     assert lengths == [64, 96, 100]
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculative_algorithm": "none"}, NGRAM | {"speculative_fixed_shape": True}], ids=["none", "ngram"]
+)
+def test_lengths_are_tried_between_requests(
+    model: str, options: dict, unhurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached prefixes and what the drafter has learnt stay as they are."""
+    monkeypatch.setattr(warming, "SHORT", 32)
+    params = [GREEDY, GREEDY | {"temperature": 0.7, "top_p": 0.8, "sampling_seed": 3}]
+    found = []
+    for some in (False, True):
+        with LLM(model, device="cpu", max_total_tokens=1024, max_running_requests=16, num_threads=1, **options) as llm:
+            parts, texts = llm.engine.parts, [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)]
+            if some:
+                short, parts.lengths = warming.lengths_to_try(parts.executor, 100)
+                assert (short, parts.lengths, parts.later) == ([], [64, 96, 100], 3)
+                while parts.later:
+                    parts.run_later()
+            table = parts.executor.table
+            assert not table.kv_len[table.rows] and not table.page_table[table.rows].any()
+            again = llm.generate([PROMPT, PROMPT], params)
+            kept = ("cached_tokens", "spec_accept_length")
+            found.append((texts, [(one.token_ids, [one.meta_info.get(key) for key in kept]) for one in again]))
+            assert all(one.meta_info["cached_tokens"] for one in again)
+    assert found[0] == found[1]
 
 
 def test_every_shape_has_a_price(model: str, unhurried: None) -> None:

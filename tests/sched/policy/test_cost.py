@@ -128,6 +128,20 @@ def test_a_shape_of_one_row_costs_what_plain_steps_of_its_queries_do(shape: Tree
     assert not cost.known(shape, 8 * batch) and not cost.guessed(shape, 8 * batch)
 
 
+@pytest.mark.parametrize("batch", [2, 3, 8])
+@pytest.mark.parametrize("shape", [TREE, CHAIN])
+def test_a_shape_of_one_row_costs_what_another_tree_tells(shape: TreeShape, batch: int) -> None:
+    """Where drafts paid from the first step on no plain step of more rows was ever measured, but a smaller tree was."""
+    cost = StepCost(MENU, False)
+    for each, sizes in ((PLAIN, (1,)), (SHORT, (1, 2)), (shape, (1,))):
+        for size in sizes:
+            cost.measured(each, size, 0, true_seconds(each, size, 0))
+    true = true_seconds(shape, batch, 0)
+    assert true * 0.999 < cost.seconds(shape, batch, 0) < true + 2e-4 * shape.depth * batch and not cost.guessed(
+        shape, batch
+    )
+
+
 def test_plain_is_estimated_from_trees() -> None:
     cost = StepCost(MENU, False)
     cost.measured(TREE, 1, 0, 8e-3)

@@ -89,13 +89,15 @@ def test_the_first_answer_is_hardly_slower(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [4, 16])
 @pytest.mark.parametrize("hit", [0.02, 0.6])
-def test_what_was_measured_of_one_row_alone_is_not_tried_at_once(batch: int, hit: float) -> None:
-    """The start of a CPU has no time for trees of more rows: what plain steps of more rows take says what they cost."""
+@pytest.mark.parametrize("sizes", [(1,), (1, 4)])
+def test_what_was_measured_of_few_rows_is_not_tried_at_once(batch: int, hit: float, sizes: tuple[int, ...]) -> None:
+    """The start of a CPU has no time for trees of more rows: what plain steps of more rows take says what they cost, or
+    two sizes of their own. sizes: that were measured of the two smallest trees; of others one row."""
     menu, hits = chain_menu(TreeShape(4, 2, 8)), [hit] * batch
     world = World(menu, 3.2, 1.0, 0.4)
     cost = StepCost(menu, False)
     for shape in menu:
-        for size in (1, 4, 16) if shape == PLAIN else (1,):
+        for size in (1, 4, 16) if shape == PLAIN else sizes if shape in menu[-3:] else (1,):
             cost.measured(shape, size, 0, world.seconds(shape, size))
     policy = TreePolicy(menu, cost)
     first, _ = world.run(policy, hits, 64)

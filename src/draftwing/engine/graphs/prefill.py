@@ -112,8 +112,9 @@ class PrefillGraphs:
         forward: Forward,
         rows: int,
     ) -> None:
-        """shapes: of the target's attention; max_queries: of a plan; forward: the target's, of prompts and of the trees
-        in front of them; rows: most that decode beside prompts, 0 where nothing is mixed."""
+        """shapes: of the target's attention; max_queries: of a plan, 0 where there are no graphs of prompts; forward:
+        the target's, of prompts and of the trees in front of them; rows: most that decode beside prompts, 0 where
+        nothing is mixed."""
         self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self._sizes = Sizes.of(max_queries, table.length, rows)

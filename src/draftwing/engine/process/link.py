@@ -15,15 +15,17 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftwing.config.options import Options
-from draftwing.core import Output
-from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.spawn import Failed, end_all, how_it_ended, start_module
 from draftwing.errors import DraftwingError
-from draftwing.requests.grammar_field import Grammar
-from draftwing.requests.request import GenerationRequest
+
+if TYPE_CHECKING:  # the worker starts before what takes time to import is
+    from draftwing.config.options import Options
+    from draftwing.core import Output
+    from draftwing.engine.admission import EngineInfo
+    from draftwing.requests.grammar_field import Grammar
+    from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger("draftwing")
 WORKER = "draftwing.engine.process.worker"
@@ -125,10 +127,10 @@ class EngineLink:
             first = self._conn.recv()
         except (EOFError, OSError):
             raise EngineDead(f"the engine's process ended before it was ready: {how_it_ended(self.process)}") from None
-        if isinstance(first, EngineInfo):
-            return first
-        assert isinstance(first, Failed)
-        raise first.error(EngineDead)
+        if isinstance(first, Failed):
+            raise first.error(EngineDead)
+        info: EngineInfo = first
+        return info
 
     def listen(self, listener: Listener) -> None:
         """Begins to deliver. After `wait_ready`."""
@@ -167,6 +169,8 @@ class EngineLink:
                 self._conn.send(message)
 
     def _receive(self, listener: Listener) -> None:
+        from draftwing.core import Output  # late, as above
+
         cause = ""
         try:
             while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from draftwing.child_processes import end_with_parent, import_environment
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 
-PR_SET_PDEATHSIG = 1
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 
 
@@ -52,7 +51,7 @@ def start_module(module: str, connections: int, new_session: bool) -> tuple[subp
             [sys.executable, "-P", "-m", module, *map(str, numbers), str(parent)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=import_environment(),
             start_new_session=new_session,
         )
     finally:
@@ -68,9 +67,7 @@ def joined(argv: Sequence[str]) -> list[Connection]:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the parent, which may get them too, decides when this process ends
     if parent:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
     return [Connection(number) for number in numbers]
 
 

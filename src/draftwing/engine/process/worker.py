@@ -17,11 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.grammar_threads import GrammarThreads, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import Failed, joined
+from draftwing.engine.startup import gpu_context
+from draftwing.engine.startup.laps import Laps
 from draftwing.errors import DraftwingError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.grammar_field import Grammar
@@ -64,15 +67,17 @@ class Worker:
         """Loads the engine and turns it until the server says Close."""
         # It reads from the start, to see a server that goes away while the engine loads.
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
+        preparing = gpu_context.begin() if options.device in (AUTO, "cuda") else None
+        lap = Laps()
         from draftwing.engine.engine import Engine
         from draftwing.engine.startup.compiler_process import Compiler
-        from draftwing.engine.startup.laps import Laps
 
-        lap = Laps()
+        lap("imports")
+        if preparing is not None:
+            preparing.join()
+            lap("the GPU, imports aside")
         engine = Engine(options, self.die, Compiler.ready_for(options))
         lap("the engine")
-        engine.measure_read_rate()
-        lap("how fast memory is read")
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s
         gc.enable()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.startup.measure_costs import GRAPH_SECONDS, experts_at_random, measure_graphs
 from draftwing.kv.pool import KVPool
@@ -27,11 +27,11 @@ def capture(
     ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that.
     costs: to measure, None where they need not be.  known: as `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
-    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    menu = executor.common_shapes(menu)
     some = executor.model.ranks.size == 1 and not compiled
     with experts_at_random(executor):
         captured = executor.run_on_all_ranks(Executor.capture, menu, some)
-        if some and executor.prefills is not None:
+        if some:
             executor.prefills.drop_slow()
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)

@@ -15,8 +15,8 @@ from draftwing.engine.devices.base import Device
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
-from draftwing.models.folder import read_json, weight_files
-from draftwing.models.heads.config import flatten_config, same
+from draftwing.models.folder import weight_files
+from draftwing.models.heads.config import read_config, same
 from draftwing.models.loader import load_config
 from draftwing.parallel.ranks import Ranks
 from draftwing.spec.token_map import check_topk
@@ -62,7 +62,7 @@ def check_draft_files(options: Options, path: Path, target: ModelConfig) -> None
         if not path.is_dir():
             raise CheckpointError(f"draft model: expected a folder, found none at {path}")
         try:
-            raw = flatten_config(read_json(path / "config.json"))
+            raw = read_config(path)
             same("vocab_size", target.vocab_size, raw.get("vocab_size", target.vocab_size))
             if raw.get("target_hidden_size") != target.hidden_size:  # for which an EAGLE-3 head may be smaller
                 hidden = raw.get("hidden_size", target.hidden_size)

@@ -77,7 +77,9 @@ class Compiler:
         a look at devices; None, too, where there is no room for another process."""
         if options.device == "cpu" or torch.version.cuda is None:
             return None
-        with suppress(OSError):
+        with suppress(OSError, ImportError):
+            import draftwing.ops.triton.ops  # noqa: F401 (once, and not in both processes)
+
             return cls.fork()
         return None
 
@@ -135,6 +137,9 @@ class Precompilation:
         """compiler: that has not got a job yet; None starts one. Raises OSError, and what pickle does."""
         from triton import knobs
 
+        from draftwing.ops.triton.hashes import hash_all
+
+        hash_all()
         job = job._replace(options=_engine_options(job.options))
         packed = pickle.dumps(job)
         self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(job)}"
@@ -211,7 +216,8 @@ def _engine_options(options: Options) -> Options:
 def _digest(job: Job) -> str:
     import triton
 
-    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode())
+    # Triton's files name their folder: a copy of it at another place is compiled anew.
+    found = hashlib.sha256(f"{__version__} {triton.__version__} {triton.knobs.cache.dir} ".encode())
     found.update(pickle.dumps(job._replace(token_ids=None)))
     if job.token_ids is not None:  # of a tensor pickle notes an address
         found.update(job.token_ids.numpy().tobytes())

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,15 +102,15 @@ def measure_steps(
     """
     menu = sorted(costs.menu, key=lambda shape: shape.nodes)
     sizes = [size for size in batches if 1 < size <= executor.table.rows]
-    seconds: dict[TreeShape, list[float]] = {}
+    runs: dict[TreeShape, list[Timed]] = {}
     for turn in range(STEPS):  # in turn, so that what slows the machine down slows all of them
         for shape in menu:
             # A CPU's step behind one of another shape finds the caches full of other things, and takes longer than
             # while one shape goes on: the second one shows that.
             for _ in range(min(turn + 1, 2)):
                 if time.monotonic() < until:
-                    seconds.setdefault(shape, []).append(_run(executor, shape, 1, 0))
-    for shape, found in seconds.items():
+                    runs.setdefault(shape, []).append(_run(executor, shape, 1, 0))
+    for shape, found in runs.items():
         costs.measured(shape, 1, 0, _typical(found))
     for size in sizes:
         _measure_step(executor, costs, PLAIN, size, until)
@@ -120,10 +121,21 @@ def measure_steps(
                 _measure_step(executor, costs, shape, size, until)
 
 
-def _typical(seconds: Sequence[float]) -> float:
-    """Returns the least but one, of one or two steps the least. Where threads came and went meanwhile a step may look
-    as if it took half, and the first ones of a kind take longer than they will."""
-    return sorted(seconds)[min(1, (len(seconds) - 1) // 2)]
+class Timed(NamedTuple):
+    """A step that was run. seconds: about what it would take all threads of a machine that has nothing else to do.
+    threads: the share of them that ran, as of `StepResult`."""
+
+    seconds: float
+    threads: float
+
+
+def _typical(runs: Sequence[Timed]) -> float:
+    """Returns the least but one of those that ran in the most threads, of one or two the least. In fewer threads a step
+    seems shorter than it is in all; where they came and went meanwhile it may look as if it took half; and the first
+    ones of a kind take longer than they will."""
+    most = max(run.threads for run in runs)
+    seconds = sorted(run.seconds for run in runs if run.threads == most)
+    return seconds[min(1, (len(seconds) - 1) // 2)]
 
 
 def _measure_step(executor: Executor, costs: StepCost, shape: TreeShape, size: int, until: float) -> None:
@@ -144,26 +156,26 @@ def _measure_context(
         for shape in dict.fromkeys(shapes):
             expected = costs.seconds(shape, 1, CPU_CONTEXT)
             if expected is not None and time.monotonic() + STEPS * expected < until:
-                seconds = []
+                runs = []
                 for _ in range(STEPS):
                     executor.run_on_all_ranks(set_context, 1, CPU_CONTEXT)
-                    seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
-                costs.measured(shape, 1, CPU_CONTEXT, _typical(seconds))
+                    runs.append(_run(executor, shape, 1, CPU_CONTEXT))
+                costs.measured(shape, 1, CPU_CONTEXT, _typical(runs))
 
 
-def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:
-    """-> seconds as of `timed_step`. Without context the rows are the row table's dummy."""
+def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> Timed:
+    """Without context the rows are the row table's dummy."""
     rows = np.arange(size) if context else np.full(size, executor.table.rows)
     return timed_step(executor, Plan(0, "tree", rows, rows, shape, context or 1))[1]
 
 
-def timed_step(executor: Executor, plan: Plan) -> tuple[StepResult, float]:
-    """Returns the result of a step, and about what it would take all threads of a machine that has nothing else to do.
-    Where their number changes meanwhile, it counts as if the most had run throughout: rather too long than too short.
-    """
+def timed_step(executor: Executor, plan: Plan) -> tuple[StepResult, Timed]:
+    """Returns the result of a step, and what it took. Where the number of threads changes meanwhile, it counts as if
+    the most had run throughout: rather too long than too short."""
     threads, before = executor.device.active_threads, own_delay()
     result = executor.commit(executor.launch(plan)).wait()
-    return result, own(result.seconds, before) * max(threads, result.threads)
+    threads = max(threads, result.threads)
+    return result, Timed(own(result.seconds, before) * threads, threads)
 
 
 # ---- rows with a context ---------------------------------------------------------------------------------------------

@@ -229,9 +229,13 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
 
 def deferral_of(options: Options, rig: Rig) -> DraftDeferral:
     """Returns how much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
+    return DraftKVBacklog.deferral(rig.drafter, rig.device, prefill_tokens(options))
+
+
+def prefill_tokens(options: Options) -> int:
+    """Returns the most tokens of a prefill that memory is kept for."""
     assert options.chunked_prefill_size
-    most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
-    return DraftKVBacklog.deferral(rig.drafter, rig.device, most)
+    return options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
 
 
 def hidden_bytes(options: Options, rig: Rig) -> int:
@@ -256,9 +260,8 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     many tokens, a tree step of all rows, one of a batch as large as the largest graph. Draws with noise and filters,
     which take more than greedy choices do.
     """
-    assert options.max_running_requests and options.chunked_prefill_size
-    rows = options.max_running_requests
-    tokens = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
+    assert options.max_running_requests
+    rows, tokens = options.max_running_requests, prefill_tokens(options)
     longest = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
     tokens = min(tokens, longest * rows)
     shape = max(rig.menu, key=lambda s: s.nodes)
@@ -326,7 +329,7 @@ def graph_counts(
 ) -> tuple[int, int]:
     """Returns how many graphs there will be with a forward of the target, and of other stages. tokens: most of a
     prefill; length: of a row; mixed: whether prompts run beside steps."""
-    keys = graph_keys(menu if executor.drafter is not None else (PLAIN,), batch_sizes(graph_size))
+    keys = graph_keys(executor.common_shapes(menu), batch_sizes(graph_size))
     sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
     prompts = 0 if executor.model.needs_chunks else sizes.planned(keys)
     others = 3 if executor.ops.draws_by_row else 2  # of `commit` there is one that filters

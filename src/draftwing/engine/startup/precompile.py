@@ -80,6 +80,7 @@ class Needed(NamedTuple):
     launches: list[Launch]  # each kernel once for each way it is compiled
     experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
     heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
+    fp8: bool  # whether `ops.cuda.gemm_fp8` takes weights
 
 
 def main(connection: int) -> None:
@@ -88,7 +89,9 @@ def main(connection: int) -> None:
     os.nice(5)  # loading comes first
     import draftwing.ops.triton.ops  # noqa: F401 (the processes that compile get a copy of what is imported)
     from draftwing.engine import build  # noqa: F401
+    from draftwing.ops.triton.hashes import hash_all
 
+    hash_all()  # as the engine's process does
     torch.set_num_threads(1)  # the process forks
     with Connection(connection) as engine:
         try:
@@ -171,8 +174,11 @@ def collect(
     leave_gpu(job.capability)
     knobs.runtime.jit_cache_hook = note
     try:
-        model = _model_without_data(job)
-        needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model))
+        model = model_without_data(job)
+        needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model), multiplies_fp8(model))
+        if needed.fp8:
+            held(_compile_fp8, False)
+            held(_compile_fp8, True)
         for layout in needed.experts:
             held(_compile_experts, layout)
         for chunks in needed.heads:
@@ -225,17 +231,20 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
 
     config = load_config(job.path)
-    if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
-        yield gemm_fp8.compile_ahead, job.capability
-    yield gemm.compile_ahead, job.dtype, job.capability
+    for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
+        yield gemm.compile_ahead, job.dtype, job.capability, shapes
     if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
         for groups in gemm_dense.GROUPS:
             yield gemm_dense.compile_ahead, groups, job.capability
     widths = _widths(job.options.quantization, config.quantization)
-    for width in widths | _width_of_lm_head(job, config):
-        yield gemm_groups.compile_ahead, job.dtype, width, job.capability
-    for width in widths:
-        yield gemm_tall.compile_ahead, job.dtype, width, job.capability
+    for made, of in ((gemm_groups, widths | _width_of_lm_head(job, config)), (gemm_tall, widths)):
+        for width in of:
+            for some in gemm.programs(made.shapes_for(width.bits, job.capability, job.dtype)):
+                yield made.compile_ahead, job.dtype, width, job.capability, some
+
+
+def _compile_fp8(job: Job, many: bool) -> None:
+    gemm_fp8.compile_ahead(job.capability, many)
 
 
 def _compile_experts(job: Job, layout: Layout) -> None:
@@ -260,7 +269,12 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     return found | ({MADE["int8"]} if found else set())  # of draft heads
 
 
-def _multiplies_fp8(job: Job, stored: Quantization | None) -> bool:
+def multiplies_fp8(model: DecoderModel) -> bool:
+    """Returns whether any of its weights is for activations in fp8."""
+    return any(isinstance(part, Linear) and isinstance(part.op, _HeldFp8) for part in model.modules())
+
+
+def _may_multiply_fp8(job: Job, stored: Quantization | None) -> bool:
     """Returns whether weights are for activations in fp8, or are made so, as far as the config says."""
     asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
     made = job.options.quantization == "fp8"
@@ -307,7 +321,7 @@ class _Nothing:
         pass
 
 
-def _model_without_data(job: Job) -> DecoderModel:
+def model_without_data(job: Job) -> DecoderModel:
     """Returns the target on the meta device, packed."""
     options, config = job.options, load_config(job.path)
     ranks: Ranks = ALONE
@@ -315,7 +329,7 @@ def _model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
-    if wgmma.runs_on(job.capability) and _multiplies_fp8(job, config.quantization):
+    if wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
         hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)
@@ -338,8 +352,8 @@ def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], obj
     sizing.trial(options, rig, graph_size_of(options))
     parts = assemble(options, model, precision, device, drafter, policy, before=before)
     before("")
-    while parts.executor.later:
-        parts.executor.capture_next()
+    while parts.later:
+        parts.run_later()
     return parts
 
 

@@ -31,8 +31,7 @@ FIRST_SECONDS = 2.5
 PROMPT = 32  # tokens
 COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
 # loaded for about so many rows that draw
-LENGTHS_SECONDS = 0.8  # for prompts of many lengths: none of them begins later
-SHORT = 1024  # tokens of prompts up to which all lengths are tried first, and of longer ones powers of two
+SHORT = 1024  # tokens of prompts up to which a GPU has hardly more to do than the host
 GREEDY = SamplingParams(temperature=0.0)
 ASKING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((1, -1.0),)
@@ -49,7 +48,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
     started = time.monotonic()
     try_prompt(executor)
     tokens = min(PROMPT, executor.table.length // 2)
-    menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    menu = executor.common_shapes(menu)
     until = started + SECONDS if cost is None else time.monotonic() + FIRST_SECONDS
     met = set[TreeShape]()
     with experts_at_random(executor):
@@ -67,11 +66,11 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
 
 
 def _run(executor: Executor, plan: Plan) -> float:
-    """-> seconds as of `timed_step`"""
-    result, seconds = timed_step(executor, plan)
+    """-> seconds as of `Timed`"""
+    result, run = timed_step(executor, plan)
     if (result.tokens >= NOT_FINITE).any():
         raise CheckpointError(f"found in the first steps: {NOT_FINITE_MESSAGE}")
-    return seconds
+    return run.seconds
 
 
 def try_prompt(executor: Executor) -> None:
@@ -81,11 +80,10 @@ def try_prompt(executor: Executor) -> None:
     executor.run_on_all_ranks(Executor.flush)
 
 
-def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int = 0) -> None:
-    """Runs prompts, one and several at once, drawn in every way, longer ones up to `max_tokens` tokens while there is
-    time, and of one row that asks for all there is with every shape of the menu. A GPU loads a kernel when it first
-    runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a disk with
-    room."""
+def try_prompts(executor: Executor, menu: Sequence[TreeShape], lengths: Sequence[int] = ()) -> None:
+    """Runs prompts, one and several at once, drawn in every way, longer ones of these lengths, and of one row that asks
+    for all there is with every shape of the menu. A GPU loads a kernel when it first runs with such arguments, which
+    takes 15 ms of a step; one that has to be compiled takes a second, and a disk with room."""
     tokens = min(PROMPT, executor.table.length // 2)
     executor.run_on_all_ranks(Executor.keep_calibration)
     executor.run_on_all_ranks(_clear_dummy)
@@ -94,16 +92,9 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    max_tokens = min(max_tokens, executor.table.length - ROOM)
-    lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > PROMPT]
-    lengths.sort(key=lambda length: (length > SHORT and length & (length - 1) != 0, length))
-    started = time.monotonic()
-    for count, length in enumerate(lengths):
-        if time.monotonic() > started + LENGTHS_SECONDS:
-            log.debug("prompts of %d of %d lengths were tried", count, len(lengths))
-            break
+    for length in lengths:
         _run(executor, _prompt(length))
-    if executor.target.mixes(PLAIN, 1) and executor.prefills is not None:
+    if executor.target.mixes(PLAIN, 1) and executor.prefills.sizes:
         for params in (GREEDY, SamplingParams(temperature=1.0, top_p=0.9)):
             _run(executor, _mixed(_step(executor.table.rows, PLAIN, tokens), _prompt(tokens, 1, params)))
     for shape in menu:
@@ -112,6 +103,27 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], max_tokens: int =
         _run(executor, _asking(_step(0, shape, tokens)))
     executor.run_on_all_ranks(Executor.restore_calibration)
     executor.run_on_all_ranks(Executor.flush)
+
+
+def lengths_to_try(executor: Executor, max_tokens: int) -> tuple[list[int], list[int]]:
+    """Returns tokens of prompts, `max_tokens` at most, whose kernels are not loaded yet: those that take no time, for
+    `try_prompts`, and longer ones for `try_length`, in the order in which it should run them: powers of two first."""
+    max_tokens = min(max_tokens, executor.table.length - ROOM)
+    drafter, prefills = executor.drafter, executor.prefills
+    has_kv = drafter is not None and len(drafter.kv_layers) > 0
+    # The target's kernels are those of its graphs.
+    known = PROMPT if prefills is None or has_kv else max(prefills.sizes, default=PROMPT)
+    lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > known]
+    long = sorted((n for n in lengths if n > SHORT), key=lambda n: (n & (n - 1) != 0, n))
+    return [n for n in lengths if n <= SHORT], long
+
+
+def try_length(executor: Executor, tokens: int) -> None:
+    """Runs the target's forward over a prompt of so many tokens, in the dummy row. Leaves no trace, so it may run
+    whenever nothing else does."""
+    _clear_dummy(executor)
+    row = np.full(1, executor.table.rows)
+    executor.states(Plan(0, "prefill", row, row, PLAIN, tokens, chunks=(Chunk(int(row[0]), 0, tokens, True),)))
 
 
 def _clear_dummy(executor: Executor) -> None:

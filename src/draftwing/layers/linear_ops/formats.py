@@ -11,8 +11,8 @@ from draftwing.layers.linear_ops.dense import DenseFormat
 DENSE = DenseFormat()
 
 
-def head_format(form: WeightFormat) -> WeightFormat:
-    """Returns the format of matrices that are multiplied head by head, where that of a layer's others is `form`: blocks
+def blocks_or_dense(form: WeightFormat) -> WeightFormat:
+    """Returns the format of matrices that are small, or multiplied head by head, where that of others is `form`: blocks
     as these, or dense."""
     return form if form.takes_blocks else DENSE
 

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.fields import Fields
+from draftwing.models.folder import read_json
 from draftwing.models.heads.eagle3 import Eagle3Config
 from draftwing.requests.refusals import show
 
@@ -25,6 +27,11 @@ Weights = Mapping[str, Tensor]
 _SPECULATORS = ("eagle3", "dflash", "dspark")  # of its kinds
 _INNER = ("eagle_config", "dflash_config", "dspark_config")  # objects whose keys are those of the head
 _LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns `flatten_config` of the config.json in a head's folder."""
+    return flatten_config(read_json(path / "config.json"))
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:

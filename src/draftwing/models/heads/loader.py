@@ -28,7 +28,7 @@ from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.heads.assistant import AssistantHead
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
@@ -40,7 +40,7 @@ from draftwing.models.heads.config import (
     config_of_layers,
     draft_config,
     eagle3_config,
-    flatten_config,
+    read_config,
 )
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head, first_layer_name
@@ -109,7 +109,7 @@ def load_draft_head(
     if path.suffix == ".gguf" and "mtp" in drafter.heads:
         return of_model()
     if dummy:
-        flat = flatten_config(read_json(path / "config.json"))
+        flat = read_config(path)
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
         weights = _dequantised(_draft_weights(path, target.config), path, dtype, target.config)
@@ -123,7 +123,7 @@ def load_draft_head(
         return of_model()
     head: EagleHead | Eagle3Head | BlockHead
     try:
-        raw = flatten_config(read_json(path / "config.json"))
+        raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
         if kind in ("dflash", "dspark"):
@@ -302,7 +302,7 @@ def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, tar
     if some is None or any(of_prediction_layer(name, target) for name in weights):
         return weights
     try:
-        quantization = config_of_layers(flatten_config(read_json(path / "config.json")), 1).quantization
+        quantization = config_of_layers(read_config(path), 1).quantization
         if quantization is None:
             raise CheckpointError(
                 f"expected quantization_config in its config.json, for {some} is of a quantised matrix"

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.formats import blocks_or_dense
 from draftwing.models.config import ModelConfig
 from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.weight_map import named
@@ -35,7 +35,7 @@ class MarkovHead(nn.Module):
         self.rank, self.width = rank, rank if block.markov == "rnn" else 0  # width: of a node's state
         self.above = Embedding(Linear(rank, config.vocab_size, False, dtype, device, rows))
         self.out = Linear(rank, vocab, False, dtype, device, form)
-        inner = _inner(config)
+        inner = blocks_or_dense(config.weight_format)
         self.gate = Linear(hidden + rank, rank, True, dtype, device, inner) if block.markov == "gated" else None
         self.joint = Linear(2 * rank + hidden, 3 * rank, True, dtype, device, inner) if block.markov == "rnn" else None
         self.ops: LayerOps = PLAIN  # do what is done between the products
@@ -95,7 +95,7 @@ class DominoHead(nn.Module):
         hidden = config.hidden_size
         self.rank, self.width = block.rank, block.memory
         self._above = (embed,)  # in a tuple, where nn.Module does not look for parameters
-        inner = _inner(config)
+        inner = blocks_or_dense(config.weight_format)
         self.read = Linear(hidden, 3 * self.width, False, dtype, device, inner)
         self.keep = Linear(self.width, 3 * self.width, False, dtype, device, inner)
         self.joint = Linear(hidden + self.width, self.rank, False, dtype, device, inner)
@@ -134,11 +134,6 @@ class DominoHead(nn.Module):
         for name, part in parts:
             table[name] = ParamSlice(f"markov.{part}.weight", 0, getattr(self, part).out_features)
         return table
-
-
-def _inner(config: ModelConfig) -> WeightFormat:
-    """Returns the format of products before the correction: in blocks where all are, else dense: they are small."""
-    return config.weight_format if config.weight_format.takes_blocks else DENSE
 
 
 class ConfidenceHead(nn.Module):

@@ -6,7 +6,7 @@ A row's result has the same bits whatever other rows are in the batch, for any n
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TypeVar
@@ -25,6 +25,9 @@ LONG = 8192  # K from which on `add` may be cut otherwise
 _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
 CLUSTERS = (9, 0)  # compute capability that has them
 WARP_GROUPS = 9  # major compute capability that alone has their instructions
+# Kernels that are compiled together. NVRTC takes 0.1 to 0.5 s for one and as long for what they share (an EPYC), and
+# programs are compiled at the same time.
+_PER_PROGRAM = 6
 FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 # Features a multiprocessor, up to which a width has this name, and may be cut otherwise.
 NARROW = {"tiny": 4, "slim": 16, "narrow": 32, "medium": 64}
@@ -257,9 +260,11 @@ class SmallMGemm:
 
     @functools.cached_property
     def _kernels(self) -> dict[tuple[str, int], tuple[Kernel, Shape]]:
-        """Not before a product needs them: while weights load, another process compiles them."""
-        module = Module(self._source or read_source(self._shapes), *self._place)
-        return kernels_of(module, self._shapes, PART)
+        """Not before a product needs them: while weights load, other processes compile them."""
+        if self._source is not None:
+            return kernels_of([(Module(self._source, *self._place), self._shapes)], PART)
+        parts = programs(self._shapes)
+        return kernels_of([(Module(read_source(shapes), *self._place), shapes) for shapes in parts], PART)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -292,8 +297,14 @@ class SmallMGemm:
 def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `SmallMGemm` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
-        shapes = shapes_for(capability, dtype) if shapes is None else shapes
-        compile_source(read_source(shapes), options_for(dtype), capability)
+        for part in programs(shapes_for(capability, dtype) if shapes is None else shapes):
+            compile_source(read_source(part), options_for(dtype), capability)
+
+
+def programs(shapes: Mapping[tuple[str, int], S]) -> list[dict[tuple[str, int], S]]:
+    """Cuts shapes into those of kernels that are compiled together, so that several processes may compile them."""
+    count = -(-len(shapes) // _PER_PROGRAM)
+    return [dict([*shapes.items()][first::count]) for first in range(count)]
 
 
 def options_for(dtype: torch.dtype) -> list[str]:
@@ -327,10 +338,11 @@ def kernel_of(module: Module, key: tuple[str, int], shape: Shape | TallShape, pa
 
 
 def kernels_of(
-    module: Module, shapes: Mapping[tuple[str, int], S], part: int
+    modules: Iterable[tuple[Module, Mapping[tuple[str, int], S]]], part: int
 ) -> dict[tuple[str, int], tuple[Kernel, S]]:
-    """Returns the kernels of these shapes. Without an entry, `add_long` is `add`."""
-    found = {key: (kernel_of(module, key, shape, part), shape) for key, shape in shapes.items()}
+    """Returns the kernels of these shapes, each with the module of its program. Without an entry, `add_long` is
+    `add`."""
+    found = {key: (kernel_of(module, key, shape, part), shape) for module, its in modules for key, shape in its.items()}
     return {("add_long", tile): kernel for (kind, tile), kernel in found.items() if kind == "add"} | found
 
 

@@ -182,7 +182,7 @@ class DenseGemm:
 
 def read_source(groups: int) -> str:
     """Returns what is compiled for so many groups of 64 rows of x."""
-    return wgmma.read_source("gemm_dense.cu", "k16.f32.bf16.bf16", PARTS[groups], kernel_lines(groups))
+    return wgmma.read_source(["gemm_dense.cu"], "k16.f32.bf16.bf16", PARTS[groups], kernel_lines(groups))
 
 
 def kernel_lines(groups: int) -> list[str]:

@@ -166,37 +166,65 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     }
 
 #ifndef ON_HOST
+// value / scale, rounded as a division rounds it; inverse: 1 / scale, rounded.
+__device__ __forceinline__ float divided(float value, float scale, float inverse) {
+    const float near = value * inverse;
+    return fmaf(fmaf(-near, scale, value), inverse, near);
+}
+
 // x [M][K] -> codes [K / 128][padded][128] and scales [K / 128][padded], as `quantised` of fp8_blocks.py. 16 lanes have 128
-// columns of a row.
-extern "C" __global__ void __launch_bounds__(256) quantise_fp8(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {
+// columns of ROWS rows, and the other 16 of a warp the next columns or, with several rows, the next rows: 8 rows' codes lie
+// together.
+template <int ROWS>
+__device__ __forceinline__ void quantise_fp8(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {
     launch_dependents();
     const int unit = blockIdx.x * 16 + threadIdx.x / 16, lane = threadIdx.x % 16, blocks = K / WIDE;
-    const int row = unit / blocks, block = unit - row * blocks;
+    const int block = ROWS == 1 ? unit % blocks : unit / 2 % blocks;
+    const int row0 = ROWS == 1 ? unit / blocks : (unit / 2 / blocks * 2 + unit % 2) * ROWS;
     wait_for_earlier_kernels();
-    uint4 in = make_uint4(0, 0, 0, 0);
-    if (row < M) in = load_x(x + (size_t)row * K + block * WIDE + lane * 8);
-    const u32 pairs[4] = {in.x, in.y, in.z, in.w};
-    float value[8], most = 1e-10f;
+    uint4 in[ROWS];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        value[k] = to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
-        most = fmaxf(most, fabsf(value[k]));
+    for (int r = 0; r < ROWS; ++r) {
+        in[r] = make_uint4(0, 0, 0, 0);
+        if (row0 + r < M) in[r] = load_x(x + (size_t)(row0 + r) * K + block * WIDE + lane * 8);
     }
 #pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
-    const float scale = most / 448.f;
-    u32 out[2];
+    for (int r = 0; r < ROWS; ++r) {
+        const int row = row0 + r;
+        const u32 pairs[4] = {in[r].x, in[r].y, in[r].z, in[r].w};
+        float value[8], most = 1e-10f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        u16 low, high;
-        const float* const v = value + half * 4;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1] / scale), "f"(v[0] / scale));
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3] / scale), "f"(v[2] / scale));
-        out[half] = low | (u32)high << 16;
+        for (int k = 0; k < 8; ++k) {
+            value[k] = to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
+            most = fmaxf(most, fabsf(value[k]));
+        }
+#pragma unroll
+        for (int distance = 8; distance > 0; distance /= 2)
+            most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
+        const float scale = most / 448.f, inverse = 1.f / scale;
+        u32 out[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u16 low, high;
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[k] = divided(value[half * 4 + k], scale, inverse);
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+            out[half] = low | (u32)high << 16;
+        }
+        if (row >= M) continue;
+        const size_t at = (size_t)block * padded + row;
+        *(uint2*)(codes + at * WIDE + ((lane / 2 ^ row % 8) * 2 + lane % 2) * 8) = {out[0], out[1]};
+        if (lane == 0) scales[at] = scale;
     }
-    if (row >= M) return;
-    const size_t at = (size_t)block * padded + row;
-    *(uint2*)(codes + at * WIDE + ((lane / 2 ^ row % 8) * 2 + lane % 2) * 8) = {out[0], out[1]};
-    if (lane == 0) scales[at] = scale;
 }
+
+#define QUANTISE_KERNEL(ROWS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        quantise_fp8_##ROWS(const u16* x, Fp8* codes, float* scales, int M, int padded, int K) {                      \
+        quantise_fp8<ROWS>(x, codes, scales, M, padded, K);                                                          \
+    }
+QUANTISE_KERNEL(1)
+QUANTISE_KERNEL(4)
 #endif

@@ -1,8 +1,10 @@
-"""GEMMs in fp8 x fp8 with scales of 128 columns: the Python side of gemm_fp8.cu, for compute capability 9.0."""
+"""GEMMs in fp8 x fp8 with scales of 128 columns: the Python side of gemm_fp8.cu and gemm_fp8_many.cu, for compute
+capability 9.0."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from draftwing.ops.cuda import wgmma
 from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
-from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Blocks, Fp8Rows
+from draftwing.ops.fp8_blocks import EIGHT, TALL, WIDE, Fp8Blocks, Fp8Rows
 
 # Features of an instruction; a block has two parts of a weight, each at most so many.
 _PARTS = (32, 64, 80, 88, 112, 136)
@@ -25,6 +27,14 @@ _LEAST = 2  # stages of a range
 # 20.6 and 24.1 us (1 and 64 rows of x) in one range, 21.5 and 26.1 in two; 5,120 rows take the least in four.
 _FEW_ROWS = 192
 _QUANTISE_THREADS = 256
+_QUANTISE_ROWS = 4  # of x that a thread takes, if there are many
+# Rows of x from which the kernels of many rows multiply: on an H200 27B's four matrices take 352 us (384 rows) and 464
+# (448) with the others, 367 and 373 with these.
+MANY_FROM = 385
+_MANY_PARTS = {1: (128, 112), 2: (80, 64), 4: (80, 64)}  # by ranges of K, whose sums take registers, too
+_MANY_ROWS = 128  # of x that a block takes
+_PAIR = 2  # blocks of a cluster
+_EPILOGUE = 16  # features whose products take as long as to end a tile
 
 
 class Size(NamedTuple):
@@ -46,13 +56,37 @@ class Size(NamedTuple):
 SIZES = [Size(groups, part) for groups in (1, 2) for part in _PARTS]
 
 
+class ManySize(NamedTuple):
+    """Of a kernel for many rows."""
+
+    part: int  # features of an instruction; a tile has two such parts of a weight
+    ranges: int  # of K
+
+    @property
+    def threads(self) -> int:
+        return 384
+
+    @property
+    def name(self) -> str:
+        return f"fp8_many_{self.part}_{self.ranges}"
+
+    @property
+    def stages(self) -> int:
+        """Returns those of the ring."""
+        scales = -(-self.part // TALL // 4) * 4 * 2 * 4
+        return (SHARED - 1024) // ((_MANY_ROWS + 2 * self.part) * WIDE + _MANY_ROWS * 4 + scales + 16)
+
+
+MANY_SIZES = [ManySize(part, ranges) for ranges, parts in _MANY_PARTS.items() for part in parts]
+
+
 class Cut(NamedTuple):
     """How a product is shared out."""
 
-    size: Size
+    size: Size | ManySize
     rows: int  # of a weight that a block takes
     stages: int
-    ranges: int  # of K
+    cluster: int  # blocks: ranges of K or, with many rows, blocks of rows
     grid: tuple[int, int]
 
 
@@ -67,11 +101,16 @@ def ranges_of(rows: int, columns: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
-    """rows: of x. features: of the result. clusters: how many run at once, by `_RANGES`."""
+def cut_of(
+    rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...], many: bool | None = None
+) -> Cut:
+    """rows: of x. features: of the result. clusters: how many run at once, by `_RANGES`. many: with the kernels of many
+    rows, or not; None: by rows."""
     assert rows > 0 and features % (2 * EIGHT) == 0 and columns % WIDE == 0, f"{features} x {columns}"
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
     ranges = ranges_of(weights, columns)
+    if rows >= MANY_FROM if many is None else many:
+        return _cut_of_many(rows, weights, ranges, clusters[_RANGES.index(_PAIR)])
     at_once, token_blocks = clusters[_RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
     step = 2 * EIGHT if gated else EIGHT
 
@@ -91,6 +130,18 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     return Cut(size, taken, stages, ranges, (token_blocks * ranges, tiles))
 
 
+def _cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> Cut:
+    pairs = -(-rows // (_PAIR * _MANY_ROWS))
+
+    def cost(part: int) -> tuple[int, int]:
+        """Of turns of clusters, and the larger tiles the better."""
+        return -(-pairs * -(-weights // (2 * part)) // at_once) * (part + _EPILOGUE), -part
+
+    part = min(_MANY_PARTS[ranges], key=cost)
+    size, tiles = ManySize(part, ranges), pairs * -(-weights // (2 * part))
+    return Cut(size, 2 * part, size.stages, _PAIR, (_PAIR * min(at_once, tiles), 1))
+
+
 def _half(rows: int) -> int:
     """Returns the first part of so many rows, a multiple of 8."""
     return (rows // EIGHT + 1) // 2 * EIGHT
@@ -103,17 +154,22 @@ class Fp8Gemm:
         self._device = device
 
     @functools.cached_property
-    def _module(self) -> Module:
-        """Not before a product needs it: while weights load, another process compiles it."""
-        return Module(read_source(), options_for(torch.bfloat16), self._device)
+    def _modules(self) -> list[Module]:
+        """Of few and of many rows, not before products need them: while weights load, other processes compile them."""
+        return [Module(read_source(many), options_for(torch.bfloat16), self._device) for many in (False, True)]
 
     @functools.cached_property
-    def _kernels(self) -> dict[Size, Kernel]:
-        return {size: self._module.kernel(size.name, size.threads, SHARED) for size in SIZES}
+    def _kernels(self) -> dict[Size | ManySize, Kernel]:
+        few, many = self._modules
+        kernels: dict[Size | ManySize, Kernel] = {size: few.kernel(size.name, size.threads, SHARED) for size in SIZES}
+        return kernels | {size: many.kernel(size.name, size.threads, SHARED) for size in MANY_SIZES}
 
     @functools.cached_property
-    def _quantise(self) -> Kernel:
-        return self._module.kernel("quantise_fp8", _QUANTISE_THREADS)
+    def _quantise(self) -> dict[int, Kernel]:
+        """By rows of x that a thread takes."""
+        return {
+            rows: self._modules[0].kernel(f"quantise_fp8_{rows}", _QUANTISE_THREADS) for rows in (1, _QUANTISE_ROWS)
+        }
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
@@ -126,7 +182,9 @@ class Fp8Gemm:
         padded, blocks = -(-rows // EIGHT) * EIGHT, columns // WIDE
         codes = x.new_empty(blocks, padded, WIDE, dtype=torch.float8_e4m3fn)
         scales = x.new_empty(blocks, padded, dtype=torch.float32)
-        self._quantise((-(-rows * blocks * 16 // _QUANTISE_THREADS),), x, codes, scales, rows, padded, columns)
+        taken = _QUANTISE_ROWS if rows >= MANY_FROM else 1
+        groups = -(-rows // (2 * taken)) * 2 if taken > 1 else rows  # of 16 threads; two have rows behind each other
+        self._quantise[taken]((-(-groups * blocks * 16 // _QUANTISE_THREADS),), x, codes, scales, rows, padded, columns)
         return Fp8Rows(codes, scales, rows)
 
     def linear(
@@ -149,24 +207,32 @@ class Fp8Gemm:
         out = torch.empty(rows, features, dtype=torch.bfloat16, device=codes.device)
         kernels[cut.size](
             cut.grid, codes, scales, weight.codes, weight.scales, bias, residual, out, rows, codes.shape[1], features,
-            weight.columns, cut.rows, cut.stages, int(gated), cluster=cut.ranges,
+            weight.columns, cut.rows, cut.stages, int(gated), cluster=cut.cluster,
         )  # fmt: skip
         return out
 
 
-def read_source() -> str:
-    """Returns what is compiled."""
-    return wgmma.read_source("gemm_fp8.cu", "k32.f32.e4m3.e4m3", _PARTS, kernel_lines())
+def read_source(many: bool) -> str:
+    """Returns what is compiled, for few rows or for many."""
+    sizes: Sequence[Size | ManySize] = MANY_SIZES if many else SIZES
+    files = ["gemm_fp8.cu", *(["gemm_fp8_many.cu"] if many else [])]
+    return wgmma.read_source(files, "k32.f32.e4m3.e4m3", (size.part for size in sizes), kernel_lines(sizes))
 
 
-def kernel_lines() -> list[str]:
-    """Returns lines of the source: all kernels."""
-    return [f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n" for size in SIZES]
+def kernel_lines(sizes: Sequence[Size | ManySize]) -> list[str]:
+    """Returns lines of the source: these kernels."""
+    return [
+        f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n"
+        if isinstance(size, Size)
+        else f"FP8_MANY({size.name}, {size.part}, {size.ranges}, {size.threads})\n"
+        for size in sizes
+    ]
 
 
-def compile_ahead(capability: tuple[int, int]) -> None:
-    """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability."""
-    compile_source(read_source(), options_for(torch.bfloat16), capability)
+def compile_ahead(capability: tuple[int, int], many: bool) -> None:
+    """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability. many: the half
+    that is for many rows."""
+    compile_source(read_source(many), options_for(torch.bfloat16), capability)
 
 
 @functools.cache

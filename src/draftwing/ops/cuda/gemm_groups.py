@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,13 +26,14 @@ from draftwing.ops.cuda.gemm import (
     key_of,
     kind_of,
     options_for,
+    programs,
     read_files,
     ring,
     shared,
     wide,
 )  # fmt: skip
 from draftwing.ops.cuda.nvrtc import ALL_SHARED, Kernel, Module, compile_source
-from draftwing.ops.groups import CHUNK, TALL, PackedGroups
+from draftwing.ops.groups import CHUNK, TILE_ROWS, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
 _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a time, and warps of a block
@@ -234,14 +235,14 @@ class GroupGemm(PackedGemm[Tensor]):
 
     @functools.cached_property
     def _loaded(self) -> _Loaded:
-        """Not before a product needs them: while weights load, another process compiles them."""
-        shapes = self._shapes
-        module = Module(read_source(self._width, shapes), *self._place)
-        kernels = kernels_of(module, shapes, self._width.part)
+        """Not before a product needs them: while weights load, other processes compile them."""
+        parts = programs(self._shapes)
+        modules = [(Module(read_source(self._width, shapes), *self._place), shapes) for shapes in parts]
+        kernels = kernels_of(modules, self._width.part)
         tiles = {kind: sorted(tile for name, tile in kernels if name == kind) for kind, _ in kernels}
         # What runs meanwhile may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
-        unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
-        return _Loaded(kernels, tiles, order_kernels(module, shapes.values()), unpack)
+        unpack = modules[0][0].kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
+        return _Loaded(kernels, tiles, order_kernels(modules), unpack)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
         """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
@@ -279,13 +280,13 @@ def _from_feature(first: int, *tensors: Tensor | None) -> tuple[Tensor | None, .
     """Codes, scales and zeros [tiles, ...], bias [N], residual and result [M, N] -> the same, as a kernel is to have
     them whose first feature is this one: all that it reads and writes lies as far behind what it is given."""
     of_tiles, of_features = tensors[:3], tensors[3:]
-    tiles = [None if part is None else part[first // TALL :] for part in of_tiles]
+    tiles = [None if part is None else part[first // TILE_ROWS :] for part in of_tiles]
     return (*tiles, *(None if part is None else part[..., first:] for part in of_features))
 
 
 def unpack_blocks(rows: int, columns: int, room: int) -> int:
     """Returns the blocks of a grid of `unpack` for a matrix of this shape, at most `room`."""
-    return min(room, -(-rows // TALL * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
+    return min(room, -(-rows // TILE_ROWS * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
 
 
 def tile_of(rows: int, tiles: Sequence[int]) -> int:
@@ -293,9 +294,11 @@ def tile_of(rows: int, tiles: Sequence[int]) -> int:
     return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 
-def order_kernels(module: Module, shapes: Iterable[Shape | TallShape]) -> dict[int, Kernel]:
+def order_kernels(modules: Iterable[tuple[Module, Mapping[tuple[str, int], Shape | TallShape]]]) -> dict[int, Kernel]:
     """By the rows of a panel."""
-    return {tokens: module.kernel(f"order_{tokens}", 256) for tokens in _panels(shapes)}
+    return {
+        tokens: module.kernel(f"order_{tokens}", 256) for module, its in modules for tokens in _panels(its.values())
+    }
 
 
 def ordered(kernel: Kernel, tokens: int, x: Tensor) -> Tensor:
@@ -318,8 +321,8 @@ def _panels(shapes: Iterable[Shape | TallShape]) -> list[int]:
 
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `GroupGemm` compiles into the user's cache folder, for devices of this compute capability."""
-    shapes = shapes_for(width.bits, capability, dtype) if shapes is None else shapes
-    compile_source(read_source(width, shapes), options_for(dtype), capability)
+    for part in programs(shapes_for(width.bits, capability, dtype) if shapes is None else shapes):
+        compile_source(read_source(width, part), options_for(dtype), capability)
 
 
 def read_source(width: Width, shapes: Shapes) -> str:

@@ -19,6 +19,7 @@ from draftwing.ops.cuda.gemm import (
     kernel_of,
     key_of,
     options_for,
+    programs,
     read_files,
 )
 from draftwing.ops.cuda.gemm_groups import PackedGemm, Width, order_kernels, order_lines, ordered, weights_line
@@ -72,13 +73,13 @@ class TallGemm(PackedGemm[Tensor | None]):
     """The kernels of one width on one device, for bfloat16. Where a GEMM has none, its result is None."""
 
     def __init__(self, device: torch.device, width: Width, shapes: TallShapes) -> None:
-        module = Module(read_source(width, shapes), _OPTIONS, device)
+        modules = [(Module(read_source(width, part), _OPTIONS, device), part) for part in programs(shapes)]
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
         self._kernels: dict[tuple[str, int], Kernel] = {
-            key: kernel_of(module, key, shape, width.part) for key, shape in shapes.items()
+            key: kernel_of(module, key, shape, width.part) for module, part in modules for key, shape in part.items()
         }
-        self._order = order_kernels(module, shapes.values())
+        self._order = order_kernels(modules)
 
     def _run(
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
@@ -114,16 +115,12 @@ def read_source(width: Width, shapes: TallShapes) -> str:
     return "".join([*parts, *order_lines(shapes.values())])
 
 
-def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int]) -> None:
+def compile_ahead(
+    dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: TallShapes | None = None
+) -> None:
     """Puts what `tall_gemm` compiles into the user's cache folder, for devices of this compute capability."""
-    shapes = shapes_for(width.bits, capability, dtype)
-    if shapes:
-        compile_tall(width, shapes, capability)
-
-
-def compile_tall(width: Width, shapes: TallShapes, capability: tuple[int, int]) -> bytes:
-    """Returns the image of these kernels, which is also kept in the user's cache folder."""
-    return compile_source(read_source(width, shapes), _OPTIONS, capability)
+    for part in programs(shapes_for(width.bits, capability, dtype) if shapes is None else shapes):
+        compile_source(read_source(width, part), _OPTIONS, capability)
 
 
 @functools.cache

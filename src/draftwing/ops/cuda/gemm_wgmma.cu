@@ -42,7 +42,8 @@ __device__ __forceinline__ void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-__device__ __forceinline__ void sync_cluster_but_producers() {  // which have left
+// Of all threads of the cluster that have not left, of warps whose threads come at different times, too.
+__device__ __forceinline__ void sync_whole_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
@@ -98,6 +99,10 @@ struct Place {
     }
 };
 
+__device__ __forceinline__ float silu_times(float gate, float up) {
+    return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
 // Four sums of all ranges, and the bias. p: where this block has its part.
 template <int RANGES>
 __device__ __forceinline__ void sum_of_ranges(const float* p, const u16* bias, float (&out)[4]) {
@@ -129,7 +134,7 @@ __device__ __forceinline__ void store_sums(const Result& result, const Place& pl
         if (result.gated) {
             sum_of_ranges<RANGES>(p + place.half, result.bias ? result.bias + result.features + n : nullptr, up);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
+            for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
         }
         u16 out[4];
 #pragma unroll
@@ -147,7 +152,7 @@ __device__ __forceinline__ void finish_sums(const Result& result, const Place& p
         store_sums<1, THREADS>(result, place, sums, pitch, tokens);
         return;
     }
-    sync_cluster_but_producers();
+    sync_whole_cluster();
     if (place.ranges == 2) store_sums<2, THREADS>(result, place, sums, pitch, tokens);
     else store_sums<4, THREADS>(result, place, sums, pitch, tokens);
     meet_cluster();  // nobody ends while others read what it has

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from draftwing.ops.cuda.gemm import WARP_GROUPS, read_files
 
 FILES = ("gemm.cu", "gemm_bulk.cu", "gemm_wgmma.cu")
 
 
-def read_source(file: str, instruction: str, features: Iterable[int], kernels: Iterable[str]) -> str:
+def read_source(files: Sequence[str], instruction: str, features: Iterable[int], kernels: Iterable[str]) -> str:
     """Returns a source. instruction: what is behind the size of one, up to its operands; features: of those that the
     kernels have; kernels: lines."""
-    return "".join([*read_files((*FILES, file)), *(_product(each, instruction) for each in features), *kernels])
+    return "".join(
+        [*read_files((*FILES, *files)), *(_product(each, instruction) for each in sorted(set(features))), *kernels]
+    )
 
 
 def _product(features: int, instruction: str) -> str:

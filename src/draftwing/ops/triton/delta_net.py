@@ -338,12 +338,10 @@ def delta_net(
         VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
         KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **launched,
     )  # fmt: skip
-    rows = empty_rows(count, values, device) if weights.fp8 and spec.value_dim == WIDE else None
-    out = z.new_empty(count, values) if rows is None else None
+    fp8 = weights.fp8 and spec.value_dim == WIDE
+    out: Tensor | Fp8Rows = empty_rows((count, values), device) if fp8 else z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
-        out, *parts_of(rows), o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim,
+        *parts_of(out), o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim,
         PAD=value_pad, EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
     )  # fmt: skip
-    done = out if rows is None else rows
-    assert done is not None
-    return done
+    return out

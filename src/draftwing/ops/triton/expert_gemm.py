@@ -21,7 +21,8 @@ from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fi
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
-from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
+from draftwing.ops.triton.expert_tiles import LARGE_TILE, SMALL_TILE
+from draftwing.ops.triton.experts import clamped_swiglu_of
 from draftwing.ops.types import MX_BLOCK, MXRows
 
 # How a weight is stored, and what becomes of a product.

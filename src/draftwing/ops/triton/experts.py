@@ -12,21 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.contracts import ExpertTiles, Routed, Routing
-from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY, order_by_expert
+from draftwing.ops.torch.experts import SWIGLU_ALPHA, TINY
 from draftwing.ops.triton.common import lanes, launch_options, start
+from draftwing.ops.triton.expert_tiles import SMALL_TILE, tile_rows, tiles_of
 
-FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
-# Up to so many tokens, or pairs of an expert on average, tiles have few rows. 128 tokens of 128 experts, of which each
-# chooses 8, were measured (docs/dev/quantised_kernels.md).
-FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
-SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
 # Of a thread of `_mix_norm_kernel`: as many as 16 warps can have. With fewer, which it takes where nothing is said, the
 # compiler puts loads to where they are needed, and some wait for others.
 _MIX_REGISTERS = 128
 SMALL = tl.constexpr(TINY)
-# Pairs that a program places, those that they are compared with at a time, and that are counted at a time.
-_BLOCK, _CHUNK, _COUNTED = 64, 128, 1024
 
 
 @triton.jit
@@ -154,55 +148,6 @@ def _route_kernel(
         tl.store(tiles + at, own, mask=there)
         tl.store(tiles + PAIRS + at, place, mask=there)
         tl.store(tiles + 2 * PAIRS + at, place * 0 + 1, mask=there)
-
-
-@triton.jit(do_not_specialize=["pairs", "tile_count", "max_tiles"])
-def _tile_kernel(
-    order,
-    tiles,
-    experts,
-    pairs,
-    tile_count,
-    max_tiles,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Puts pairs in the order of experts, cut into tiles, at most `max_tiles` of an expert. The last program makes
-    the tiles, the others place BLOCK pairs each; each compares its own with all pairs."""
-    start(PDL)
-    block = tl.program_id(0)
-    if block < tl.num_programs(0) - 1:
-        pair = block * BLOCK + tl.arange(0, BLOCK)
-        there = pair < pairs
-        own = tl.load(experts + pair, mask=there, other=0).to(tl.int32)[:, None]
-        before = tl.zeros([BLOCK], tl.int32)
-        for first in range(0, pairs, CHUNK):
-            other = first + tl.arange(0, CHUNK)
-            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)[None, :]
-            before += tl.sum(((expert < own) | ((expert == own) & (other[None, :] < pair[:, None]))).to(tl.int32), 1)
-        tl.store(order + before, pair, mask=there)
-    else:
-        lane = tl.arange(0, LANES)  # of expert lane - 1; the last is no expert's
-        counts = tl.zeros([LANES], tl.int32)
-        for first in range(0, pairs, COUNTED):
-            other = first + tl.arange(0, COUNTED)
-            expert = tl.load(experts + other, mask=other < pairs, other=LANES - 2).to(tl.int32)
-            counts += tl.histogram(expert + 1, LANES)
-        begins = tl.cumsum(counts, 0) - counts
-        own_tiles = tl.where((lane > 0) & (lane < LANES - 1), (counts + ROWS - 1) // ROWS, 0)
-        at = tl.cumsum(own_tiles, 0) - own_tiles
-        for i in range(0, max_tiles):
-            there = i < own_tiles
-            tl.store(tiles + at + i, lane - 1, mask=there)
-            tl.store(tiles + tile_count + at + i, begins + i * ROWS, mask=there)
-            tl.store(tiles + 2 * tile_count + at + i, tl.minimum(counts - i * ROWS, ROWS), mask=there)
-        total = tl.sum(own_tiles, 0)
-        for first in range(0, tile_count, LANES):
-            tl.store(tiles + first + lane, lane * 0 - 1, mask=(first + lane >= total) & (first + lane < tile_count))
 
 
 @triton.jit(do_not_specialize=["rows", "tile_count"])
@@ -340,46 +285,6 @@ def every_expert(rows: int, count: int, device: torch.device) -> Routed:
             **launch_options(device),
         )  # fmt: skip
     return Routed(experts, weights, count, ExpertTiles(order, tiles, SMALL_TILE))
-
-
-def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
-    """Returns pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of
-    tokens; with large tiles they may."""
-    few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
-    return SMALL_TILE if exact or few else LARGE_TILE
-
-
-def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
-    """experts [M, top_k] of `count` or -1, of a row no two others alike -> tiles of `rows` pairs, as many
-    as there may be whatever was chosen."""
-    pairs = experts.numel()
-    max_tiles = min(pairs, count + pairs // rows)
-    if pairs > FEW_PAIRS:
-        return _sorted_tiles(experts.flatten(), count, rows, max_tiles)
-    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    tiles = torch.empty(3, max_tiles, dtype=torch.int32, device=experts.device)
-    if pairs:
-        _tile_kernel[(triton.cdiv(pairs, _BLOCK) + 1,)](
-            order, tiles, experts, pairs, max_tiles, triton.cdiv(experts.shape[0], rows), ROWS=rows,
-            LANES=lanes(count + 2), BLOCK=_BLOCK, CHUNK=_CHUNK, COUNTED=_COUNTED, num_warps=4,
-            **launch_options(experts.device),
-        )  # fmt: skip
-    return ExpertTiles(order, tiles, rows)
-
-
-def _sorted_tiles(flat: Tensor, count: int, rows: int, max_tiles: int) -> ExpertTiles:
-    """Sorts many pairs by torch: shapes do not depend on data."""
-    order, counts = order_by_expert(flat, count)
-    ends, tile_counts = counts.cumsum(0), (counts + rows - 1) // rows
-    tile_ends, tile = tile_counts.cumsum(0), torch.arange(max_tiles, device=flat.device)
-    number = torch.searchsorted(tile_ends, tile, right=True)
-    known = number.clamp(max=count - 1)
-    within = (tile - (tile_ends - tile_counts)[known]) * rows
-    tiles = torch.stack((
-        torch.where(number < count, number, -1), (ends - counts)[known] + within,
-        (counts[known] - within).clamp(max=rows),
-    ))  # fmt: skip
-    return ExpertTiles(order.int(), tiles.int(), rows)
 
 
 def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:

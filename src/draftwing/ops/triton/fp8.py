@@ -3,12 +3,17 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.fp8_blocks import EIGHT, WIDE, Fp8Rows
+
+Out = TypeVar("Out", Tensor, Fp8Rows)  # what a launch stores and returns
 
 
 @triton.jit
@@ -36,13 +41,15 @@ def store_rows_fp8(
     store_fp8(codes, scales, tl.reshape(value, [ROWS * GROUPS, 128]), row, group, there, padded)
 
 
-def empty_rows(rows: int, columns: int, device: torch.device, x: Tensor | None = None) -> Fp8Rows:
-    """Returns room for activations [rows, columns]. x: where they are stored as they are, too."""
+def empty_rows(shape: Sequence[int], device: torch.device, x: Tensor | None = None) -> Fp8Rows:
+    """Returns room for activations of shape [rows, columns]. x: where they are stored as they are, too."""
+    rows, columns = shape
     padded = triton.cdiv(rows, EIGHT) * EIGHT
     codes = torch.empty(columns // WIDE, padded, WIDE, dtype=torch.float8_e4m3fn, device=device)
     return Fp8Rows(codes, torch.empty(columns // WIDE, padded, dtype=torch.float32, device=device), rows, x)
 
 
-def parts_of(rows: Fp8Rows | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Returns what kernels are given that store such rows, or none: codes, scales, and how many rows these have."""
-    return (None, None, 0) if rows is None else (rows.codes, rows.scales, rows.codes.shape[1])
+def parts_of(out: Tensor | Fp8Rows) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """Returns what kernels are given for their result: where it is stored as it is, codes, scales, and how many rows
+    these have."""
+    return (out, None, None, 0) if isinstance(out, Tensor) else (out.x, out.codes, out.scales, out.codes.shape[1])

@@ -25,7 +25,7 @@ from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums, rope
+from draftwing.ops.triton import expert_gemm, experts, layers, norms, peer_sums, rope
 from draftwing.ops.triton.largest import largest
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
@@ -40,18 +40,18 @@ class TritonLayerOps(LayerOps):
     merges_matrices = True
     convolves_by_tap = True  # threads have a channel each
 
-    rms_norm = staticmethod(layers.rms_norm)
+    rms_norm = staticmethod(norms.rms_norm)
     mix_norm = staticmethod(experts.mix_norm)
-    add_rms_norm = staticmethod(layers.add_rms_norm)
-    rms_norm_fp8 = staticmethod(layers.rms_norm_fp8)
-    add_rms_norm_fp8 = staticmethod(layers.add_rms_norm_fp8)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    rms_norm_fp8 = staticmethod(norms.rms_norm_fp8)
+    add_rms_norm_fp8 = staticmethod(norms.add_rms_norm_fp8)
     silu_mul = staticmethod(layers.silu_mul)
     gate = staticmethod(layers.gate)
     gate_fp8 = staticmethod(layers.gate_fp8)
     soft_cap = staticmethod(layers.soft_cap)
     gelu_mul = staticmethod(layers.gelu_mul)
     concat_rope = staticmethod(rope.concat_rope)
-    fuse_inputs = staticmethod(layers.fuse_inputs)
+    fuse_inputs = staticmethod(norms.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
     share_rows = staticmethod(layers.share_rows)
     clamped_swiglu = staticmethod(experts.clamped_swiglu)

@@ -56,10 +56,10 @@ def _to_e4m3(x):
 def _rope_kernel(
     qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, V_NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. V_NORM: v
-    is normed, too, without weights. EIGHT: the pool holds codes of float8_e4m3fn, of keys times k_by and of values
+    is normed, too, without weights. FP8: the pool holds codes of float8_e4m3fn, of keys times k_by and of values
     times v_by."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
@@ -95,7 +95,7 @@ def _rope_kernel(
     to_kv = here & (head >= HEADS)[:, None]
     key_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     into = kv + slot * (KV_HEADS * 2 * DIM) + (key_head * (2 * DIM) + tl.where(is_v, DIM, 0))[:, None] + half[None, :]
-    if EIGHT:
+    if FP8:
         by = tl.where(is_v, v_by, k_by)[:, None]
         one, two = _to_e4m3(one.to(tl.float32) * by), _to_e4m3(two.to(tl.float32) * by)
     tl.store(into, one, mask=to_kv)
@@ -160,7 +160,7 @@ def _norm_beside(out, x, norm, eps, row_stride, SIZE: tl.constexpr, PAD: tl.cons
 @triton.jit
 def _keep_latent(
     made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride,
-    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, EIGHT: tl.constexpr,
+    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """What a token keeps, to the pool."""
@@ -183,7 +183,7 @@ def _keep_latent(
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight).to(dtype)
     into = kv + slot * (LATENT + TURNED)
     ahead = into + LATENT + half[None, :]
-    if EIGHT:
+    if FP8:
         x = _to_e4m3(x.to(tl.float32) * by)
         one, two = _to_e4m3(one.to(tl.float32) * by), _to_e4m3(two.to(tl.float32) * by)
     tl.store(into + col, x, mask=here)
@@ -194,15 +194,15 @@ def _keep_latent(
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _latent_kernel(
     made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride, query, query_norm, normed, query_stride,
-    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, EIGHT: tl.constexpr,
+    LATENT: tl.constexpr, TURNED: tl.constexpr, LATENT_PAD: tl.constexpr, HALF_PAD: tl.constexpr, FP8: tl.constexpr,
     QUERY: tl.constexpr, QUERY_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M,), or (M, 2): the second program norms what a query is made of, of QUERY elements. EIGHT: the pool holds
+    """Grid (M,), or (M, 2): the second program norms what a query is made of, of QUERY elements. FP8: the pool holds
     codes of float8_e4m3fn, of what is kept times `by`."""
     if tl.program_id(1) == 0:
         _keep_latent(
             made, kv, slots, norm, cos, sin, eps, by, row_stride, turn_stride,
-            LATENT, TURNED, LATENT_PAD, HALF_PAD, EIGHT, PDL,
+            LATENT, TURNED, LATENT_PAD, HALF_PAD, FP8, PDL,
         )  # fmt: skip
     elif QUERY > 0:
         _norm_beside(normed, query, query_norm, eps, query_stride, QUERY, QUERY_PAD, PDL)
@@ -226,7 +226,7 @@ def write_latents(
     write_slots [M] int64; kv [slots, 1, 1, latent + turned], in float8_e4m3fn divided by `scale`.
     """
     (count, width), latent = made.shape, len(norm)
-    turned, eight = width - latent, kv.itemsize == 1
+    turned, fp8 = width - latent, kv.itemsize == 1
     assert kv.shape[1:] == (1, 1, width) and kv.is_contiguous() and made.dtype == cos.dtype and fits(made, kv)
     assert made.stride(1) == cos.stride(-1) == sin.stride(-1) == 1 and cos.stride(0) == sin.stride(0)
     x, weight = query or (made[:, :0], norm)
@@ -234,10 +234,10 @@ def write_latents(
     assert x.stride(1) == 1 and x.dtype == made.dtype and (query is None or len(weight) == size)
     if count:
         _latent_kernel[(count, 1 if query is None else 2)](
-            made, kv.view(torch.uint8) if eight else kv, write_slots, norm, cos, sin, eps, 1 / scale,
+            made, kv.view(torch.uint8) if fp8 else kv, write_slots, norm, cos, sin, eps, 1 / scale,
             made.stride(0), cos.stride(0), x, weight, normed, x.stride(0),
             LATENT=latent, TURNED=turned, LATENT_PAD=triton.next_power_of_2(latent),
-            HALF_PAD=triton.next_power_of_2(turned // 2), EIGHT=eight, QUERY=size,
+            HALF_PAD=triton.next_power_of_2(turned // 2), FP8=fp8, QUERY=size,
             QUERY_PAD=triton.next_power_of_2(size), num_warps=4, **launch_options(made.device),
         )  # fmt: skip
     return normed
@@ -270,10 +270,10 @@ def rope_and_write(
         and cos.stride(0) == sin.stride(0)
         and (q_norm is None) == (k_norm is None)
     )
-    block, eight = 16, kv.itemsize == 1
+    block, fp8 = 16, kv.itemsize == 1
     _rope_kernel[(count, triton.cdiv(all_heads, block))](
-        qkv, kv.view(torch.uint8) if eight else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
+        qkv, kv.view(torch.uint8) if fp8 else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, 1 / scales[0], 1 / scales[1], qkv.stride(0), cos.stride(0),
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
-        BLOCK=block, NORM=q_norm is not None, V_NORM=v_norm, EIGHT=eight, num_warps=4, **launch_options(qkv.device),
+        BLOCK=block, NORM=q_norm is not None, V_NORM=v_norm, FP8=fp8, num_warps=4, **launch_options(qkv.device),
     )  # fmt: skip

@@ -94,6 +94,17 @@ class ShapeChoice:
         drafts = self._rest(shape, rows, kv_tokens) - self._rest(PLAIN, rows, kv_tokens)
         return self._reading - max(drafts, 0.0) - nodes * self._prefills.token_seconds(0)
 
+    def seconds(self, plan: Plan, reqs: Sequence[Req]) -> float:
+        """Returns what the device will take for a plan, without what a drafter sees of prompts and texts; 0 where that
+        is unknown. reqs: those of its rows that still have them."""
+        if plan.kind == "prefill":
+            return self._prefills.seconds(plan.chunks)
+        rows, kv_tokens = len(plan.rows), _kv_tokens(reqs)
+        if plan.beside is None:
+            return self.policy.seconds(rows, kv_tokens, plan.shape) or 0.0
+        nodes = plan.nodes * self._prefills.token_seconds(0)
+        return self._prefills.seconds(plan.beside.chunks) + nodes + self._rest(plan.shape, rows, kv_tokens)
+
     @property
     def _reading(self) -> float:
         """Returns seconds in which a step reads all weights."""

@@ -113,12 +113,12 @@ class StepCost:
         return bool(self._table.near(shape, batch))
 
     def guessed(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether neither the shape at such a size nor anything like it was measured, or too little to be
-        believed."""
+        """Returns whether neither the shape at such a size nor what it can be estimated by was measured, or too little
+        to be believed."""
         sizes = self._table.near(shape, batch)
         unsure = [size for size in sizes if (shape, size) in self._unsure]
         if not sizes:
-            return not self._table.by_rows(shape, batch)
+            return not self._table.estimated(shape, batch)
         return batch in unsure or len(unsure) == len(sizes)
 
     @property

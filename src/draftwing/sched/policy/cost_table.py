@@ -86,11 +86,19 @@ class CostTable:
         """Returns the measured sizes of a shape that are at most twice or half as large."""
         return [size for size in self._measured.get(shape, ()) if batch <= 2 * size and size <= 2 * batch]
 
-    def by_rows(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether a larger batch of the shape, which was measured at one size alone, is estimated by plain
-        steps of as many rows as it has queries: these tell what the target takes for more of them."""
+    def estimated(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether measurements tell what a batch takes that is larger than one of the shape that was measured:
+        two sizes of the shape itself, or of another one, see `_teller`."""
         sizes = self._measured.get(shape, {})
-        return shape.depth > 0 and len(sizes) == 1 and batch > max(sizes) and len(self._measured.get(PLAIN, ())) > 1
+        return batch > min(sizes, default=batch) and (len(sizes) > 1 or self._teller(shape) is not None)
+
+    def _teller(self, shape: TreeShape) -> TreeShape | None:
+        """Returns the shape of fewest nodes whose steps tell what the target takes for more rows of a tree that was
+        measured at one size alone: at least two sizes of it were."""
+        if not shape.depth:
+            return None
+        known = [one for one, sizes in self._measured.items() if len(sizes) > 1]
+        return min(known, key=lambda one: one.queries, default=None)
 
     def line(self, shape: TreeShape, batch: int) -> Line | None:
         """Returns the seconds of such steps by context; None if nothing at all was measured."""
@@ -121,10 +129,11 @@ class CostTable:
 
     def _beyond(self, points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
         """Returns seconds above the largest size: as steep as over the upper half of the sizes, or over all of them. Of
-        a single size: what drafts take times the batch, and what the target does by its rows."""
+        a single size: what drafts take times the batch, and what another shape's steps of as many nodes do."""
         last, seconds = points[-1]
-        if self.by_rows(shape, batch):
-            before, after = (self._empty(PLAIN, size * shape.queries) for size in (last, batch))
+        other = self._teller(shape) if len(points) == 1 else None
+        if other is not None:
+            before, after = (self._empty(other, round(size * shape.queries / other.queries)) for size in (last, batch))
             return max(seconds - before, 0.0) * batch / last + after
         steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
         for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:

@@ -132,7 +132,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 async def _server_info(service: Service) -> dict[str, Any]:
-    info, stats = service.engine.info, await service.engine.stats()
+    stats = await service.engine.stats()
+    info = dataclasses.replace(service.engine.info, read_rate=stats["read_rate"])
     options = dataclasses.asdict(info.options)
     # Masked before they are quoted: quotes inside a key would hide it from the search.
     words = sys.argv

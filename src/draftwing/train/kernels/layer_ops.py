@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.triton import layers
+from draftwing.ops.triton import layers, norms
 from draftwing.ops.triton.common import launch_options, start
 
 _PROGRAMS = 1024  # at most, where each leaves a sum over its rows
@@ -68,7 +68,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return layers.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

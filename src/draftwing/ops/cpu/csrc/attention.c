@@ -12,9 +12,10 @@
 
    A tile is some queries of a span, with the heads that share one head of keys. Keys are turned, so that vectors go
    over keys and no vector is ever summed; all rows of the tile take them from the cache. A unit of work is some
-   chunks of a tile. Where threads wait for memory it is these chunks of the tiles of all heads of keys, so that a
-   token's keys and values are read in one piece; then all chunks are stored. Else a tile that is one unit is joined as
-   it goes, and of one of several units the chunks are stored. The thread that ends the last unit joins them. */
+   chunks of a tile. Where threads wait for memory it is one chunk of the tiles of all heads of keys, so that a token's
+   keys and values are read in one piece; each thread goes through a share of its own, and fetches the chunk behind the
+   one that it computes; all chunks are stored. Else a tile that is one unit is joined as it goes, and of one of several
+   units the chunks are stored. The thread that ends the last unit joins them. */
 
 #include "attention.h"
 
@@ -55,9 +56,9 @@ static int64_t thread_floats(const Attention *a) {
 }
 
 /* Of all the call's work: queries of a tile, tiles of the longest span, chunks of a unit, its heads of keys (one, or
-   all), floats of a chunk's parts. */
+   all), floats of a chunk's parts; units of all. */
 typedef struct {
-    int64_t tile, tiles, per, heads, size;
+    int64_t tile, tiles, per, heads, size, units;
 } Plan;
 /* Tile `tile` of a span: its queries and chunks. There may be none. */
 typedef struct {
@@ -121,17 +122,19 @@ static Plan plan_of(const Attention *a) {
         p.tile = (p.tile + 1) / 2;
     }
     const int64_t fewest = most(2 * wanted, PREFETCH_CHUNKS * a->count * p.tiles); /* of a head */
-    /* Fewer turns than a chunk has lines to fetch would leave lines out, which takes longer than not to prefetch. */
+    /* Turns that fetch fewer lines than a chunk has would leave some out, which takes longer than not to prefetch. */
+    const int64_t piece = a->parts * row_bytes(a);
     const int prefetches = a->kv_type != INT8 && p.tile * group <= PREFETCH_ROWS && chunks >= fewest * a->kv_heads &&
-                       64 * PREFETCH_LINES * chunk_turns(a, p.tile * group) >= CHUNK * a->parts * row_bytes(a);
+                       piece >= PREFETCH_BYTES && 64 * chunk_lines(a, p.tile * group) >= CHUNK * piece;
     p.size = parts_size(p.tile * group, a->padded);
     p.heads = prefetches ? a->kv_heads : 1;
-    p.per = most((chunks / p.heads + wanted - 1) / wanted, 1);
+    p.per = prefetches ? 1 : most((chunks + wanted - 1) / wanted, 1);
     while (1) { /* until what is stored has room */
         Cursor c = cursor_of(p);
         while (next_tile(a, &c)) {}
+        p.units = c.unit;
         if (c.split <= TICKETS && c.stored * p.size <= a->stored_size) return p;
-        p.per *= p.heads > 1 ? p.heads : 2; /* as many units, each of one head: some tiles are one */
+        p.per *= p.heads > 1 ? most((chunks + wanted - 1) / wanted, 1) : 2; /* each of one head: some tiles are one */
         p.heads = 1;
     }
 }
@@ -370,11 +373,11 @@ static float *stored_at(const Attention *a, const Cursor *c, int64_t head, int64
     const int64_t number = (chunk - c->reach.from) * c->plan.heads + head - c->head;
     return a->stored + (c->stored + number) * c->plan.size;
 }
-/* Joins the chunks of the cursor's tile, of each of its heads, where all of its units have ended. */
-static void join_stored(Tile *t, const Cursor *c) {
+/* So many units of the cursor's tile have ended. Joins its chunks, of each of its heads, where all have. */
+static void join_stored(Tile *t, const Cursor *c, int64_t units) {
     const Attention *a = t->a;
     int64_t *ended = a->tickets + c->split;
-    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < c->units) return;
+    if (__atomic_add_fetch(ended, units, __ATOMIC_ACQ_REL) < c->units) return;
     __atomic_store_n(ended, 0, __ATOMIC_RELAXED); /* for the next call */
     for (int64_t head = c->head; head < c->head + c->plan.heads; head++) {
         prepare(t, a, c, head);
@@ -396,27 +399,30 @@ static const char *piece_at(const Tile *t, int64_t from) {
     for (int64_t i = 1; i < CHUNK && !apart; i++) apart = slots[i] != slots[0] + i;
     return apart ? NULL : (const char *)a->kv + slots[0] * a->kv_heads * a->parts * row_bytes(a);
 }
-/* Chunks [from, end) of the cursor's tile with all heads of keys, chunk by chunk. */
+/* Chunks [from, end) of the cursor's tile with all heads of keys, chunk by chunk, each a unit. The one behind them is
+   fetched, too: it is likely the next of this thread. */
 static void run_swept(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
     const int64_t share = CHUNK * a->parts * row_bytes(a); /* of a piece, while one head is computed */
-    Prefetch prefetch = {.step = 64 * PREFETCH_LINES};
+    Prefetch prefetch = {.step = 64};
     t->prefetch = &prefetch;
     prepare(t, a, c, c->head);
+    t->prefetched = t->fetched == piece_at(t, from * CHUNK) && t->fetched;
     for (int64_t chunk = from; chunk < end; chunk++) {
-        const char *piece = chunk + 1 < end ? piece_at(t, (chunk + 1) * CHUNK) : NULL;
+        const char *piece = chunk + 1 < c->reach.end ? piece_at(t, (chunk + 1) * CHUNK) : NULL;
         for (int64_t head = 0; head < a->kv_heads; head++) {
             prepare(t, a, c, head);
             prefetch.at = piece ? piece + head * share : (const char *)t->q;
             prefetch.end = piece ? prefetch.at + share : NULL;
-            prefetch.turns = 0;
+            prefetch.lines = 0;
             parts_at(&t->part, stored_at(a, c, head, chunk), t->rows, a->padded);
             run_chunk_of(t, chunk, chunk + 1 == end, next);
-            if (prefetch.turns) prefetch.step = share / prefetch.turns + 1;
+            if (prefetch.lines) prefetch.step = least(share / prefetch.lines + 1, 64);
         }
         t->prefetched = piece != NULL;
+        t->fetched = piece;
     }
     t->prefetched = 0;
-    join_stored(t, c);
+    join_stored(t, c, end - from);
 }
 /* Chunks [from, end) of the cursor's tile with one head of keys, one of its units. */
 static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from, int64_t end, Ahead *next) {
@@ -431,27 +437,40 @@ static void run_unit(Tile *t, const Attention *a, const Cursor *c, int64_t from,
         if (!is_stored(c)) join_parts(t, &t->whole, &t->part);
     }
     t->part = own;
-    if (is_stored(c)) join_stored(t, c);
+    if (is_stored(c)) join_stored(t, c, 1);
     else finish(t);
 }
 
-void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next) {
-    Cursor c = cursor_of(plan_of(a));
+void attend_anew(const Attention *a) { memset(a->taken, 0, (size_t)(a->workers->most * TAKEN) * sizeof *a->taken); }
+/* Of all, in order, or of this thread's share. */
+static int next_units(const Plan *p, Shares *s) {
+    if (p->heads > 1) return take_units(s);
+    s->from = take(s->taken, 1);
+    s->to = s->from + 1;
+    return s->from < p->units;
+}
+void attend_units(const Attention *a, int64_t thread, Ahead *next) {
+    const Plan plan = plan_of(a);
+    const Member me = {.number = thread, .size = a->workers->most};
+    Shares some = shares_of(&me, plan.units, a->taken);
+    Cursor c = cursor_of(plan);
     Tile t = {.a = a};
     scratch_of(&t, a, a->scratch + thread * thread_floats(a));
-    next_tile(a, &c);
-    for (int64_t unit; unit = take(taken, 1), 1;) {
-        while (unit >= c.unit + c.units)
-            if (!next_tile(a, &c)) return;
-        const int64_t from = c.reach.from + (unit - c.unit) * c.plan.per;
-        (c.plan.heads > 1 ? run_swept : run_unit)(&t, a, &c, from, least(from + c.plan.per, c.reach.end), next);
-    }
+    while (next_units(&plan, &some))
+        for (int64_t unit = some.from, end; unit < some.to; unit = end) {
+            if (unit < c.unit) c = cursor_of(plan); /* of some other thread's share */
+            while (unit >= c.unit + c.units) next_tile(a, &c);
+            end = least(some.to, c.unit + c.units);
+            const int64_t from = c.reach.from + (unit - c.unit) * plan.per;
+            const int64_t to = least(c.reach.from + (end - c.unit) * plan.per, c.reach.end);
+            (plan.heads > 1 ? run_swept : run_unit)(&t, a, &c, from, to, next);
+        }
 }
 
 static void some_units(void *data) {
     Attention *a = data;
     Ahead nothing = {0};
-    attend_units(a, &a->next, take(&a->worker, 1), &nothing);
+    attend_units(a, take(&a->worker, 1), &nothing);
 }
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
@@ -468,7 +487,7 @@ static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
     const Attention a = {.heads = n[0], .kv_heads = n[1], .dim = n[2], .padded = round_up(n[2], LANES)};
-    return PyLong_FromLongLong(2 * TICKETS + n[5] * thread_floats(&a) + stored_floats(&a, n[4], n[3]));
+    return PyLong_FromLongLong(2 * (TICKETS + n[5] * TAKEN) + n[5] * thread_floats(&a) + stored_floats(&a, n[4], n[3]));
 }
 
 Attention attention_of(const int64_t *n) {
@@ -500,13 +519,15 @@ Attention attention_of(const int64_t *n) {
                    .parts = n[26],
                    .values = n[27] ? n[27] : n[6]};
     a.padded = round_up(a.dim, LANES);
-    a.scratch = (float *)(a.tickets + TICKETS);
+    a.taken = a.tickets + TICKETS;
+    a.scratch = (float *)(a.taken + a.workers->most * TAKEN);
     a.stored = a.scratch + a.workers->most * thread_floats(&a);
     a.stored_size = (float *)a.tickets + n[21] - a.stored;
     return a;
 }
 static void attend(Attention *a) {
     int64_t pairs = 0; /* of queries and keys */
+    attend_anew(a);
     for (int64_t i = 0; i < a->count; i++)
         pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
                           : a->nodes * (a->prefix[i] + a->depth / 2);

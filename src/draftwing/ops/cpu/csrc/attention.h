@@ -12,6 +12,7 @@
 #define TICKETS 1024   /* tiles that may be several units */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
 #define PREFETCH_ROWS 24 /* query heads: a tile of so many or less waits for memory; measured: 3 to 16 */
+#define PREFETCH_BYTES 512 /* a head's key and value: shorter ones CPUs bring by themselves; measured: 256, 512, 1024 */
 #define PREFETCH_CHUNKS 4 /* of a tile, on average: the first of a unit is fetched by nobody; not swept */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
@@ -21,19 +22,26 @@
 #define HAS_PAIRS 0
 #endif
 
-/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. */
+/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. Lines that are
+   prefetched while words are turned, and in a turn of scores and of values: about as many as memory has meanwhile. */
 #if PART == 16
 #define SCORE_PARTS(rows) 4
 #define VALUE_PARTS(rows) 4
-#define PREFETCH_LINES 4 /* of a turn; measured: 1, 2, 4 */
+#define STAGE_LINES 8
+#define SCORE_LINES 2
+#define VALUE_LINES 4
 #elif PART == 8
 #define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
-#define PREFETCH_LINES 1
+#define STAGE_LINES 2
+#define SCORE_LINES 1
+#define VALUE_LINES 1
 #else
 #define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
 #define VALUE_PARTS(rows) 4
-#define PREFETCH_LINES 1
+#define STAGE_LINES 1
+#define SCORE_LINES 1
+#define VALUE_LINES 1
 #endif
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -51,13 +59,14 @@ typedef struct {
    are on their way, and a head's own pieces, which others lie between, are read at a third of the speed. */
 typedef struct {
     const char *at, *end;
-    int64_t step, turns; /* step: bytes of a turn; turns: that were, which tells the next step */
+    int64_t step, lines; /* step: bytes from a line to the next; lines: that were, which tells the next step */
 } Prefetch;
 
 typedef struct {
     const Attention *a;
     Prefetch *prefetch;
     int prefetched;              /* whether this chunk was fetched so */
+    const char *fetched;         /* the piece that was last */
     const int64_t *table, *path; /* path: of the first query; NULL: all keys come by the table */
     int64_t head, group, queries, rows, query; /* rows: query heads; query: the first one's number in the batch */
     int64_t prefix, end;                       /* keys that all queries may see, and most that one sees */
@@ -123,10 +132,10 @@ INLINE void bring(const char *at, int64_t bytes) {
     for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
 }
 /* In a turn: where the next one goes on. */
-INLINE const char *prefetch_turn(const char *at, const char *end, int64_t step) {
-#pragma GCC unroll 4
-    for (int i = 0; i < PREFETCH_LINES; i++) __builtin_prefetch(at + 64 * i, 0, 2);
-    return at < end ? at + step : at;
+INLINE const char *prefetch_turn(const char *at, const Prefetch *p, const int lines) {
+#pragma GCC unroll 8
+    for (int i = 0; i < lines; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    return at < p->end ? at + lines * p->step : at;
 }
 /* Of a key or a value. */
 INLINE int64_t row_bytes(const Attention *a) {
@@ -268,7 +277,7 @@ INLINE float softmax(float *s, int64_t low, int64_t count, float *top, float sca
 HIDDEN void stage_keys_float(const Tile *t, int64_t first, const char *const *at);
 HIDDEN void stage_keys_8(const Tile *t, int64_t first, const char *const *at);
 /* Scores of rows [from, end) with the block's keys: scores + row * ld, of `count` or more, up to BLOCK. */
-HIDDEN int64_t chunk_turns(const Attention *a, int64_t rows);
+HIDDEN int64_t chunk_lines(const Attention *a, int64_t rows);
 HIDDEN void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 HIDDEN void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count);
 /* Adds the values of positions [from, end), weighted, to the sums of rows [r, last). at: addresses of their keys, of

@@ -63,9 +63,13 @@ void halve_queries(const Tile *t) {
 
 /* to[c][j] = element c of key j, of PART keys, or pair c; halves: the second of two before the first. Anything from
    head_dim on, but zeros beside the last of an odd number. */
-INLINE void turn(float *to, const char *const *at, int64_t words, int64_t bytes, const int halves) {
+INLINE void turn(Prefetch *next, float *to, const char *const *at, int64_t words, int64_t bytes, const int halves) {
     for (int64_t first = 0; first < words; first += PART) {
         pu word[PART];
+        if (next->end) {
+            next->at = prefetch_turn(next->at, next, STAGE_LINES);
+            next->lines += STAGE_LINES;
+        }
         turn_words(word, at, 4 * first);
 #pragma GCC unroll 16
         for (int i = 0; i < PART; i++)
@@ -82,8 +86,8 @@ INLINE void turn(float *to, const char *const *at, int64_t words, int64_t bytes,
 }
 void stage_keys_float(const Tile *t, int64_t first, const char *const *at) {
     const int64_t words = words_of(t->a), bytes = row_bytes(t->a);
-    if (one_by_one(t->a)) turn(t->keys + first, at, words, bytes, 1);
-    else turn(t->keys + first, at, words, bytes, 0);
+    if (one_by_one(t->a)) turn(t->prefetch, t->keys + first, at, words, bytes, 1);
+    else turn(t->prefetch, t->keys + first, at, words, bytes, 0);
 }
 
 enum { ONE, TWO, LATE }; /* products that are added at once; LATE: one, by `fused_late` */
@@ -101,7 +105,7 @@ INLINE void score_part(Prefetch *next, const float *q, int64_t padded, const flo
         for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
     for (int64_t i = 0; i < steps; i++) {
         pf key[8];
-        ahead = prefetch_turn(ahead, next->end, next->step);
+        ahead = prefetch_turn(ahead, next, SCORE_LINES);
 #pragma GCC unroll 8
         for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
 #pragma GCC unroll 6
@@ -112,7 +116,7 @@ INLINE void score_part(Prefetch *next, const float *q, int64_t padded, const flo
         }
     }
     next->at = ahead;
-    next->turns += steps;
+    next->lines += SCORE_LINES * steps;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -194,12 +198,24 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
 #pragma GCC unroll 4
         for (int i = 0; i < parts; i++) sum[r][i] = part_at(to + r * padded + c + i * PART);
     for (int64_t j = from; j < end; j++) {
-        pf value[4];
-        ahead = prefetch_turn(ahead, prefetch->end, prefetch->step);
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) value[i] = elements(v, j, c + i * PART, kind);
+        ahead = prefetch_turn(ahead, prefetch, VALUE_LINES);
         if (after && kind >= PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
         else if (after) bring(after[j], v->bytes);
+        if (rows <= parts) { /* the fewer of the two stay in registers */
+            pf weight[4];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) weight[r] = splat_word(weights + r * LD + j);
+#pragma GCC unroll 4
+            for (int i = 0; i < parts; i++) {
+                const pf value = elements(v, j, c + i * PART, kind);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) sum[r][i] = added(weight[r], value, sum[r][i], how);
+            }
+            continue;
+        }
+        pf value[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) value[i] = elements(v, j, c + i * PART, kind);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const pf x = splat_word(weights + r * LD + j);
@@ -208,7 +224,7 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
         }
     }
     prefetch->at = ahead;
-    prefetch->turns += end - from;
+    prefetch->lines += VALUE_LINES * (end - from);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -335,11 +351,13 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
     }
 }
 
-/* Turns of the innermost loops for a chunk of one head of keys, with so many rows. */
-int64_t chunk_turns(const Attention *a, int64_t rows) {
+/* Lines that the innermost loops fetch in a chunk of one head of keys, with so many rows. */
+int64_t chunk_lines(const Attention *a, int64_t rows) {
     const int64_t passes = (rows + TALL - 1) / TALL, positions = CHUNK / (in_pairs(a) ? 2 : 1);
-    const int64_t keys = SCORE_PARTS((rows + passes - 1) / passes) * PART;      /* that a turn scores */
+    const int64_t keys = SCORE_PARTS((rows + passes - 1) / passes) * PART;     /* that a turn scores */
     const int64_t elements = VALUE_PARTS((rows + passes - 1) / passes) * PART; /* of a value that a turn adds */
     const int64_t scores = CHUNK / keys * words_of(a) * (one_by_one(a) ? 2 : 1);
-    return passes * (scores + positions * (a->padded / elements + a->padded % elements / PART));
+    const int64_t values = positions * (a->padded / elements + a->padded % elements / PART);
+    const int64_t staged = CHUNK / PART * ((words_of(a) + PART - 1) / PART);
+    return STAGE_LINES * staged + passes * (SCORE_LINES * scores + VALUE_LINES * values);
 }

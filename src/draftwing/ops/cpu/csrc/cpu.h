@@ -431,7 +431,8 @@ typedef struct {
     int64_t padded;         /* dim up to 16s */
     int64_t *tickets;       /* of tiles in several units: how many of these have ended */
     float *scratch, *stored; /* of threads; what chunks of these tiles have */
-    int64_t stored_size, next, worker;
+    int64_t stored_size, worker;
+    int64_t *taken; /* of each thread's units: see `Shares` */
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
@@ -439,7 +440,8 @@ typedef struct {
 #define ATTENTION 28
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
-HIDDEN void attend_units(const Attention *a, int64_t *taken, int64_t thread, Ahead *next);
+HIDDEN void attend_units(const Attention *a, int64_t thread, Ahead *next);
+HIDDEN void attend_anew(const Attention *a); /* before units are taken, while nobody attends */
 
 /* -- products: gemm.c (few rows, weights in bfloat16), block_gemm.c (weights in blocks) ------------------------------- */
 

@@ -161,7 +161,7 @@ static void some_of_layers(void *data) {
 
         const void *weight = j->normed ? NULL : layer.attn_norm;
         const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
-        if (l && !me.number) j->attention.next = 0; /* nobody attends now, nor reads it as above */
+        if (!me.number) attend_anew(&a); /* nobody attends now */
         for (Shares heads = units_of(j, &me, &s, QKV, all_heads); take_units(&heads);) {
             product(layer.qkv, taken_of(&heads, a.dim), s.qkv, input, &s.normed_8, NULL, rows);
             for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
@@ -177,7 +177,7 @@ static void some_of_layers(void *data) {
         a.window = layer.window;
         a.sinks = layer.sinks;
         a.scalar = layer.scalar;
-        attend_units(&a, &j->attention.next, me.number, &next);
+        attend_units(&a, me.number, &next);
         meet(&me, &next);
 
         for (Shares units = units_of(j, &me, &s, O, hidden / UNIT); take_units(&units);)

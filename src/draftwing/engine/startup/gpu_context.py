@@ -1,0 +1,33 @@
+"""What takes a second before a GPU computes anything, and neither torch nor Python's lock: done while torch is
+imported."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+
+def begin() -> threading.Thread | None:
+    """Starts a thread that makes the context of the first GPU, which torch finds when it wants one, and the hash that
+    Triton has of itself; None where torch is for CPUs. Where there is no GPU, or it fails, torch says so later. Join it
+    before this process forks."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return None
+    thread = threading.Thread(target=_run, name="draftwing-gpu", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run() -> None:
+    with suppress(OSError, AttributeError):  # no driver, or none that knows of such contexts
+        driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    with suppress(ImportError, OSError):  # it reads its compiler of 0.4 GB, and keeps what it found
+        from triton.runtime.cache import triton_key
+
+        triton_key()
