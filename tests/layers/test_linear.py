@@ -135,6 +135,51 @@ def test_a_residual_that_may_be_overwritten() -> None:
         torch.testing.assert_close(linear(x, residual, overwrite=True).double(), expected, rtol=1e-2, atol=1e-2)
 
 
+class Named:
+    """A GEMM whose results are all one number."""
+
+    fast = 192
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: None, residual: None = None) -> torch.Tensor:
+        return x.new_full((len(x), len(weight)), self._number)
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        return x.new_full((len(x), len(weight) // 2), self._number)
+
+
+FEW, SOME, TORCH = 1.0, 2.0, 0.0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "deterministic", "expected"),  # of 8, 9, 16, 17, 64, 65, 192 and 193 rows
+    [
+        (4096, 4096, False, [FEW, SOME, SOME, SOME, SOME, TORCH, TORCH, TORCH]),
+        (4096, 8192, False, [FEW, SOME, SOME, SOME, SOME, SOME, SOME, TORCH]),
+        (512, 1 << 16, False, [FEW, SOME, SOME, SOME, SOME, TORCH, TORCH, TORCH]),
+        (1024, 1024, False, [FEW, FEW, FEW, TORCH, TORCH, TORCH, TORCH, TORCH]),
+        (64, 1 << 16, False, [FEW, TORCH, TORCH, TORCH, TORCH, TORCH, TORCH, TORCH]),
+        (4096, 4096, True, [SOME] * 8),
+        (1024, 1024, True, [FEW] * 8),
+    ],
+)
+def test_a_gpu_has_kernels_by_rows(
+    inputs: int, outputs: int, deterministic: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = TorchOps(CPU)
+    monkeypatch.setattr(ops, "packs_with_onednn", lambda weight: False)
+    monkeypatch.setattr(ops, "small_m_gemm", lambda weight: Named(FEW))
+    monkeypatch.setattr(ops, "medium_m_gemm", lambda weight: Named(SOME))
+    linear = Linear(inputs, outputs, False, torch.bfloat16, CPU)
+    linear.weight.data.zero_()
+    linear.pack(ops, PackMode(deterministic=deterministic))
+    for rows, number in zip((8, 9, 16, 17, 64, 65, 192, 193), expected, strict=True):
+        x = torch.ones(rows, inputs, dtype=torch.bfloat16)
+        assert linear(x)[0, 0] == linear.gated(x)[0, 0] == number, rows
+
+
 def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = TorchOps(CPU)
     monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)  # as of CUDA

@@ -86,6 +86,8 @@ static void go_on(int fiber) {
 }
 
 static float* shared_memory() { return memory[me / threads].data(); }
+template <class T>
+static T* at_rank(T* p, int rank) { return (T*)((char*)memory[rank].data() + ((char*)p - (char*)shared_memory())); }
 
 static float to_float(u16 bits) {
     const u32 wide = (u32)bits << 16;
@@ -116,7 +118,7 @@ static float load_value(const u16* p) {
     if (!may_read(true)) abort();
     return to_float(*p);
 }
-static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
+static float load_from_rank(const float* p, int rank) { return *at_rank(p, rank); }
 static int held(int value) { return value; }
 static void launch_dependents();
 static void wait_for_earlier_kernels();
@@ -276,7 +278,7 @@ static float4 load_four(const float* p) {
     return {p[0], p[1], p[2], p[3]};
 }
 static float4 load_four_from_rank(const float* p, int rank) {
-    return load_four(memory[rank].data() + (p - shared_memory()));
+    return load_four(at_rank(p, rank));
 }
 static uint2 load_four_values(const u16* p) {
     uint2 v;
@@ -340,63 +342,97 @@ static u32 __float_as_uint(float f) {
 }
 #endif
 
-#ifdef FP8
+#if defined(FP8) || defined(DENSE)
 struct float2 { float x, y; };
 typedef unsigned long long u64;
-static float e4m3(unsigned char code) {
+static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
+// A part of 128 bytes of a row, in the order of swizzling.
+static const unsigned char* swizzled(u64 rows, int row, int byte) {
+    const uintptr_t at = (rows << 4) + row * 128 + byte;
+    return (const unsigned char*)(at ^ (at >> 7 & 7) << 4);
+}
+static u64 rows_at(const void* p) { return (uintptr_t)p >> 4; }
+#ifdef FP8
+typedef unsigned char Operand;
+static float value_of(u64 rows, int row, int k) {
+    const unsigned char code = *swizzled(rows, row, k);
     const int power = code >> 3 & 15, part = code & 7;
     const float size = power ? ldexpf(8 + part, power - 10) : ldexpf(part, -9);
     return code & 128 ? -size : (code & 127) == 127 ? NAN : size;
 }
-static unsigned char swizzled(u64 rows, int row, int column) {  // of 128 bytes
-    uintptr_t at = (rows << 4) + row * 128 + column;
-    return *(const unsigned char*)(at ^ (at >> 7 & 7) << 4);
-}
-static u64 rows_at(const unsigned char* p) { return (uintptr_t)p >> 4; }
-static u32 shared_at(const void* p) { return (u32)(uintptr_t)p; }
-struct Codes { float* d; u64 a, b; int features; bool more; };
-static std::vector<std::vector<Codes>> products;  // by thread
-static void do_product(const Codes& codes) {
+#else
+typedef u16 Operand;
+static float value_of(u64 rows, int row, int k) { return to_float(*(const u16*)swizzled(rows, row, k * 2)); }
+#endif
+struct Factors { float* d; u64 a, b; int features; bool more; };
+static std::vector<std::deque<std::vector<Factors>>> product_groups;  // by thread
+static std::vector<std::vector<Factors>> products_open;
+static void do_product(const Factors& factors) {  // of 32 bytes of each row
     const int lane = me % 32, warp = me % threads / 32 % 4;
-    for (int i = 0; i < codes.features / 2; ++i) {
+    for (int i = 0; i < factors.features / 2; ++i) {
         const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, feature = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        float sum = codes.more ? codes.d[i] : 0.f;
-        for (int k = 0; k < 32; ++k)
-            sum = fmaf(e4m3(swizzled(codes.a, row, k)), e4m3(swizzled(codes.b, feature, k)), sum);
-        codes.d[i] = sum;
+        float sum = factors.more ? factors.d[i] : 0.f;
+        for (int k = 0; k < 32 / (int)sizeof(Operand); ++k)
+            sum = fmaf(value_of(factors.a, row, k), value_of(factors.b, feature, k), sum);
+        factors.d[i] = sum;
     }
 }
 template <int FEATURES>
 struct Product {
-    static void set(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, false); }
-    static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask(d, a, b, true); }
-    static void ask(float* d, u64 a, u64 b, bool more) {
-        if (early) do_product({d, a, b, FEATURES, more});
-        else products[me].push_back({d, a, b, FEATURES, more});
+    static void set(float (&d)[FEATURES / 2], u64 a, u64 b) { ask({d, a, b, FEATURES, false}); }
+    static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask({d, a, b, FEATURES, true}); }
+    static void ask(const Factors& factors) {
+        if (early) do_product(factors);
+        else products_open[me].push_back(factors);
     }
 };
 static void begin_products() {}
-static std::vector<std::deque<std::vector<Codes>>> product_groups;
 static void end_products() {
-    product_groups[me].push_back(std::move(products[me]));
-    products[me].clear();
+    product_groups[me].push_back(std::move(products_open[me]));
+    products_open[me].clear();
 }
 template <int LEFT>
 static void wait_for_products() {
     for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
-        for (const Codes& codes : groups.front()) do_product(codes);
+        for (const Factors& factors : groups.front()) do_product(factors);
 }
-static void finish_products() {
-    end_products();
-    wait_for_products<0>();
+template <int COUNT>
+static void keep_here(float (&d)[COUNT]) {}
+static std::vector<int> consumers_arrived;
+template <int THREADS>
+static void sync_consumers() { meet(consumers_arrived[me / threads], THREADS); }
+static int cluster_times;  // that all threads of a cluster have met
+static void meet_cluster() {  // those who have left count as if they were there
+    const int fiber = me, before = cluster_times;
+    ++cluster_arrived, ++steps;
+    while (cluster_times == before) {
+        int left = 0;
+        for (const Fiber& other : fibers) left += !other.done;
+        if (cluster_arrived == left) {
+            cluster_arrived = 0, ++cluster_times, ++steps;
+        } else {
+            leave(fiber);
+            enter(fiber);
+        }
+    }
 }
-template <class T>
-static T* at_rank(T* p, int rank) { return (T*)((char*)memory[rank].data() + ((char*)p - (char*)shared_memory())); }
+static void sync_whole_cluster() { meet_cluster(); }
+static float __fdividef(float a, float b) { return a / b; }
+static int rank_in_cluster() { return me / threads; }
+static int blocks_of_cluster() { return fibers.size() / threads; }
+static void add_four(const u16* p, float (&sum)[4]) {
+    for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
+}
+template <int COUNT>
+static void take_registers() {}
+static void leave_registers() {}
+#endif
+
+#ifdef FP8
 static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
     for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
 }
 static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
-static float __fdividef(float a, float b) { return a / b; }
 static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
 static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -409,7 +445,6 @@ static u32 of_neighbour(u32 value) {
     meet(warp_arrived[me / 32], 32);
     return found;
 }
-static void sync_whole_cluster() { sync_cluster(); }
 static std::vector<int> given, taken;  // turns: by block and warp group, and by thread
 static void give_turn(int group) { ++given[me / threads * 2 + group], ++steps; }
 static void take_turn(int group) {
@@ -419,19 +454,29 @@ static void take_turn(int group) {
         enter(fiber);
     }
 }
-template <int COUNT>
-static void keep_here(float (&d)[COUNT]) {}
-static std::vector<int> consumers_arrived;
-static void sync_consumers() { meet(consumers_arrived[me / threads], 256); }
-static void sync_cluster_but_producers() { meet(cluster_arrived, fibers.size() / threads * 256); }
-static void leave_cluster() { sync_cluster_but_producers(); }
-static int rank_in_cluster() { return me / threads; }
-static int blocks_of_cluster() { return fibers.size() / threads; }
-static void add_four(const u16* p, float (&sum)[4]) {
-    for (int k = 0; k < 4; ++k) sum[k] += to_float(p[k]);
+#endif
+
+#ifdef DENSE
+#define __grid_constant__
+struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
+static void prefetch_map(const TensorMap* map) {}
+static void prefetch_box(const TensorMap* map, int column, int row) {}
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    if ((map->result && !waited[me]) || map->box[0] != 64 || (uintptr_t)to % 1024) abort();
+    const auto [columns, rows, matrices] = map->box;
+    Open& open = barriers.at(barrier);
+    for (int i = 0; i < matrices * rows * 8; ++i) {
+        const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = i / 8 / rows;
+        const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
+        const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
+        open.copies.push_back({(void*)swizzled((uintptr_t)to >> 4, 0, i * 16), inside ? from : nullptr, 16});
+    }
+    open.bulk += matrices * rows * 128, ++steps;
+    if (early) opens(open);
 }
-static void take_registers() {}
-static void leave_registers() {}
+static void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    copy_box(to, map, column, row, barrier);
+}
 #endif
 
 #include SOURCE
@@ -475,7 +520,7 @@ extern "C" void head_sizes(int count, int x_row, int x_head, int y_row, int y_he
 // A thread of a block of experts' has to wait for the earlier kernel before it reads what that one writes, which is x and,
 // where routes are not known, these; and then before it lets the next kernel come.
 static void wait_for_earlier_kernels() {
-    if (expert.there) waited[me] = true;
+    waited[me] = true;
 }
 static void launch_dependents() {
     if (expert.there && !expert.known && !waited[me]) abort();
@@ -491,17 +536,28 @@ static struct {  // of the next runs, besides what `job` has
 } fp8;
 extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padded, int rows, int stages, int gated) {
     fp8 = {x_scales, w_scales, padded, rows, stages, gated};
-    products.assign(4096, {});
-    product_groups.assign(4096, {});
-    consumers_arrived.assign(8, 0);
-    given.assign(16, 0);
-    taken.assign(4096, 0);
+}
+#endif
+
+#ifdef DENSE
+using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
+static struct {  // of the next run besides what `job` has
+    int x_rows, rows, stages, gated;
+} dense;
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated) {
+    dense = {x_rows, rows, stages, gated};
 }
 #endif
 
 static void body() {
     const int fiber = me;
-#ifdef FP8
+#ifdef DENSE
+    const int parts = dense.gated ? 2 : 1;
+    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
+    ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
+                              dense.stages, 2, dense.gated);
+#elif defined(FP8)
     ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
                             job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);
 #elif defined(HEADS)
@@ -567,6 +623,15 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
+#if defined(FP8) || defined(DENSE)
+            product_groups.assign(fibers.size(), {});
+            products_open.assign(fibers.size(), {});
+            consumers_arrived.assign(cluster, 0);
+#endif
+#ifdef FP8
+            given.assign(cluster * 2, 0);
+            taken.assign(fibers.size(), 0);
+#endif
             barriers.clear();
             waited.assign(fibers.size(), false);
             run_cluster();

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from draftwing.ops.cuda import gemm, gemm_experts, gemm_fp8, gemm_groups, gemm_tall, nvrtc
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_experts, gemm_fp8, gemm_groups, gemm_tall, nvrtc
 from draftwing.ops.cuda.gemm_experts import DENSE, Layout
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX
@@ -90,6 +90,13 @@ def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("many", [False, True])
 def test_fp8(many: bool, tmp_path: Path) -> None:
     gemm_fp8.compile_ahead(HOPPER, many)
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.mark.further(groups=2)
+@pytest.mark.parametrize("groups", gemm_dense.GROUPS)
+def test_more_than_few_rows(groups: int, tmp_path: Path) -> None:
+    gemm_dense.compile_ahead(groups, HOPPER)
     assert list(tmp_path.rglob("*.cubin"))
 
 

@@ -45,7 +45,8 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    source = "".join([*read_files(("gemm_fp8.cu", "gemm_fp8_many.cu")), *kernel_lines([*SIZES, *MANY_SIZES])])
+    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
+    source = "".join([*files, *kernel_lines([*SIZES, *MANY_SIZES])])
     return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
 
 

@@ -52,6 +52,14 @@ class SmallMGemm(Protocol):
         ...
 
 
+class MediumMGemm(SmallMGemm, Protocol):
+    """A GEMM that gives a row the same bits among any number of rows, others than a `SmallMGemm`, and may be the
+    fastest for more than that is: up to `fast` rows."""
+
+    @property
+    def fast(self) -> int: ...
+
+
 class GroupGemm(Protocol):
     """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
     dequantised. Columns of x are in the order of the packed weight."""

@@ -28,7 +28,7 @@ from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Pre
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
-from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
 from draftwing.ops.cuda.gemm_experts import DENSE
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.expert_rows import FP8
@@ -562,6 +562,18 @@ def test_kernels_for_activations_in_fp8(
     (job.path / "config.json").write_text(json.dumps({**CONFIG, **LARGE, "quantization_config": {**BLOCKS, **changes}}))
     job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
     assert precompile.multiplies_fp8(precompile.model_without_data(job)) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [((9, 0), torch.bfloat16, True), ((9, 0), torch.float16, False), ((8, 9), torch.bfloat16, False)],
+)
+def test_kernels_for_more_than_few_rows(
+    job: Job, capability: tuple[int, int], dtype: torch.dtype, expected: bool
+) -> None:
+    products = list(precompile._products(job._replace(capability=capability, dtype=dtype)))
+    for groups in gemm_dense.GROUPS:
+        assert ((gemm_dense.compile_ahead, groups, capability) in products) == expected
 
 
 def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.quantized_lm_head import is_large
 from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.ops.cuda import gemm_fp8
+from draftwing.ops.cuda import gemm_fp8, wgmma
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.fp8_blocks import FP8_FROM, TALL, WIDE, Fp8Rows
 from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
@@ -228,11 +228,14 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
-    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+    from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
 
     config = load_config(job.path)
     for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
         yield gemm.compile_ahead, job.dtype, job.capability, shapes
+    if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
+        for groups in gemm_dense.GROUPS:
+            yield gemm_dense.compile_ahead, groups, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for made, of in ((gemm_groups, widths | _width_of_lm_head(job, config)), (gemm_tall, widths)):
         for width in of:
@@ -326,7 +329,7 @@ def model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
-    if gemm_fp8.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
+    if wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
         hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)

@@ -12,18 +12,22 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
-from draftwing.ops.contracts import FEW_ROWS, SmallMGemm
+from draftwing.ops.contracts import FEW_ROWS, MediumMGemm, SmallMGemm
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import LayerOps
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
-# Up to this many rows our own kernel beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a vocabulary's
-# GEMM, which is long enough for its start and end not to matter, up to fewer.
+# Up to this many rows our own kernel for few beats cuBLAS (docs/dev/gpu_kernels.md); it takes any number. Of a
+# vocabulary's GEMM, which is long enough for its start and end not to matter, up to fewer, and of outputs of a router,
+# or of a delta net's b and a, up to more: a GEMM that is over when it begins.
 _SMALL_M, _ANY_M = 16, 1 << 30
 _LONG, _LONG_M = 1 << 16, 8
-_TINY, _TINY_M = 512, 64  # outputs of a router, or of a delta net's b and a: a GEMM that is over when it begins
+_TINY, _TINY_M = 512, 64
+# From so many values of a weight on our kernel for more rows is the fastest above so many rows, and up to so many. From
+# so many values on, but not with a vocabulary's, it is so up to all rows that it names. Smaller ones were not timed.
+_MEDIUM_FROM, _MEDIUM_ABOVE, _MEDIUM_M, _LARGE_FROM = 1 << 24, 8, 64, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
         )
     if ops.packs_with_onednn(weight):
         return OneDnn(layer, ops, mode)
-    return InferenceDense(layer) if gemm is None else SmallM(layer, gemm, mode.deterministic)
+    return InferenceDense(layer) if gemm is None else OwnGemms(layer, gemm, ops.medium_m_gemm(weight), mode)
 
 
 class InferenceDense(Dense):
@@ -103,25 +107,38 @@ class InferenceDense(Dense):
         return super().__call__(x, bias, residual)
 
 
-class SmallM(InferenceDense):
-    """On a GPU: our own GEMM for few rows, or for any number where a row must have the same bits in any batch."""
+class OwnGemms(InferenceDense):
+    """On a GPU: our own GEMMs for few rows and for some more, torch's for many. Where a row must have the same bits in
+    any batch, one of ours takes any number."""
 
-    def __init__(self, layer: Linear, gemm: SmallMGemm, deterministic: bool) -> None:
+    def __init__(self, layer: Linear, small: SmallMGemm, medium: MediumMGemm | None, mode: PackMode) -> None:
         super().__init__(layer)
-        self._gemm = gemm
-        outputs = layer.out_features
-        fastest = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
-        self._max_rows = _ANY_M if deterministic else fastest  # rows
+        outputs, values = layer.out_features, layer.weight.numel()
+        medium = medium if values >= _MEDIUM_FROM else None
+        few = _LONG_M if outputs >= _LONG else _TINY_M if outputs <= _TINY else _SMALL_M
+        self._gemms: list[tuple[int, SmallMGemm]]  # up to so many rows
+        if mode.deterministic:
+            self._gemms = [(_ANY_M, small if medium is None else medium)]
+        elif medium is None:
+            self._gemms = [(few, small)]
+        else:
+            large = values >= _LARGE_FROM and outputs < _LONG
+            self._gemms = [(_MEDIUM_ABOVE, small), (medium.fast if large else _MEDIUM_M, medium)]
+
+    def _gemm(self, x: Tensor) -> SmallMGemm | None:
+        return next((gemm for most, gemm in self._gemms if x.shape[0] <= most), None)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        if x.shape[0] <= self._max_rows:
-            return self._gemm.linear(x, self.layer.weight, bias, residual)
+        gemm = self._gemm(x)
+        if gemm is not None:
+            return gemm.linear(x, self.layer.weight, bias, residual)
         return super().__call__(x, bias, residual, overwrite)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        return self._gemm.gated(x, self.layer.weight, bias) if x.shape[0] <= self._max_rows else None
+        gemm = self._gemm(x)
+        return None if gemm is None else gemm.gated(x, self.layer.weight, bias)
 
 
 class OneDnn(LinearOp):

@@ -1,144 +1,38 @@
-// Follows gemm.cu and gemm_bulk.cu: products of fp8 (e4m3) with fp8, with scales of 128 columns (wgmma, compute capability
-// 9.0 alone). One kernel for all row counts: the time of up to 128 rows is that to read the weights.
+// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of fp8 (e4m3) with fp8, with scales of 128 columns (wgmma,
+// compute capability 9.0 alone). One kernel for all row counts: the time of up to 128 rows is that to read the weights.
 //
-// x is an instruction's first operand, 64 rows of it, and weights the second, up to 136 features: any multiple of 8. So all
-// blocks get as many bytes of weights. Both come as they lie in global memory (fp8_blocks.py): of 128 columns all rows, in
-// the order in which 128-byte swizzling reads them. A stage is 128 columns: a copy or two of weights and one of x.
-//
-// The blocks of a cluster have the same features and rows, and each a range of K. A block sums its range in order: the
-// tensor cores' sum of 128 columns, times both scales. Then ranges are added in order. How many there are depends on the
-// weight's shape alone, so a row has the same bits in any batch.
+// Both operands come as they lie in global memory (fp8_blocks.py): of 128 columns all rows, in the order in which
+// 128-byte swizzling reads them. A stage is 128 columns: a copy or two of weights and one of x. What tensor cores sum of
+// 128 columns is multiplied with both scales before it is added.
 
-typedef unsigned long long u64;
 typedef unsigned char Fp8;
 
 #define WIDE 128     // columns of a stage, and of a scale
 #define TALL 16      // features of a scale
 #define CONSUMERS 256  // threads of two warp groups; a thread behind them asks for copies
 
-#ifndef ON_HOST
-// d = a b^T, or d += a b^T, for 32 columns of 64 rows a and FEATURES rows b. Is done when waited for. gemm_fp8.py has more.
-template <int FEATURES>
-struct Product;
-
-// Of rows of 128 bytes, swizzled: the address in 16 bytes, and from 8 rows to the next 8.
-__device__ __forceinline__ u64 rows_at(const Fp8* p) {
-    return shared_at(p) >> 4 & 0x3fff | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void finish_products() {
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-// Not read before, nor written after.
-template <int COUNT>
-__device__ __forceinline__ void keep_here(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-
-__device__ __forceinline__ void sync_cluster_but_producers() {  // which have left
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Until all blocks of the cluster have read what they read.
-__device__ __forceinline__ void leave_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ int blocks_of_cluster() {
-    int blocks;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-    return blocks;
-}
-
-// Volatile for the reason that `load_value` has.
-__device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
-    u32 pairs[2];
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs[0]), "=r"(pairs[1]) : "l"(p));
-#pragma unroll
-    for (int k = 0; k < 4; ++k) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
-}
-
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
-__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
-#endif
-
 struct Fp8Task {
     const Fp8* x;           // [K / 128][padded][128]
     const float* x_scales;  // [K / 128][padded]
     const Fp8* w;           // [K / 128][features, or twice][128]
     const float* w_scales;  // [features / 16, or twice][K / 128]
-    const u16 *bias, *extra;
-    u16* y;  // [M][features]
-    int M, padded, features, K;
+    Result result;
+    int padded, K;
     int rows;    // of weights that a block takes, in two parts: half of them, or the gates and their ups
     int stages;  // of the ring
-    int gated;
 };
 
-// What a block, or a cluster, is to do.
-struct Fp8Place {
-    int token0, x_rows, half, feature0, at[2], there[2], first, count, ranks, rank;
+// The parts of a block's weights: where they are, and how many rows.
+struct Fp8Parts {
+    int at[2], there[2];
 
-    __device__ __forceinline__ Fp8Place(const Fp8Task& task, int tokens) {
-        rank = rank_in_cluster(), ranks = blocks_of_cluster();
-        token0 = blockIdx.x / ranks * tokens, x_rows = min(tokens, task.padded - token0);
-        half = (task.rows / 8 + 1) / 2 * 8;
-        feature0 = blockIdx.y * (task.gated ? half : task.rows);
-        const int left = min(task.gated ? half : task.rows, task.features - feature0);
-        at[0] = feature0, at[1] = task.gated ? task.features + feature0 : feature0 + half;
-        there[0] = min(half, left), there[1] = task.gated ? left : left - there[0];
-        const int blocks = task.K / WIDE;
-        first = blocks * rank / ranks, count = blocks * (rank + 1) / ranks - first;
+    __device__ __forceinline__ Fp8Parts(const Fp8Task& task, const Place& place) {
+        const bool gated = task.result.gated;
+        const int left = min(place.own, task.result.features - place.feature0);
+        at[0] = place.feature0, at[1] = gated ? task.result.features + place.feature0 : place.feature0 + place.half;
+        there[0] = min(place.half, left), there[1] = gated ? left : left - there[0];
     }
 };
-
-__device__ __forceinline__ float silu_times(float gate, float up) {
-    return __fdividef(gate, 1.f + __expf(-gate)) * up;
-}
-
-// sums [tokens][pitch] in each block of a cluster, by the consumers of all -> y
-__device__ __forceinline__ void store_sums(const Fp8Task& task, const Fp8Place& place, const float* sums, int pitch,
-                                           int tokens) {
-    const int fours = (task.gated ? place.half : task.rows) / 4, count = min(tokens, task.M - place.token0) * fours;
-    for (int i = place.rank * CONSUMERS + threadIdx.x; i < count; i += place.ranks * CONSUMERS) {
-        const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
-        if (n >= task.features) continue;
-        const size_t at = (size_t)(place.token0 + token) * task.features + n;
-        auto sum_of = [&](const float* p, const u16* bias, float (&out)[4]) {
-            out[0] = out[1] = out[2] = out[3] = 0.f;
-            for (int v = 0; v < place.ranks; ++v) {
-                const float4 part = place.ranks == 1 ? *(const float4*)p : load_four_from_rank(p, v);
-                out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
-            }
-            if (task.bias)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
-        };
-        float sum[4], up[4];
-        sum_of(sums + token * pitch + row, task.bias + n, sum);
-        if (task.gated) {
-            sum_of(sums + token * pitch + place.half + row, task.bias + task.features + n, up);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
-        }
-        if (task.extra) add_four(task.extra + at, sum);
-        u16 out[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] = from_float(sum[k]);
-        *(uint2*)(task.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
-    }
-}
 
 // GROUPS * 64 rows of x. A warp group has both parts of the weights for 64 of these rows or, where there are no more, one
 // part each. PART: features of an instruction, no less than a part has; what it reads behind them is not stored, nor are
@@ -147,28 +41,30 @@ template <int GROUPS, int PART>
 __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     constexpr int TOKENS = GROUPS * 64, SPAN = (PART / 8 + 3) / 4 * 4;  // scales of a part
     extern __shared__ float sums[];  // first rings, [stages] of x, weights and scales of x, then [TOKENS][pitch]
-    const Fp8Place place(task, TOKENS);
+    const Place place(task.result, TOKENS, task.rows, task.K, WIDE);
+    const Fp8Parts parts(task, place);
+    const int x_rows = min(TOKENS, task.padded - place.token0);
     Fp8* const x_ring = (Fp8*)sums + (-shared_at(sums) & 1023);
-    Fp8* const w_ring = x_ring + task.stages * place.x_rows * WIDE;
+    Fp8* const w_ring = x_ring + task.stages * x_rows * WIDE;
     float* const x_scales = (float*)(w_ring + task.stages * task.rows * WIDE);
     float* const w_scales = x_scales + task.stages * TOKENS;  // [count][2][SPAN]
     Barrier* const full = (Barrier*)(w_scales + place.count * 2 * SPAN);
     Barrier* const empty = full + task.stages;
     launch_dependents();
 
-    const int weights = task.features * (task.gated ? 2 : 1);
+    const int weights = task.result.features * (task.result.gated ? 2 : 1);
     auto ask_weights = [&](int i, int s) {
-        expect_bytes(full + s, (place.there[0] + place.there[1]) * WIDE + place.x_rows * (WIDE + 4));
+        expect_bytes(full + s, (parts.there[0] + parts.there[1]) * WIDE + x_rows * (WIDE + 4));
 #pragma unroll
         for (int p = 0; p < 2; ++p)
-            if (place.there[p] > 0)
+            if (parts.there[p] > 0)
                 copy_bulk(w_ring + (s * task.rows + p * place.half) * WIDE,
-                          task.w + ((size_t)(place.first + i) * weights + place.at[p]) * WIDE, place.there[p] * WIDE, full + s);
+                          task.w + ((size_t)(place.first + i) * weights + parts.at[p]) * WIDE, parts.there[p] * WIDE, full + s);
     };
     auto ask_x = [&](int i, int s) {
         const size_t row = (size_t)(place.first + i) * task.padded + place.token0;
-        copy_bulk(x_ring + s * place.x_rows * WIDE, task.x + row * WIDE, place.x_rows * WIDE, full + s);
-        copy_bulk(x_scales + s * TOKENS, task.x_scales + row, place.x_rows * 4, full + s);
+        copy_bulk(x_ring + s * x_rows * WIDE, task.x + row * WIDE, x_rows * WIDE, full + s);
+        copy_bulk(x_scales + s * TOKENS, task.x_scales + row, x_rows * 4, full + s);
     };
     const int early = min(task.stages, place.count);
     if (threadIdx.x == CONSUMERS) {
@@ -195,15 +91,15 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
             }
         }
     } else {
-        if (GROUPS > 1) take_registers();
+        if (GROUPS > 1) take_registers<240>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         for (int e = threadIdx.x; e < place.count * 2 * SPAN; e += CONSUMERS) {
             const int unit = e / place.count, i = e - unit * place.count, p = unit / SPAN, row = unit % SPAN * 8;
-            const int first = p ? place.at[1] : place.at[0], there = p ? place.there[1] : place.there[0];
+            const int first = p ? parts.at[1] : parts.at[0], there = p ? parts.there[1] : parts.there[0];
             w_scales[(i * 2 + p) * SPAN + unit % SPAN] =
                 row < there ? task.w_scales[(size_t)((first + row) / TALL) * (task.K / WIDE) + place.first + i] : 0.f;
         }
-        sync_consumers();
+        sync_consumers<CONSUMERS>();
         wait_for_earlier_kernels();
 
         const int first_part = GROUPS == 1 ? group : 0, token = (GROUPS == 1 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
@@ -215,7 +111,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
         int s = 0, parity = 0;
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
-            const u64 a = rows_at(x_ring + (s * place.x_rows + (GROUPS == 1 ? 0 : group * 64)) * WIDE);
+            const u64 a = rows_at(x_ring + (s * x_rows + (GROUPS == 1 ? 0 : group * 64)) * WIDE);
             const float above = x_scales[s * TOKENS + token], below = x_scales[s * TOKENS + token + 8];
 #pragma unroll
             for (int p = 0; p < GROUPS; ++p) {
@@ -225,7 +121,8 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
                 Product<PART>::set(d, a, b);
 #pragma unroll
                 for (int k = 1; k < 4; ++k) Product<PART>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
-                finish_products();
+                end_products();
+                wait_for_products<0>();
                 keep_here(d);
                 if (p == GROUPS - 1 && lane == 0) arrive(empty + s);
                 const float4* const fours = (const float4*)(w_scales + (i * 2 + first_part + p) * SPAN);
@@ -244,7 +141,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
             if (++s == task.stages) s = 0, parity ^= 1;
         }
 
-        sync_consumers();  // sums take the place of rings
+        sync_consumers<CONSUMERS>();  // sums take the place of rings
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
 #pragma unroll
         for (int p = 0; p < GROUPS; ++p) {
@@ -257,10 +154,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
                 *(float2*)(to + 8 * pitch) = {total[p][j * 4 + 2], total[p][j * 4 + 3]};
             }
         }
-        if (place.ranks > 1) sync_cluster_but_producers();
-        else sync_consumers();
-        store_sums(task, place, sums, pitch, TOKENS);
-        if (place.ranks > 1) leave_cluster();
+        finish_sums<CONSUMERS>(task.result, place, sums, pitch, TOKENS);
     }
 }
 
@@ -268,7 +162,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                        \
         NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
              const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
-        fp8_gemm<GROUPS, PART>({x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated}); \
+        fp8_gemm<GROUPS, PART>({x, x_scales, w, w_scales, {bias, extra, y, M, features, gated}, padded, K, rows, stages}); \
     }
 
 #ifndef ON_HOST

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import WARP_GROUPS, options_for, read_files
+from draftwing.ops.cuda import wgmma
+from draftwing.ops.cuda.gemm import options_for
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.fp8_blocks import EIGHT, TALL, WIDE, Fp8Blocks, Fp8Rows
 
@@ -214,10 +215,8 @@ class Fp8Gemm:
 def read_source(many: bool) -> str:
     """Returns what is compiled, for few rows or for many."""
     sizes: Sequence[Size | ManySize] = MANY_SIZES if many else SIZES
-    sources = read_files(("gemm.cu", "gemm_bulk.cu", "gemm_fp8.cu", *(["gemm_fp8_many.cu"] if many else [])))
-    return "".join(
-        [*sources, *(_product(part) for part in sorted({size.part for size in sizes})), *kernel_lines(sizes)]
-    )
+    files = ["gemm_fp8.cu", *(["gemm_fp8_many.cu"] if many else [])]
+    return wgmma.read_source(files, "k32.f32.e4m3.e4m3", (size.part for size in sizes), kernel_lines(sizes))
 
 
 def kernel_lines(sizes: Sequence[Size | ManySize]) -> list[str]:
@@ -230,29 +229,10 @@ def kernel_lines(sizes: Sequence[Size | ManySize]) -> list[str]:
     ]
 
 
-def _product(part: int) -> str:
-    """Returns `Product` for so many features."""
-    count = part // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    functions = [
-        f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{part}k32.f32.e4m3.e4m3 {{{sums}}}, %{count}, '
-        f'%{count + 1}, {more}, 1, 1;" : {operands} : "l"(a), "l"(b));\n    }}\n'
-        for name, more in (("set", "0"), ("add", "1"))
-    ]
-    return f"template <>\nstruct Product<{part}> {{\n{''.join(functions)}}};\n"
-
-
 def compile_ahead(capability: tuple[int, int], many: bool) -> None:
     """Puts what `Fp8Gemm` compiles into the user's cache folder, for devices of this compute capability. many: the half
     that is for many rows."""
     compile_source(read_source(many), options_for(torch.bfloat16), capability)
-
-
-def runs_on(capability: tuple[int, int]) -> bool:
-    """Returns whether such devices have the instructions."""
-    return capability[0] == WARP_GROUPS
 
 
 @functools.cache

@@ -24,18 +24,6 @@ __device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
                  : "memory");
 }
 
-// Of warps whose threads come at different times, too.
-__device__ __forceinline__ void sync_whole_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 __device__ __forceinline__ u32 of_neighbour(u32 value) { return __shfl_xor_sync(0xffffffff, value, 1); }
 
 __device__ __forceinline__ u32 pair_of(float first, float second) {
@@ -68,9 +56,9 @@ struct Fp8Tile {
         const int pairs = (task.padded + 2 * MANY - 1) / (2 * MANY), first = number / (PAIRS * features) * PAIRS;
         const int some = min(PAIRS, pairs - first), within = number - first * features;
         token0 = ((first + within % some) * 2 + rank) * MANY, x_rows = max(min(MANY, task.padded - token0), 0);
-        const int own = task.gated ? part : 2 * part, feature0 = within / some * own, left = task.features - feature0;
-        at[0] = feature0, at[1] = feature0 + (task.gated ? task.features : part);
-        there[0] = min(part, left), there[1] = task.gated ? there[0] : max(min(part, left - part), 0);
+        const int own = task.result.gated ? part : 2 * part, feature0 = within / some * own, left = task.result.features - feature0;
+        at[0] = feature0, at[1] = feature0 + (task.result.gated ? task.result.features : part);
+        there[0] = min(part, left), there[1] = task.result.gated ? there[0] : max(min(part, left - part), 0);
     }
 };
 
@@ -110,31 +98,31 @@ __device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& t
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = tile.token0 + token + h * 8;
-        const size_t first = (size_t)row * task.features;
-        const u16* const extra = task.extra + first + n;
-        u16* const y = task.y + first + tile.at[0] + odd * 8 + lane % 4 / 2 * 4;
+        const size_t first = (size_t)row * task.result.features;
+        const u16* const extra = task.result.extra + first + n;
+        u16* const y = task.result.y + first + tile.at[0] + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
         for (int p = 0; p < (GATED ? 1 : 2); ++p) {
 #pragma unroll
             for (int j = 0; j < PART / 8; j += 2) {
-                const bool there = row < task.M && j * 8 < tile.there[p];
+                const bool there = row < task.result.M && j * 8 < tile.there[p];
                 u32 pairs[2];
 #pragma unroll
                 for (int v = 0; v < 2; ++v) {
                     const int at = (j + v) * 4 + h * 2, ahead = p * PART + (j + v) * 8;
                     float one = 0.f + sum[p][at], other = 0.f + sum[p][at + 1];  // as few rows begin with
-                    if (task.bias && there) {
-                        one += to_float(task.bias[n + ahead]), other += to_float(task.bias[n + ahead + 1]);
+                    if (task.result.bias && there) {
+                        one += to_float(task.result.bias[n + ahead]), other += to_float(task.result.bias[n + ahead + 1]);
                     }
                     if (GATED) {
                         float up = 0.f + sum[1][at], next = 0.f + sum[1][at + 1];
-                        if (task.bias && there) {
-                            const u16* const bias = task.bias + task.features + n + ahead;
+                        if (task.result.bias && there) {
+                            const u16* const bias = task.result.bias + task.result.features + n + ahead;
                             up += to_float(bias[0]), next += to_float(bias[1]);
                         }
                         one = silu_times(one, up), other = silu_times(other, next);
                     }
-                    if (task.extra && there) {
+                    if (task.result.extra && there) {
                         const u32 pair = load_pair(extra + ahead);
                         one += to_float((u16)pair), other += to_float((u16)(pair >> 16));
                     }
@@ -162,7 +150,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     float* const w_scales = x_scales + stages * MANY;                     // [stages][2][SPAN]
     Barrier* const full = (Barrier*)(w_scales + stages * 2 * SPAN);
     Barrier* const empty = full + stages;
-    const int features = (task.features + (task.gated ? PART : 2 * PART) - 1) / (task.gated ? PART : 2 * PART);  // tiles
+    const int features = (task.result.features + (task.result.gated ? PART : 2 * PART) - 1) / (task.result.gated ? PART : 2 * PART);  // tiles
     const int tiles = (task.padded + 2 * MANY - 1) / (2 * MANY) * features;
     const int number0 = blockIdx.x / 2, step = gridDim.x / 2;
     launch_dependents();
@@ -183,7 +171,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     if (threadIdx.x >= CONSUMERS) {
         leave_registers();
         if (threadIdx.x == CONSUMERS) {  // asks for copies
-            const int weights = task.features * (task.gated ? 2 : 1);
+            const int weights = task.result.features * (task.result.gated ? 2 : 1);
             wait_for_earlier_kernels();
             for (int number = number0; number < tiles; number += step) {
                 const Fp8Tile tile(task, PART, features, number, rank);
@@ -221,7 +209,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             }
         }
     } else {  // a warp group has 64 of the block's rows
-        take_registers();
+        take_registers<240>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int token = group * 64 + warp % 4 * 16 + lane / 4;
         wait_for_earlier_kernels();
@@ -271,7 +259,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             }
 
             float(&sum)[2][PART / 2] = RANGES == 1 ? total : whole;
-            if (task.gated) store_tile<true, PART>(task, tile, sum, token, lane);
+            if (task.result.gated) store_tile<true, PART>(task, tile, sum, token, lane);
             else store_tile<false, PART>(task, tile, sum, token, lane);
         }
         if (TURNS && group == 0) take_turn(0);
@@ -284,5 +272,5 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
         NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
              const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
         fp8_gemm_many<PART, RANGES>(                                                                                \
-            {x, x_scales, w, w_scales, bias, extra, y, M, padded, features, K, rows, stages, gated});               \
+            {x, x_scales, w, w_scales, {bias, extra, y, M, features, gated}, padded, K, rows, stages});             \
     }

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import glob
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttr
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
-Arg = Tensor | int | float | None
+_BFLOAT16_MAP, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # of CUtensorMapDataType, ...Swizzle, ...L2promotion
+TensorMap = ctypes.Array[ctypes.c_uint64]
+Arg = Tensor | TensorMap | int | float | None
 
 
 class _Attribute(ctypes.Structure):
@@ -46,19 +49,25 @@ class Kernel:
         self._driver, self._handle, self._threads, self._shared = driver, handle, threads, shared
         self._programmatic = programmatic
 
-    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0) -> None:
+    def __call__(
+        self, grid: Sequence[int], *args: Arg, overlap: bool = True, cluster: int = 0, shared: int = 0
+    ) -> None:
         """overlap: where the kernel was made programmatic, it comes up while the one before it runs. cluster: blocks
-        side by side that are one; 0: what the kernel's source says."""
-        values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
+        side by side that are one; 0: what the kernel's source says. shared: bytes of dynamic shared memory, no more
+        than the kernel was made with; 0: so many."""
+        values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float | TensorMap] = []
         for arg in args:
             if isinstance(arg, int):
                 values.append(ctypes.c_int(arg))
             elif isinstance(arg, float):
                 values.append(ctypes.c_float(arg))
+            elif isinstance(arg, ctypes.Array):
+                values.append(arg)
             else:
                 values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = self._config(grid, cluster, self._programmatic and overlap)
+        config.shared = shared or self._shared
         config.stream = torch.cuda.current_stream().cuda_stream
         _check(self._driver, self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None))
 
@@ -115,6 +124,23 @@ class Module:
             percent = min(100, -(-100 * blocks * (shared + _SYSTEM_SHARED) // self._shared))
             _check(self._driver, self._driver.cuFuncSetAttribute(handle, _SHARED_CARVEOUT, percent))
         return Kernel(self._driver, handle, threads, shared, programmatic and self._programmatic)
+
+
+@functools.lru_cache(maxsize=4096)  # a pure function of its arguments, for weights asked for in each launch
+def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """Returns what the copy engine is told of a contiguous tensor in bfloat16, of which it brings boxes to shared
+    memory in the order of 128-byte swizzling. shape, box: the last dimension first; a row of a box has 128 bytes."""
+    rank = len(shape)
+    strides = [2 * math.prod(shape[: i + 1]) for i in range(rank - 1)]  # bytes
+    room = (ctypes.c_uint64 * 24)()
+    skip = -ctypes.addressof(room) % 64 // 8  # the driver wants its 128 bytes aligned to 64
+    driver, words, longs = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+    code = driver.cuTensorMapEncodeTiled(
+        ctypes.byref(room, skip * 8), _BFLOAT16_MAP, rank, ctypes.c_void_p(address), longs(*shape), longs(*strides),
+        words(*box), words(*[1] * rank), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+    )  # fmt: skip
+    _check(driver, code)
+    return (ctypes.c_uint64 * 16)(*room[skip : skip + 16])
 
 
 def _check(driver: ctypes.CDLL, code: int) -> None:

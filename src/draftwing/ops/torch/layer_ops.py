@@ -17,6 +17,7 @@ from draftwing.ops.contracts import (
     HeadProducts,
     HeadTopK,
     LayerWeights,
+    MediumMGemm,
     MixtureWeights,
     PeerSums,
     Routed,
@@ -320,6 +321,10 @@ class LayerOps(ExpertOps):
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         """Returns a GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or
         None."""
+        return None
+
+    def medium_m_gemm(self, weight: Tensor) -> MediumMGemm | None:
+        """Returns a GEMM that is faster than torch's for more rows than `small_m_gemm` is, or None."""
         return None
 
     def head_products(

@@ -13,12 +13,13 @@ from draftwing.ops.contracts import (
     Fp8Gemm,
     GroupGemm,
     HeadProducts,
+    MediumMGemm,
     PeerSums,
     SideWork,
     SmallMGemm,
     TallGemm,
 )
-from draftwing.ops.cuda import gemm, gemm_fp8, gemm_groups, gemm_heads, gemm_tall
+from draftwing.ops.cuda import gemm, gemm_dense, gemm_fp8, gemm_groups, gemm_heads, gemm_tall, wgmma
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
@@ -108,13 +109,16 @@ class TritonLayerOps(LayerOps):
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         return gemm.small_m_gemm(weight.device, weight.dtype) if gemm.takes(weight) else None
 
+    def medium_m_gemm(self, weight: Tensor) -> MediumMGemm | None:
+        return gemm_dense.dense_gemm(weight.device) if gemm.takes(weight) and gemm_dense.takes(weight) else None
+
     @property
     def keeps_groups(self) -> bool:  # type: ignore[override]
         return self.device.type == "cuda"
 
     @property
     def fp8_from(self) -> int | None:  # type: ignore[override]
-        there = self.device.type == "cuda" and gemm_fp8.runs_on(torch.cuda.get_device_capability(self.device))
+        there = self.device.type == "cuda" and wgmma.runs_on(torch.cuda.get_device_capability(self.device))
         return FP8_FROM if there else None
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:

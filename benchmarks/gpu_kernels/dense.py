@@ -1,0 +1,93 @@
+"""GEMMs in bfloat16 with the weights of Llama 3.1 8B or, with `27b`, of Qwen3.5-27B: gemm_dense.cu, gemm.cu, cuBLAS.
+
+    python benchmarks/gpu_kernels/dense.py [27b] [2048x2048 ...]
+
+By rows of x: microseconds of a product among others in a graph, the three by turns, and what the weights are read at by
+the first. cuBLAS gives gates and ups, the others silu(gates) * ups. `all`: the products of a layer one after the other;
+`rows x columns` of other weights take their place. Weights are random, and more than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from fp8 import BYTES, LAUNCHES, PRODUCTS
+from timing import read_rate, replay_us
+from torch import Tensor
+
+from draftwing.ops.contracts import SmallMGemm
+from draftwing.ops.cuda.gemm import small_m_gemm
+from draftwing.ops.cuda.gemm_dense import MOST, dense_gemm
+
+ROWS = (1, 8, 16, 17, 32, 64, 96, 128)
+FEW = 64  # rows that gemm.cu is timed with
+TURNS = 3
+Product = Callable[[Tensor, Tensor, bool], Tensor]
+
+
+def weight_of(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16()
+
+
+def own(gemm: SmallMGemm) -> Product:
+    return lambda x, weight, gated: gemm.gated(x, weight, None) if gated else gemm.linear(x, weight, None)
+
+
+def times(calls: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+    """Microseconds of one of `count` products that each call makes, medians."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            found[name].append(replay_us(call) / count)
+    return {name: statistics.median(took) for name, took in found.items()}
+
+
+def products(given: dict[str, Product], x: Tensor, weights: list[Tensor], gated: bool) -> dict[str, float]:
+    count = len(weights) * -(-LAUNCHES // len(weights))
+    calls = {
+        name: lambda product=product: [product(x, weights[i % len(weights)], gated) for i in range(count)]
+        for name, product in given.items()
+        if name != "few" or len(x) <= FEW
+    }
+    return times(calls, count)
+
+
+def main() -> None:
+    shapes = PRODUCTS["27b" if "27b" in sys.argv[1:] else "8b"]
+    others = [tuple(map(int, word.split("x"))) for word in sys.argv[1:] if "x" in word]
+    if others:
+        shapes = {f"weight {i}": (height, columns, False) for i, (height, columns) in enumerate(others)}
+    device = torch.device("cuda", torch.cuda.current_device())
+    given: dict[str, Product] = {
+        "ours": own(dense_gemm(device)),
+        "few": own(small_m_gemm(device, torch.bfloat16)),
+        "cuBLAS": lambda x, weight, gated: torch.mm(x, weight.T),
+    }
+    print(f"{torch.cuda.get_device_name()}, a pure read {read_rate() / 1e6:.2f} TB/s")
+    for name, (height, columns, gated) in shapes.items():
+        weights = [weight_of(height, columns) for _ in range(max(2, -(-BYTES // (height * columns * 2))))]
+        for rows in ROWS:
+            took = products(given, torch.randn(rows, columns, device="cuda").bfloat16(), weights, gated)
+            rate = height * columns * 2 / took["ours"] / 1e6
+            words = ", ".join(f"{which} {us:.1f}" for which, us in took.items())
+            print(f"{name} {height} x {columns}, {rows} rows: {words} us, {rate:.2f} TB/s", flush=True)
+        del weights
+    layers = [{name: weight_of(*shape[:2]) for name, shape in shapes.items()} for _ in range(4)]
+    for rows in ROWS:
+        inputs = {columns: torch.randn(rows, columns, device="cuda").bfloat16() for _, columns, _ in shapes.values()}
+        steps = [(inputs[shape[1]], layer[name], shape[2]) for layer in layers for name, shape in shapes.items()]
+        calls = {
+            which: lambda product=product, steps=steps: [product(*step) for step in steps]
+            for which, product in given.items()
+            if which != "few" or rows <= FEW
+        }
+        took = times(calls, len(layers))
+        print(f"all, {rows} rows: {', '.join(f'{which} {us:.1f}' for which, us in took.items())} us", flush=True)
+    assert max(ROWS) <= MOST
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+// Follows gemm.cu and gemm_bulk.cu: what gemm_dense.cu and gemm_fp8.cu have in common (wgmma, compute capability 9.0
+// alone).
+//
+// x is an instruction's first operand, 64 rows of it, and weights the second: any multiple of 8 features. So all blocks
+// get as many bytes of weights. Both lie in shared memory as rows of 128 bytes, in the order of 128-byte swizzling.
+//
+// The blocks of a cluster have the same features and rows, and each a range of K. A block sums its range in order. Then
+// ranges are added in order. How many there are depends on the weight's shape alone, so a row has the same bits in any
+// batch.
+
+typedef unsigned long long u64;
+
+#ifndef ON_HOST
+// d = a b^T, or d += a b^T, for 32 bytes of 64 rows a and FEATURES rows b. Is done when waited for. wgmma.py has more.
+template <int FEATURES>
+struct Product;
+
+// Of rows of 128 bytes, swizzled: the address in 16 bytes, and from 8 rows to the next 8.
+__device__ __forceinline__ u64 rows_at(const void* p) {
+    return shared_at(p) >> 4 & 0x3fff | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until no more than LEFT of the groups that `end_products` ended are under way.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Not read before, nor written after.
+template <int COUNT>
+__device__ __forceinline__ void keep_here(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// THREADS: of the warp groups that multiply. One thread behind them asks for copies.
+template <int THREADS>
+__device__ __forceinline__ void sync_consumers() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// Of all threads of the cluster that have not left, of warps whose threads come at different times, too.
+__device__ __forceinline__ void sync_whole_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Until all threads of the cluster that have not left are here, whatever they wrote.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ int blocks_of_cluster() {
+    int blocks;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+
+// Volatile for the reason that `load_value` has.
+__device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
+    u32 pairs[2];
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs[0]), "=r"(pairs[1]) : "l"(p));
+#pragma unroll
+    for (int k = 0; k < 4; ++k) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
+}
+#endif
+
+struct Result {
+    const u16 *bias, *extra;
+    u16* y;  // [M][features]
+    int M, features, gated;
+};
+
+// What a block, or a cluster, is to do.
+struct Place {
+    int token0, feature0, half, own, first, count, ranges, range;
+
+    // rows: of weights of a block, in two parts: half of them, or the gates and their ups. wide: columns of a step of K.
+    __device__ __forceinline__ Place(const Result& result, int tokens, int rows, int K, int wide) {
+        range = rank_in_cluster(), ranges = blocks_of_cluster();
+        half = (rows / 8 + 1) / 2 * 8, own = result.gated ? half : rows;
+        token0 = blockIdx.x / ranges * tokens, feature0 = blockIdx.y * own;
+        const int steps = K / wide;
+        first = steps * range / ranges, count = steps * (range + 1) / ranges - first;
+    }
+};
+
+__device__ __forceinline__ float silu_times(float gate, float up) {
+    return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
+// Four sums of all ranges, and the bias. p: where this block has its part.
+template <int RANGES>
+__device__ __forceinline__ void sum_of_ranges(const float* p, const u16* bias, float (&out)[4]) {
+    float4 part[RANGES];
+#pragma unroll
+    for (int v = 0; v < RANGES; ++v) part[v] = RANGES == 1 ? *(const float4*)p : load_four_from_rank(p, v);
+    out[0] = out[1] = out[2] = out[3] = 0.f;
+#pragma unroll
+    for (int v = 0; v < RANGES; ++v)
+        out[0] += part[v].x, out[1] += part[v].y, out[2] += part[v].z, out[3] += part[v].w;
+    if (bias)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
+}
+
+// sums [tokens][pitch] in each block of a cluster, by the THREADS consumers of all -> y
+template <int RANGES, int THREADS>
+__device__ __forceinline__ void store_sums(const Result& result, const Place& place, const float* sums, int pitch,
+                                           int tokens) {
+    const int fours = place.own / 4, count = min(tokens, result.M - place.token0) * fours;
+    for (int i = place.range * THREADS + threadIdx.x; i < count; i += RANGES * THREADS) {
+        const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
+        if (n >= result.features) continue;
+        const size_t at = (size_t)(place.token0 + token) * result.features + n;
+        float before[4] = {0.f, 0.f, 0.f, 0.f}, sum[4], up[4];
+        if (result.extra) add_four(result.extra + at, before);  // asked for before what it is added to
+        const float* const p = sums + token * pitch + row;
+        sum_of_ranges<RANGES>(p, result.bias ? result.bias + n : nullptr, sum);
+        if (result.gated) {
+            sum_of_ranges<RANGES>(p + place.half, result.bias ? result.bias + result.features + n : nullptr, up);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
+        }
+        u16 out[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
+        *(uint2*)(result.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
+    }
+}
+
+// The end of a block, from when its consumers have stored their sums: 1, 2 or 4 ranges.
+template <int THREADS>
+__device__ __forceinline__ void finish_sums(const Result& result, const Place& place, const float* sums, int pitch,
+                                            int tokens) {
+    if (place.ranges == 1) {
+        sync_consumers<THREADS>();
+        store_sums<1, THREADS>(result, place, sums, pitch, tokens);
+        return;
+    }
+    sync_whole_cluster();
+    if (place.ranges == 2) store_sums<2, THREADS>(result, place, sums, pitch, tokens);
+    else store_sums<4, THREADS>(result, place, sums, pitch, tokens);
+    meet_cluster();  // nobody ends while others read what it has
+}

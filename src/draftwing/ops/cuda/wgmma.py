@@ -1,0 +1,36 @@
+"""What gemm_dense.py and gemm_fp8.py compile: gemm_wgmma.cu with the instructions for so many features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from draftwing.ops.cuda.gemm import WARP_GROUPS, read_files
+
+FILES = ("gemm.cu", "gemm_bulk.cu", "gemm_wgmma.cu")
+
+
+def read_source(files: Sequence[str], instruction: str, features: Iterable[int], kernels: Iterable[str]) -> str:
+    """Returns a source. instruction: what is behind the size of one, up to its operands; features: of those that the
+    kernels have; kernels: lines."""
+    return "".join(
+        [*read_files((*FILES, *files)), *(_product(each, instruction) for each in sorted(set(features))), *kernels]
+    )
+
+
+def _product(features: int, instruction: str) -> str:
+    """Returns `Product` for so many features."""
+    count, untransposed = features // 2, ", 0, 0" if "bf16" in instruction else ""
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    functions = [
+        f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
+        f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{features}{instruction} {{{sums}}}, %{count}, '
+        f'%{count + 1}, {more}, 1, 1{untransposed};" : {operands} : "l"(a), "l"(b));\n    }}\n'
+        for name, more in (("set", "0"), ("add", "1"))
+    ]
+    return f"template <>\nstruct Product<{features}> {{\n{''.join(functions)}}};\n"
+
+
+def runs_on(capability: tuple[int, int]) -> bool:
+    """Returns whether such devices have the instructions."""
+    return capability[0] == WARP_GROUPS
