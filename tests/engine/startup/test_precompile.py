@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
-from draftwing.engine.startup import compiler_process, precompile
+from draftwing.engine.startup import compiler_process, gpu_context, precompile
 from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Precompilation
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
@@ -482,7 +484,24 @@ def test_an_engine_starts_where_there_is_no_room_for_a_fork(job: Job, monkeypatc
 
     monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu_context, "has_driver", lambda: True)
     assert Compiler.ready_for(dataclasses.replace(job.options, device="cuda")) is None
+
+
+def test_without_a_driver_nothing_is_prepared_for_a_gpu(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch from PyPI is for GPUs on machines without one, too."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    library = tmp_path / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir()
+    library.touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(gpu_context, "_DRIVER", "libno_such_driver.so")
+    assert gpu_context.begin() is None
+    assert Compiler.ready_for(dataclasses.replace(job.options, device="auto")) is None
 
 
 def test_whoever_stops_a_process_that_ends_meanwhile_kills_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from draftwing import __version__
 from draftwing.config.options import SERVER, Options
+from draftwing.engine.startup import gpu_context
 
 log = logging.getLogger("draftwing")
 
@@ -75,7 +76,7 @@ class Compiler:
     def ready_for(cls, options: Options) -> Compiler | None:
         """Returns a `fork` where an engine of these options may have something to compile, as far as is known without
         a look at devices; None, too, where there is no room for another process."""
-        if options.device == "cpu" or torch.version.cuda is None:
+        if options.device == "cpu" or torch.version.cuda is None or not gpu_context.has_driver():
             return None
         with suppress(OSError, ImportError):
             import draftwing.ops.triton.ops  # noqa: F401 (once, and not in both processes)

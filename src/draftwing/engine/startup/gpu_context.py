@@ -9,13 +9,25 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+_DRIVER = "libcuda.so.1"
+
+
+def has_driver() -> bool:
+    """Returns whether there is a driver of GPUs. Calls nothing of it, so that this process may fork afterwards."""
+    with suppress(OSError):
+        ctypes.CDLL(_DRIVER)
+        return True
+    return False
+
 
 def begin() -> threading.Thread | None:
     """Starts a thread that makes the context of the first GPU, which torch finds when it wants one, and the hash that
-    Triton has of itself; None where torch is for CPUs. Where there is no GPU, or it fails, torch says so later. Join it
-    before this process forks."""
+    Triton has of itself; None where torch or the machine is for CPUs. Where there is no GPU, or it fails, torch says so
+    later. Join it before this process forks."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return None
+    if not has_driver():
         return None
     thread = threading.Thread(target=_run, name="draftwing-gpu", daemon=True)
     thread.start()
@@ -24,9 +36,10 @@ def begin() -> threading.Thread | None:
 
 def _run() -> None:
     with suppress(OSError, AttributeError):  # no driver, or none that knows of such contexts
-        driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
-        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        driver, device, context = ctypes.CDLL(_DRIVER), ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     with suppress(ImportError, OSError):  # it reads its compiler of 0.4 GB, and keeps what it found
         from triton.runtime.cache import triton_key
 
