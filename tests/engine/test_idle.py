@@ -33,7 +33,12 @@ def test_how_fast_memory_is_read_is_measured_once_when_nothing_runs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr(engine.parts.executor.device, "read_rate", lambda: measured.append(1) or 1e6)
+
+    def read_rate() -> float:
+        measured.append(engine.idle())
+        return 1e6
+
+    monkeypatch.setattr(engine.parts.executor.device, "read_rate", read_rate)
     assert engine.stats()["read_rate"] == 0
     with ThreadPoolExecutor(1) as thread:
         for uid in "ab":
@@ -44,7 +49,7 @@ def test_how_fast_memory_is_read_is_measured_once_when_nothing_runs(
             step.result(SECONDS)
             while not engine.idle():
                 engine.step()
-    assert engine.stats()["read_rate"] == engine.info.read_rate == 1e6 and len(measured) == 1
+    assert engine.stats()["read_rate"] == engine.info.read_rate == 1e6 and measured == [True]
 
 
 def test_the_next_step_is_planned_with_who_comes_while_the_device_is_busy(
