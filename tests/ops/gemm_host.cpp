@@ -401,15 +401,15 @@ static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
 template <int THREADS>
 static void sync_consumers() { meet(consumers_arrived[me / threads], THREADS); }
-static int cluster_times;  // that all threads of a cluster have met
+static int cluster_here, cluster_times;  // threads that wait, and how often all have met
 static void meet_cluster() {  // those who have left count as if they were there
     const int fiber = me, before = cluster_times;
-    ++cluster_arrived, ++steps;
+    ++cluster_here, ++steps;
     while (cluster_times == before) {
         int left = 0;
         for (const Fiber& other : fibers) left += !other.done;
-        if (cluster_arrived == left) {
-            cluster_arrived = 0, ++cluster_times, ++steps;
+        if (cluster_here == left) {
+            cluster_here = 0, ++cluster_times, ++steps;
         } else {
             leave(fiber);
             enter(fiber);
@@ -627,6 +627,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             product_groups.assign(fibers.size(), {});
             products_open.assign(fibers.size(), {});
             consumers_arrived.assign(cluster, 0);
+            cluster_here = 0;
 #endif
 #ifdef FP8
             given.assign(cluster * 2, 0);
