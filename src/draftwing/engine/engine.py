@@ -54,8 +54,9 @@ from draftwing.text.tokenizer import Tokenizer
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
-# Without a request, after which graphs of one more batch size and tree are captured, for some 0.07 s in which a request
-# has to wait: longer than programs take between an answer and the next question, shorter than people do. Swept by
+# Without a request, after which one thing is done that the start has left, for which a request has to wait: graphs of a
+# batch size and tree some 0.07 s, a long prompt up to 0.2, once how fast memory is read up to 0.5 (docs/dev/start.md).
+# Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
 # benchmarks/sim/captures.py.
 IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
