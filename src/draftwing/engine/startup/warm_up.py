@@ -109,10 +109,10 @@ def lengths_to_try(executor: Executor, max_tokens: int) -> tuple[list[int], list
     """Returns tokens of prompts, `max_tokens` at most, whose kernels are not loaded yet: those that take no time, for
     `try_prompts`, and longer ones for `try_length`, in the order in which it should run them: powers of two first."""
     max_tokens = min(max_tokens, executor.table.length - ROOM)
-    drafter = executor.drafter
+    drafter, prefills = executor.drafter, executor.prefills
     has_kv = drafter is not None and len(drafter.kv_layers) > 0
     # The target's kernels are those of its graphs.
-    known = PROMPT if has_kv else max(executor.prefills.sizes, default=PROMPT)
+    known = PROMPT if has_kv else max(prefills.sizes, default=PROMPT)
     lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > known]
     long = sorted((n for n in lengths if n > SHORT), key=lambda n: (n & (n - 1) != 0, n))
     return [n for n in lengths if n <= SHORT], long

@@ -1,5 +1,6 @@
 // Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products of fp8 (e4m3) with fp8, with scales of 128 columns (wgmma,
-// compute capability 9.0 alone). One kernel for all row counts: the time of up to 128 rows is that to read the weights.
+// compute capability 9.0 alone). For any number of rows; gemm_fp8_many.cu is faster for many. Up to 128 rows take the
+// time to read the weights.
 //
 // Both operands come as they lie in global memory (fp8_blocks.py): of 128 columns all rows, in the order in which
 // 128-byte swizzling reads them. A stage is 128 columns: a copy or two of weights and one of x. What tensor cores sum of
