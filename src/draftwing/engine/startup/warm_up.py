@@ -112,7 +112,7 @@ def lengths_to_try(executor: Executor, max_tokens: int) -> tuple[list[int], list
     drafter, prefills = executor.drafter, executor.prefills
     has_kv = drafter is not None and len(drafter.kv_layers) > 0
     # The target's kernels are those of its graphs.
-    known = PROMPT if prefills is None or has_kv else max(prefills.sizes, default=PROMPT)
+    known = PROMPT if has_kv else max(prefills.sizes, default=PROMPT)
     lengths = [min(length, max_tokens) for length in evens(even(max_tokens)) if length > known]
     long = sorted((n for n in lengths if n > SHORT), key=lambda n: (n & (n - 1) != 0, n))
     return [n for n in lengths if n <= SHORT], long
