@@ -85,8 +85,9 @@ class Compiler:
 
     @classmethod
     def fork(cls) -> Compiler:
-        """Forks this process, to spare the other one seconds of imports. For one that has used no GPU yet and whose
-        other threads do nothing but wait for a connection. Raises OSError."""
+        """Forks this process, to spare the other one seconds of imports. For one in which torch has used no GPU yet,
+        though its context may be there (`gpu_context`), and whose other threads do nothing but wait for a connection.
+        Raises OSError."""
         ours, theirs = Pipe()
         pid = os.fork()
         if not pid:
