@@ -138,9 +138,6 @@ class Precompilation:
         """compiler: that has not got a job yet; None starts one. Raises OSError, and what pickle does."""
         from triton import knobs
 
-        from draftwing.ops.triton.hashes import hash_all
-
-        hash_all()
         job = job._replace(options=_engine_options(job.options))
         packed = pickle.dumps(job)
         self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(job)}"
