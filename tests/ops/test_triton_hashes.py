@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,3 +38,22 @@ def test_the_order_of_launches_does_not_matter() -> None:
     found = hashes("all", 1)
     assert len(found) > 100 and found == hashes("all", 2)
     assert hashes("launched", 1) != hashes("launched", 2), "Triton has mended it: nothing has to be done any more"
+
+
+def test_every_rank_hashes_before_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftwing.engine import build
+    from draftwing.engine.devices import pick_device
+
+    class Hashed(Exception):
+        pass
+
+    def hashing() -> None:
+        raise Hashed
+
+    device = pick_device("cpu")
+    monkeypatch.setattr(device.ops, "before_launches", hashing)
+    monkeypatch.setattr(build, "pick_device", lambda *asked: device)
+    monkeypatch.setattr(device, "set_threads", lambda *threads: None)
+    setup = SimpleNamespace(options=SimpleNamespace(device="cpu", num_threads=1), rank=1)
+    with pytest.raises(Hashed):
+        build.build_rank(setup, lambda: None)

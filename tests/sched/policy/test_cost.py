@@ -142,6 +142,17 @@ def test_a_shape_of_one_row_costs_what_another_tree_tells(shape: TreeShape, batc
     )
 
 
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+def test_what_a_few_first_steps_of_fewer_rows_tell_is_a_guess(sizes: tuple[int, ...]) -> None:
+    """As it is of their own rows: the first step of a shape may have taken several times as long."""
+    cost = measured(False, menu=(PLAIN,))
+    for _ in range(DOUBT):
+        assert all(cost.guessed(TREE, size) for size in (*sizes, 16))
+        for size in sizes:
+            cost.record(TREE, size, 0, true_seconds(TREE, size, 0))
+    assert not cost.guessed(TREE, 1) and not cost.guessed(TREE, 16)
+
+
 def test_plain_is_estimated_from_trees() -> None:
     cost = StepCost(MENU, False)
     cost.measured(TREE, 1, 0, 8e-3)

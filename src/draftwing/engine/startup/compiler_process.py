@@ -86,8 +86,9 @@ class Compiler:
 
     @classmethod
     def fork(cls) -> Compiler:
-        """Forks this process, to spare the other one seconds of imports. For one that has used no GPU yet and whose
-        other threads do nothing but wait for a connection. Raises OSError."""
+        """Forks this process, to spare the other one seconds of imports. For one in which torch has used no GPU yet,
+        though its context may be there (`gpu_context`), and whose other threads do nothing but wait for a connection.
+        Raises OSError."""
         ours, theirs = Pipe()
         pid = os.fork()
         if not pid:
@@ -138,9 +139,6 @@ class Precompilation:
         """compiler: that has not got a job yet; None starts one. Raises OSError, and what pickle does."""
         from triton import knobs
 
-        from draftwing.ops.triton.hashes import hash_all
-
-        hash_all()
         job = job._replace(options=_engine_options(job.options))
         packed = pickle.dumps(job)
         self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(job)}"

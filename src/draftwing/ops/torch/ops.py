@@ -97,5 +97,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         chunks."""
         states.advance(rows, prefix_len + 1, nodes)
 
+    def before_launches(self) -> None:
+        """Names kernels as the process does that compiles them ahead, which may be another one."""
+
     def before_tracing(self) -> None:
         """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""

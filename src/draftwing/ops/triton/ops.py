@@ -13,6 +13,7 @@ from draftwing.ops.triton.attention_backend import PagedAttention
 from draftwing.ops.triton.blocks import TritonBlockOps
 from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.draft_extend import TritonExpansionOps
+from draftwing.ops.triton.hashes import hash_all
 from draftwing.ops.triton.layer_ops import TritonLayerOps
 from draftwing.ops.triton.merge import TritonMergeOps
 from draftwing.ops.triton.ngram import TritonNGramIndex
@@ -60,3 +61,6 @@ class TritonOps(
 
     def before_tracing(self) -> None:
         launch_options(self.device)
+
+    def before_launches(self) -> None:
+        hash_all()

@@ -115,10 +115,8 @@ class StepCost:
     def guessed(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether neither the shape at such a size nor what it can be estimated by was measured, or too little
         to be believed."""
-        sizes = self._table.near(shape, batch)
+        sizes = self._table.near(shape, batch) or self._table.smaller(shape, batch)
         unsure = [size for size in sizes if (shape, size) in self._unsure]
-        if not sizes:
-            return not self._table.estimated(shape, batch)
         return batch in unsure or len(unsure) == len(sizes)
 
     @property

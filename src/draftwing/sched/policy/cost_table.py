@@ -86,11 +86,12 @@ class CostTable:
         """Returns the measured sizes of a shape that are at most twice or half as large."""
         return [size for size in self._measured.get(shape, ()) if batch <= 2 * size and size <= 2 * batch]
 
-    def estimated(self, shape: TreeShape, batch: int) -> bool:
-        """Returns whether measurements tell what a batch takes that is larger than one of the shape that was measured:
-        two sizes of the shape itself, or of another one, see `_teller`."""
-        sizes = self._measured.get(shape, {})
-        return batch > min(sizes, default=batch) and (len(sizes) > 1 or self._teller(shape) is not None)
+    def smaller(self, shape: TreeShape, batch: int) -> list[int]:
+        """Returns the measured sizes of a shape by which a batch is estimated that is larger than one of them; none
+        where they do not tell what more rows take: they are less than two, and no other shape does, see `_teller`."""
+        sizes = [*self._measured.get(shape, ())]
+        tells = len(sizes) > 1 or self._teller(shape) is not None
+        return sizes if tells and batch > min(sizes, default=batch) else []
 
     def _teller(self, shape: TreeShape) -> TreeShape | None:
         """Returns the shape of fewest nodes whose steps tell what the target takes for more rows of a tree that was

@@ -122,10 +122,12 @@ static Plan plan_of(const Attention *a) {
         p.tile = (p.tile + 1) / 2;
     }
     const int64_t fewest = most(2 * wanted, PREFETCH_CHUNKS * a->count * p.tiles); /* of a head */
-    /* Turns that fetch fewer lines than a chunk has would leave some out, which takes longer than not to prefetch. */
+    /* One head of keys lies in one piece by itself. Turns that fetch fewer lines than a chunk has would leave some out,
+       which takes longer than not to prefetch. */
     const int64_t piece = a->parts * row_bytes(a);
-    const int prefetches = a->kv_type != INT8 && p.tile * group <= PREFETCH_ROWS && chunks >= fewest * a->kv_heads &&
-                       piece >= PREFETCH_BYTES && 64 * chunk_lines(a, p.tile * group) >= CHUNK * piece;
+    const int prefetches = a->kv_heads > 1 && a->kv_type != INT8 && p.tile * group <= PREFETCH_ROWS &&
+                           chunks >= fewest * a->kv_heads && piece >= PREFETCH_BYTES &&
+                           64 * chunk_lines(a, p.tile * group) >= CHUNK * piece;
     p.size = parts_size(p.tile * group, a->padded);
     p.heads = prefetches ? a->kv_heads : 1;
     p.per = prefetches ? 1 : most((chunks + wanted - 1) / wanted, 1);
