@@ -8,8 +8,9 @@ round asks all of them another question behind the same text, in turn; the text 
 order of contexts, which gives the speed of prompts. Figures are medians of rounds, ratios medians of the rounds'.
 
 The floor is the time to read the weights and the KV cache of a step at the speed that plain reads by all threads reach
-beside it. `--out` keeps the contexts that it has of earlier runs, and `--result` and `--plot` are of all of them.
-`--model Qwen3-0.6B` is a file of that shape with random weights. `llama_cpp_build.py` says what a build needs.
+beside it. `--out` keeps the contexts that it has of earlier runs, and `--result` and `--plot` are of all of them;
+`--redraw RESULT --plot FILE` draws what stands in a result. `--model Qwen3-0.6B` is a file of that shape with random
+weights. `llama_cpp_build.py` says what a build needs.
 """
 
 from __future__ import annotations
@@ -248,23 +249,27 @@ def contexts_of(record: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, An
             yield isa, int(context), contexts[context]
 
 
-def plot(record: dict[str, Any]) -> str:
-    """Tokens per second by context, whose axis doubles."""
-    lengths = sorted({context for _, context, _ in contexts_of(record)})
+def plot(rows: Sequence[Sequence[Any]]) -> str:
+    """Tokens per second by context, whose axis doubles. rows: of a result, lines of each instruction set in order."""
+    places = [str(first).split(", ") for first, *_ in rows]
+    lengths = sorted({int(context.replace(",", "")) for _, context in places})
 
-    def place(context: int) -> float:
-        return math.log2(context / lengths[0]) + 0.1
+    def at(context: str) -> float:
+        return math.log2(int(context.replace(",", "")) / lengths[0]) + 0.1
+
+    def line(label: str, isa: str, column: int) -> Line:
+        known = [(at(context), one[column]) for (name, context), one in zip(places, rows, strict=True) if name == isa]
+        return Line(label, [(x, rate) for x, rate in known if rate is not None])
 
     panels = []
-    for isa in record["isas"]:
-        here = [(place(context), found) for one, context, found in contexts_of(record) if one == isa]
-        for title, key in (("decoding", "decode"), ("prompt of that length", "prompt")):
-            names = here[0][1][key]
-            lines = [Line(name, [(at, one[key][name]) for at, one in here if name in one[key]]) for name in names]
+    for isa in dict.fromkeys(name for name, _ in places):
+        decode = [line(COLUMNS[column], isa, column) for column in range(1, 6)]
+        prompts = [line(COLUMNS[1], isa, 8), line("llama.cpp, the better", isa, 9)]
+        for title, lines in (("decoding", decode), ("prompt of that length", prompts)):
             highest = max(rate for line in lines for _, rate in line.points)
-            panels.append(Panel(f"{title}, tokens/s, {TITLES.get(isa, isa)}", lines, ticks(highest)))
-    marks = [(place(context), f"{context:,}") for context in lengths]
-    return render(panels, place(lengths[-1]), marks, "tokens of context")
+            panels.append(Panel(f"{title}, tokens/s, {isa}", lines, ticks(highest)))
+    marks = [(at(str(context)), f"{context:,}") for context in lengths]
+    return render(panels, at(str(lengths[-1])), marks, "tokens of context")
 
 
 def ticks(highest: float) -> list[tuple[float, str]]:
@@ -288,6 +293,9 @@ def kept(args: Any) -> dict[str, Any]:
 
 def main() -> None:
     args = parsed()
+    if args.redraw is not None:
+        args.plot.write_text(plot(json.loads(args.redraw.read_text(encoding="utf8"))["rows"]), encoding="utf8")
+        return
     run_with(args.isa)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the servers are ended
     record, shape = kept(args), SHAPES.get(args.model)
@@ -311,10 +319,11 @@ def main() -> None:
 
 
 def write(args: Any, record: dict[str, Any]) -> None:
+    found = result(record)
     for path, text in (
         (args.out, json.dumps(record, indent=1)),
-        (args.result, json.dumps(result(record), indent=1)),
-        (args.plot, plot(record)),
+        (args.result, json.dumps(found, indent=1)),
+        (args.plot, plot(found["rows"])),
     ):
         if path is not None:
             path.write_text(text.rstrip() + "\n", encoding="utf8")
@@ -337,7 +346,11 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--result", type=Path, help="in the form of benchmarks/results")
     parser.add_argument("--plot", type=Path, help="an SVG")
-    return parser.parse_args(argv)
+    parser.add_argument("--redraw", type=Path, metavar="RESULT", help="measure nothing: --plot is of this --result")
+    args = parser.parse_args(argv)
+    if args.redraw is not None and args.plot is None:
+        parser.error("--redraw needs --plot: the file to draw")
+    return args
 
 
 if __name__ == "__main__":

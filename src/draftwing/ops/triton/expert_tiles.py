@@ -11,7 +11,7 @@ from torch import Tensor
 from draftwing.ops.contracts import ExpertTiles
 from draftwing.ops.triton.common import lanes, launch_options, start
 
-FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all, in one kernel
+FEW_PAIRS = 1024  # up to so many are sorted by comparing all with all, in one kernel; swept in docs/dev/gpu_kernels.md
 # Up to so many tokens, or pairs of an expert on average, tiles have few rows. 128 tokens of 128 experts, of which each
 # chooses 8, were measured (docs/dev/quantised_kernels.md).
 FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
