@@ -653,9 +653,10 @@ extern "C" void experts(int rows, int tile_count, int choices, int known, const 
 template <class BODY>
 static void each_thread(int grid_x, int grid_y, BODY body) {
     gridDim = {grid_x, grid_y};
+    waited.assign(256, false);
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) body();
+            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) me = threadIdx.x, body();
 }
 
 #ifdef TALL

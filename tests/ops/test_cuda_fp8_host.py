@@ -19,6 +19,7 @@ from draftwing.ops.types import QuantizedRows
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 LATE, EARLY = 0, 1  # copies and instructions, as gemm_host.cpp has them
+LONG = pytest.mark.exhaustive  # a minute in all, with nothing that the other shapes don't have
 
 
 @dataclass
@@ -58,7 +59,7 @@ def weight_of(rows: int, columns: int) -> Fp8Blocks:
 
 
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
-@pytest.mark.parametrize("rows, columns", [(96, 1152), (288, 640), (32, 128), (352, 1024)])
+@pytest.mark.parametrize("rows, columns", [(96, 1152), (288, 640), (32, 128), pytest.param(352, 1024, marks=LONG)])
 @pytest.mark.parametrize("clusters", [(2, 4, 8), (1, 1, 1), (32, 66, 132)])
 def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters: tuple[int, int, int]) -> None:
     """Rows of x have the same bits in any batch, whatever a block takes."""
@@ -77,7 +78,7 @@ def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters
 
 
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
-@pytest.mark.parametrize("rows, columns", [(96, 1152), (288, 640), (32, 128), (800, 256)])
+@pytest.mark.parametrize("rows, columns", [(96, 1152), pytest.param(288, 640, marks=LONG), (32, 128), (800, 256)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
 def test_many_rows(run: Host, rows: int, columns: int, kind: str, early: int) -> None:
     """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
