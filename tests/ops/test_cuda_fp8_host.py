@@ -19,7 +19,7 @@ from draftwing.ops.types import QuantizedRows
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 LATE, EARLY = 0, 1  # copies and instructions, as gemm_host.cpp has them
-LONG = pytest.mark.exhaustive  # a minute in all, with nothing that the other shapes don't have
+LONG = pytest.mark.exhaustive  # the largest of the grid: a minute in all
 
 
 @dataclass
