@@ -25,7 +25,6 @@ SHARED = {1: 225 << 10, 2: 113 << 10}
 _BEFORE_RINGS = 1536  # bytes of it at most: barriers, and up to what copies are aligned to
 _STEP = 16  # features, by which blocks differ
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
-_RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 4  # stages of a range
 # Stages behind a ring's that come to the L2 cache while earlier kernels end, with so many rows of x: 3 take 0.7% of a
 # layer's time with 64 rows and 2.7% with 128, and cost 2% with 32 and fewer; 6 and more cost 3 to 6%.
@@ -66,23 +65,18 @@ class Cut(NamedTuple):
 
 
 def ranges_of(rows: int, columns: int) -> int:
-    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows,
-    for each block reads x. The order of sums depends on it."""
-    return next(
-        ranges
-        for ranges in _RANGES
-        if ranges == 1 or (rows * ranges <= _BLOCKS * _FEW_ROWS and columns >= ranges * _LEAST * PANEL)
-    )
+    """Returns into how many ranges the columns of a weight of this shape are cut."""
+    return wgmma.ranges_of(rows, columns, _BLOCKS * _FEW_ROWS, _LEAST * PANEL)
 
 
 @functools.lru_cache(maxsize=1024)
 def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
     """rows: of x. features: of the result. clusters: how many run at once of blocks with a multiprocessor each, by
-    `_RANGES`."""
+    `wgmma.RANGES`."""
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
-    return make_cut(rows, features, gated, columns, ranges, clusters[_RANGES.index(ranges)], 2 if two else 1)
+    return make_cut(rows, features, gated, columns, ranges, clusters[wgmma.RANGES.index(ranges)], 2 if two else 1)
 
 
 def make_cut(
@@ -148,7 +142,7 @@ class DenseGemm:
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
-        return tuple(self._kernel(Size(1, PARTS[1][-1])).clusters_at_once(ranges) for ranges in _RANGES)
+        return tuple(self._kernel(Size(1, PARTS[1][-1])).clusters_at_once(ranges) for ranges in wgmma.RANGES)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False

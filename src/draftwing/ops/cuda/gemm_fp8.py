@@ -21,7 +21,6 @@ _MOST_ROWS = 2 * _PARTS[-1]  # of a weight that a block takes
 _TOKENS = 64  # rows of x that a warp group takes
 SHARED = 225 << 10  # bytes of a block; what is left is room for a small kernel's
 _BLOCKS = 128  # that a weight's rows are shared out among: multiprocessors, but for few that make no whole cluster
-_RANGES = (4, 2, 1)  # of K, a cluster's blocks
 _LEAST = 2  # stages of a range
 # Rows of a weight, as they are shared out among these, up to which K is cut: on an H200 16,384 rows, 128 for each, take
 # 20.6 and 24.1 us (1 and 64 rows of x) in one range, 21.5 and 26.1 in two; 5,120 rows take the least in four.
@@ -91,27 +90,22 @@ class Cut(NamedTuple):
 
 
 def ranges_of(rows: int, columns: int) -> int:
-    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows,
-    for each block reads x. The order of sums depends on it."""
-    return next(
-        ranges
-        for ranges in _RANGES
-        if ranges == 1 or (rows * ranges <= _BLOCKS * _FEW_ROWS and columns >= ranges * _LEAST * WIDE)
-    )
+    """Returns into how many ranges the columns of a weight of this shape are cut."""
+    return wgmma.ranges_of(rows, columns, _BLOCKS * _FEW_ROWS, _LEAST * WIDE)
 
 
 @functools.lru_cache(maxsize=1024)
 def cut_of(
     rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...], many: bool | None = None
 ) -> Cut:
-    """rows: of x. features: of the result. clusters: how many run at once, by `_RANGES`. many: with the kernels of many
-    rows, or not; None: by rows."""
+    """rows: of x. features: of the result. clusters: how many run at once, by `wgmma.RANGES`. many: with the kernels of
+    many rows, or not; None: by rows."""
     assert rows > 0 and features % (2 * EIGHT) == 0 and columns % WIDE == 0, f"{features} x {columns}"
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
     ranges = ranges_of(weights, columns)
     if rows >= MANY_FROM if many is None else many:
-        return _cut_of_many(rows, weights, ranges, clusters[_RANGES.index(_PAIR)])
-    at_once, token_blocks = clusters[_RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
+        return _cut_of_many(rows, weights, ranges, clusters[wgmma.RANGES.index(_PAIR)])
+    at_once, token_blocks = clusters[wgmma.RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
     step = 2 * EIGHT if gated else EIGHT
 
     def cost(taken: int) -> tuple[int, int]:
@@ -173,7 +167,7 @@ class Fp8Gemm:
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
-        return tuple(self._kernels[SIZES[-1]].clusters_at_once(ranges) for ranges in _RANGES)
+        return tuple(self._kernels[SIZES[-1]].clusters_at_once(ranges) for ranges in wgmma.RANGES)
 
     def quantise(self, x: Tensor) -> Fp8Rows:
         """x [M, K] bfloat16, K a multiple of 128 -> the same as `quantised` makes it."""

@@ -1,4 +1,4 @@
-"""What gemm_dense.py and gemm_fp8.py compile: gemm_wgmma.cu with the instructions for so many features."""
+"""What gemm_dense.py and gemm_fp8.py have in common: the source of gemm_wgmma.cu, and how K is cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from draftwing.ops.cuda.gemm import WARP_GROUPS, read_files
 
+RANGES = (4, 2, 1)  # of K, a cluster's blocks
 FILES = ("gemm.cu", "gemm_bulk.cu", "gemm_wgmma.cu")
 
 
@@ -34,3 +35,10 @@ def _product(features: int, instruction: str) -> str:
 def runs_on(capability: tuple[int, int]) -> bool:
     """Returns whether such devices have the instructions."""
     return capability[0] == WARP_GROUPS
+
+
+def ranges_of(rows: int, columns: int, most_rows: int, least_columns: int) -> int:
+    """Returns into how many ranges the columns of a weight of this shape are cut: so many that a block has many rows,
+    for each block reads x. The order of sums depends on it. most_rows: of a weight, times ranges; least_columns: of a
+    range."""
+    return next(r for r in RANGES if r == 1 or (rows * r <= most_rows and columns >= r * least_columns))
