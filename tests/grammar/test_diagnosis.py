@@ -18,7 +18,8 @@ WRONG = [
     ({"pattern": "(?<=a)b"}, "look-around"), ({"minLength": "x"}, "minLength"), ({"$ref": "http://a/b"}, "http://a/b"),
     ({"oneOf": [{"minLength": 1}, {"maxLength": 2}]}, "oneOf"), ({"$ref": "#/$defs/no"}, "/$defs/no"),
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 0}, "maxProperties"),
-    ({"patternProperties": {"a": True, "b": True}}, "/a/ and /b/"),
+    ({"patternProperties": {"a": True, "b": True}}, "/a/ and /b/"), ({"$ref": "#/$defs/Größe"}, "/$defs/Größe"),
+    ({"$ref": "Partial<Größe>"}, "Partial<Größe>"),
 ]  # fmt: skip
 PLACES = [
     (lambda one: {"properties": {"a": {}, "b": one, "c": {}}}, "properties.b"),

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
@@ -134,6 +135,37 @@ def test_names_that_look_like_keywords_and_data_stay() -> None:
         "enum": [{"propertyNames": {"type": "string"}}],
     }  # fmt: skip
     assert rewritten(schema) == schema
+
+
+@pytest.mark.parametrize("name", [
+    "Größe", "订单", "😀", "Partial<Foo>", "List[int]", "Map[string]*T", "A b", "A|B", "a%b", "a%20b", "50%", "a/b",
+    "a~b", "~1", 'q"q', "{x}", "a^b", "`a`", "a\\b", "a#b", "a?b", "", " ", "a\nb", "ns:A+B",
+    "IEnumerable`1[System.Int32]",
+])  # fmt: skip
+def test_definitions_have_any_name(byte_vocab: Any, name: str) -> None:
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    for written in {pointer, quote(pointer, safe="~"), quote(pointer, safe="~<>[]|")}:
+        tree = {"type": "object", "additionalProperties": False, "required": ["v"],
+                "properties": {"v": {"type": "integer"}, "next": {"$ref": f"#/$defs/{written}"}}}  # fmt: skip
+        for schema in (
+            {"$ref": f"#/$defs/{written}", "$defs": {name: tree}},
+            {"$ref": f"#/own/$defs/{written}", "own": {"$defs": {name: tree}}, "$defs": {name: tree}},
+            {"allOf": [{"$ref": f"http://a/b#/$defs/{written}"}], "$id": "http://a/b", "$defs": {name: tree}},
+        ):  # fmt: skip
+            state = byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+            assert byte_vocab.accepts_bytes(state, '{"v":1,"next":{"v":2}}')
+            assert not byte_vocab.accepts_bytes(state, '{"v":1,"next":{"v":"2"}}'), schema
+
+
+@pytest.mark.parametrize("name", ["My Schema", "Größe", "List[int]", "a|b"])
+def test_schemas_and_anchors_have_any_name(byte_vocab: Any, name: str) -> None:
+    for schema in (
+        {"$id": name, "$ref": f"{name}#/$defs/a", "$defs": {"a": {"const": 1}}},
+        {"$ref": name, "$defs": {"a": {"$id": name, "const": 1}}},
+        {"$ref": f"#{name}", "$defs": {"a": {"$anchor": name, "const": 1}}},
+    ):
+        state = byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+        assert byte_vocab.accepts_bytes(state, "1") and not byte_vocab.accepts_bytes(state, "2")
 
 
 def test_what_cannot_be_built_is_left_for_the_library_to_refuse(byte_vocab: Any) -> None:

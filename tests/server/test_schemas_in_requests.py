@@ -83,22 +83,45 @@ def test_the_strict_tool_that_is_wrong_is_named(client: TestClient, style: str, 
 
 @FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
-def test_schemas_of_tools_that_are_not_strict_refuse_nothing(
+def test_a_schema_is_held_or_refused_where_a_call_is_held_to_it(
     client: TestClient, engine: ScriptedEngine, path: str
 ) -> None:
-    bad = [({"type": "object", **schema}, False) for schema, _, _ in BAD]
+    bad = [({"type": "object", **schema}, False) for schema, _, _ in BAD[:4]]
     plain = client.post(path, json=body_of(path, [*bad, (GOOD, False)]))
     assert plain.status_code == 200 and engine.requests[-1].params.grammar is None
     assert "draftwing-ignored" not in plain.headers
     mixed = client.post(path, json=body_of(path, [*bad, (GOOD, True)]))
     assert mixed.status_code == 200 and "city" in engine.requests[-1].params.grammar.text
-    required = client.post(path, json=body_of(path, [bad[0], (GOOD, False), bad[1], (GOOD, True)], "required"))
-    assert required.status_code == 200
-    grammar = engine.requests[-1].params.grammar.text
-    assert "city" in grammar and "uniqueItems" not in grammar and all(f"f{i}" in grammar for i in range(4))
-    named = required.headers["draftwing-ignored"].split(", ")
-    assert [name for name in named if name.startswith("tools")] == [DIALECTS[path].format(i) for i in (0, 2)]
-    refusal_of(client.post(path, json=body_of(path, [bad[0], (bad[1][0], True)], "required")))
+    for place, ((_, where, word), one) in enumerate(zip(BAD, bad, strict=False)):
+        tools = [(GOOD, False), (GOOD, True), (GOOD, False), (GOOD, False)]
+        tools[place] = one
+        message, _ = refusal_of(client.post(path, json=body_of(path, tools, "required")))
+        assert message.startswith(DIALECTS[path].format(place)) and where in message and word in message
+        body = body_of(path, tools)
+        for named in range(4):
+            body["tool_choice"] = CHOSEN[path](f"f{named}")
+            response = client.post(path, json=body)
+            assert response.status_code == (400 if named == place else 200), response.text
+
+
+CHOSEN: dict[str, Any] = {
+    "/v1/chat/completions": lambda name: {"type": "function", "function": {"name": name}},
+    "/v1/responses": lambda name: {"type": "function", "name": name},
+    "/v1/messages": lambda name: {"type": "tool", "name": name},
+}
+
+
+@FURTHER
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("name", ["Größe", "Partial<Foo>", "List[int]", "a%b", "A|B"])
+def test_arguments_are_held_to_definitions_of_any_name(
+    client: TestClient, engine: ScriptedEngine, path: str, name: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}, "$defs": {name: {"enum": ["x1"]}}}
+    for choice, strict in (("required", False), ("auto", True)):
+        response = client.post(path, json=body_of(path, [(schema, strict)], choice))
+        assert response.status_code == 200 and "draftwing-ignored" not in response.headers, response.text
+        assert "x1" in engine.requests[-1].params.grammar.text
 
 
 @FURTHER
@@ -146,4 +169,5 @@ def test_the_field_of_a_schema_is_named(client: TestClient, path: str, fields: A
         assert message.startswith(f"{name}: ") and where in message and word in message
         assert not any(word in message for word in INSIDE), message
         assert param in (name, None)
-    assert client.post(path, json={**prompt, **fields(GOOD)}).status_code == 200
+    for good in (GOOD, {"$ref": "#/$defs/List[Größe]", "$defs": {"List[Größe]": GOOD}}):
+        assert client.post(path, json={**prompt, **fields(good)}).status_code == 200

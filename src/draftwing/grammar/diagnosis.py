@@ -32,11 +32,12 @@ _WORDS = [
     (r"min/maxProperties only", "'minProperties' and 'maxProperties' are not supported with optional properties"),
     (r"Unsatisfiable schema: (?P<it>.*)", "no value fulfils it: {it}"),
     (r"Invalid type: (?P<it>.*)", "'{it}' is no type"),
-    (r"Resource '(?P<it>[^']*)' is not present", "the reference '{it}' leads out of the schema"),
+    (r"Resource '(?:json-schema:///)?(?P<it>[^']*)' is not present", "the reference '{it}' leads out of the schema"),
     (r".*regex parse error:.*\nerror: (?P<it>[^\n]*)", "the regular expression is not supported: {it}"),
     (r"patternProperty regexes (?P<it>.*) are not disjoint", "the patterns {it} could match one name"),
     (r"schema must be an object or boolean", "expected a schema: an object, true or false"),
 ]
+_REFERENCES = ("Anchor", "Pointer", "Resource")
 Fails = Callable[[dict[str, Any]], str | None]
 Path = tuple[str, ...]
 
@@ -62,6 +63,7 @@ def explained(why: str, schemas: Sequence[tuple[Path, Any]], fails: Fails) -> st
 def in_words(why: str) -> str:
     """Returns a reason of the library's without the grammar's inside."""
     why = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n\s*\d+ \| |\n  while processing", why)[0])
+    why = unquote(why) if why.startswith(_REFERENCES) else why  # it names them as URIs
     if match := re.match(r"Unimplemented keys: (\[.*\])", why):
         return "; ".join(f"'{key}' is not supported{_NOT_BUILT.get(key, '')}" for key in json.loads(match[1]))
     for pattern, reason in _WORDS:
@@ -92,7 +94,7 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
     pointer, seen = "", {""}
     reason = why([pointer])
     if reason is not None and why([]) == reason:  # whatever is needed: it leads out of the schema
-        return next((place for place, reference in _references(schema) if f"'{reference}'" in reason), path)
+        return next((place for place, reference in _references(made) if f"{reference}'" in reason), path)
     while reason is not None:
         inner = [one for one in _inside(schema, made, pointer, path) if one[0] not in seen]
         while len(inner) > 1:

@@ -7,9 +7,10 @@ here, and what others ask for is said with those that it builds. What is left is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import checked_regex
@@ -24,6 +25,8 @@ _ANNOTATIONS = frozenset({
     "default", "definitions", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
 _FOR_READERS = ("$comment", "description", "title")
+_URIS = ("$anchor", "$id", "$ref")
+_NOT_IN_URIS = re.compile(r"%(?![0-9A-Fa-f]{2})|[^\w.~!$&'()*+,;=:@/?%-]", re.ASCII)
 # Keywords of values of one type, which ask for nothing of others.
 _OF_TYPE = {
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
@@ -71,13 +74,26 @@ def pointed(root: Any, reference: str) -> Any:
         return root
     if not reference.startswith("#/"):
         return None
-    for part in unquote(reference[2:]).split("/"):
+    found = _found(root, unquote(reference[2:]))
+    return _found(root, reference[2:]) if found is None else found
+
+
+def _found(root: Any, pointer: str) -> Any:
+    for part in pointer.split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and len(name) < 10:
             root = root[int(name)] if int(name) < len(root) else None
         else:
             root = root.get(name) if isinstance(root, dict) else None
     return root
+
+
+def _uri(text: str, root: Any) -> str:
+    """Returns a reference, or what one leads to, as a URI: programs name definitions in any language, and by types."""
+    path, mark, fragment = text.partition("#")
+    if fragment.startswith("/") and _found(root, unquote(fragment[1:])) is None:
+        fragment = fragment.replace("%", "%25") if _found(root, fragment[1:]) is not None else fragment
+    return mark.join(_NOT_IN_URIS.sub(lambda found: quote(found[0], safe=""), part) for part in (path, fragment))
 
 
 def moved(schema: Any, root: str, names: bool = False) -> Any:
@@ -145,6 +161,8 @@ class _Rewriter:
                 made[key] = [self.schema(one) for one in value]
             elif key in SCHEMAS:
                 made[key] = self.schema(value)
+            elif key in _URIS and isinstance(value, str):
+                made[key] = _uri(value, self._root)
             elif key not in (*_FOR_READERS, "x-guidance", "$schema") or _is_draft(value):
                 made[key] = self._other(value, key in SCHEMA_DATA)
         _check_patterns(made)

@@ -29,7 +29,6 @@ from draftwing.text.tokenizer import BUNDLED_TEMPLATE
 
 MAX_TOOLS = 512  # of one request
 MAX_NAME = 256  # characters
-MAX_LOOSENED = 16  # functions of one request whose schemas are found not to be built
 # Values in what a template is given: it is copied to another process, which holds all others up.
 MAX_VALUES = 16_384  # in further variables
 MAX_TEMPLATE_VALUES = 65_536  # in the definitions of all tools, enumerations included; in all messages
@@ -129,15 +128,13 @@ class Chats:
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
         field = called["tools"] if chat.offers else body.grammar_field
-        own, (params, added) = params, self._constrained(chat, params, style, called)
+        params, added = self._constrained(chat, params, style, called)
         if added:
             try:
                 await service.check_grammars([(params, field)])
             except RequestError:
-                chat = await self._loosened(chat, own)
-                params, added = self._constrained(chat, own, style, called)
-                if added:
-                    await service.check_grammars([(params, field)])
+                await self._check_schemas(chat, params)
+                raise
         style = dataclasses.replace(style, constrained=params.grammar is not None)
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
@@ -288,33 +285,12 @@ class Chats:
             )
         return params.replace(grammar=grammar), True
 
-    async def _loosened(self, chat: Chat, params: SamplingParams) -> Chat:
-        """Returns the conversation without the schemas that cannot be built, of functions that are not strict. Raises
-        RequestError for the first one of a strict function."""
-        constrained = [
-            function
-            for function in chat.functions
-            if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name
-        ]
-        found: list[Function] = []
-        for function in sorted(constrained, key=lambda one: not one.strict):
-            if len(found) == MAX_LOOSENED:  # what is looked for takes time
-                found = []
-                break
-            grammar = Grammar("json_schema", json.dumps(function.schema))
-            try:
+    async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
+        """Raises RequestError for the first function that a call of it is held to, and cannot be."""
+        for function in chat.functions:
+            if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name:
+                grammar = Grammar("json_schema", json.dumps(function.schema))
                 await self._service.check_grammars([(params.replace(grammar=grammar), function.field)])
-            except RequestError:
-                if function.strict:
-                    raise
-                found.append(function)
-        found = found or [function for function in constrained if not function.strict]  # or all together are too much
-        functions = [
-            dataclasses.replace(function, parameters=None) if function in found else function
-            for function in chat.functions
-        ]
-        ignored = (*chat.ignored, *(function.field for function in found))
-        return dataclasses.replace(chat, functions=functions, ignored=ignored)
 
     def _hidden(self, style: MessageStyle) -> bool:
         """Returns whether a marker is a special token, which is not shown unless it is asked for."""
