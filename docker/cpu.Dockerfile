@@ -13,7 +13,8 @@ RUN python -m venv /opt/draftwing \
 FROM python:3.12.12-slim-bookworm
 RUN useradd --create-home --uid 1000 draftwing
 COPY --from=build /opt/draftwing /opt/draftwing
-ENV PATH=/opt/draftwing/bin:$PATH
+# Options, which a command line overrules: DRAFTWING_... is any of them.
+ENV PATH=/opt/draftwing/bin:$PATH DRAFTWING_HOST=0.0.0.0
 USER draftwing
 WORKDIR /home/draftwing
 # Models and measurements. A volume here makes the next start faster.
@@ -23,4 +24,4 @@ EXPOSE 30000
 # A model that is fetched first may take long to load.
 HEALTHCHECK --start-period=30m --interval=10s --timeout=5s \
   CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:30000/liveness', timeout=4)"]
-ENTRYPOINT ["draftwing", "serve", "--host", "0.0.0.0", "--port", "30000"]
+ENTRYPOINT ["draftwing", "serve"]

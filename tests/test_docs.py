@@ -15,6 +15,8 @@ from scripts import script
 
 from draftwing.cli import main
 from draftwing.config.drafters import find_drafter
+from draftwing.config.options import Options
+from draftwing.config.sources import with_sources
 from draftwing.test.doc_patch import launch_server_cmd
 from draftwing.utils import print_highlight, terminate_process, wait_for_server
 
@@ -63,7 +65,7 @@ def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
     given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
     main._take_positional_model(given)
     if given.pop("command") == "serve":
-        options = main.serve_options(given, {}).resolve()
+        options = Options.from_kwargs(**with_sources(given, {})).resolve()
         asked = given.get("speculative_algorithm")
         assert asked is None or options.speculative_algorithm == find_drafter(asked).name
         if "speculative_num_draft_tokens" in given:

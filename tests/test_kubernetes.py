@@ -13,6 +13,8 @@ import yaml
 from fake_engine import FakeEngine, local
 
 from draftwing.cli import main
+from draftwing.config.options import Options
+from draftwing.config.sources import with_sources
 from draftwing.serve.settings import read_args
 from draftwing.server.app import create_app
 
@@ -86,7 +88,8 @@ def test_options_are_those_of_the_server(path: Path) -> None:
     program, *words = yaml.safe_load(entry[1])
     given = vars(parser.parse_args([*words, *container("server")["args"]]))
     given.pop("command")
-    options = main.serve_options(given, {})
+    environment = dict(re.findall(r"(DRAFTWING_\w+)=(\S+)", path.read_text(encoding="utf8")))
+    options = Options.from_kwargs(**with_sources(given, environment))
     assert program == "draftwing" and options.host == "0.0.0.0" and options.port == served_port()
     (pod,) = (pod for pod in pods() if pod["metadata"]["labels"] == {"app": "draftwing"})
     grace = pod["spec"]["terminationGracePeriodSeconds"]

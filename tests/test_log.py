@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
+import time
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
 from draftwing import log
-from draftwing.log import LineFormatter, LineHandler, progress_bar, visible
+from draftwing.log import LineFormatter, LineHandler, configure_logging, current, progress_bar, visible
 
 HOSTILE = "a\x1b[2J\x9b1m\x7f\u2028\u202e\u2066\x85\r\x00\ud800\U000e0041 é日😀"
 
@@ -69,3 +73,33 @@ def test_a_line_does_not_follow_a_bar_in_the_same_line(monkeypatch: pytest.Monke
         handler.emit(logging.LogRecord("x", logging.INFO, "", 1, "a message", (), None))
     shown = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
     assert "a message" in shown
+
+
+def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    loggers = [logging.getLogger(name) for name in ("draftwing", "uvicorn")]
+    before = [(one, one.handlers, one.level, one.propagate) for one in loggers]
+    try:
+        configure_logging("debug", "json")
+        logger = logging.getLogger("draftwing.some.module")
+        logger.debug("a number %d\nand %s", 3, HOSTILE)
+        token = current.set(SimpleNamespace(id="req-1"))
+        args = ("10.0.0.1:5", "POST", "/v1/x?y", "1.1", 200)
+        logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *args)
+        current.reset(token)
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            logger.exception("it failed")
+    finally:
+        for one, handlers, level, propagate in before:
+            one.handlers, one.propagate = handlers, propagate
+            one.setLevel(level)
+    text = capsys.readouterr().err
+    plain, access, failed = (json.loads(line) for line in text.splitlines())
+    assert all(line.isprintable() for line in text.splitlines())
+    assert plain["message"] == f"a number 3\nand {HOSTILE}" and "request_id" not in plain
+    assert (plain["level"], plain["logger"]) == ("debug", "draftwing.some.module")
+    assert abs(datetime.fromisoformat(plain["time"]).timestamp() - time.time()) < 3600
+    assert (access["method"], access["path"], access["status"]) == ("POST", "/v1/x?y", 200)
+    assert access["client"] == "10.0.0.1:5" and access["request_id"] == "req-1" and "request_id" not in failed
+    assert failed["level"] == "error" and "ValueError" in failed["exception"]

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, CheckpointError, ConfigError
-from draftwing.cli.main import serve_options
 from draftwing.config.options import Options
+from draftwing.config.sources import with_sources
 from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.stats import Reporter
@@ -159,9 +159,9 @@ def test_options_that_cannot_work() -> None:
 def test_the_environment_variable(caplog: pytest.LogCaptureFixture) -> None:
     name = "SGLANG_SIMULATE_ACC_LEN"
     with caplog.at_level(logging.WARNING):
-        assert serve_options({}, {name: "3.5"}).simulate_accept_length == 3.5
+        assert with_sources({}, {name: "3.5"})["simulate_accept_length"] == 3.5
     assert "read as --simulate-accept-length 3.5" in caplog.text
-    assert serve_options({}, {name: "-1"}).simulate_accept_length is None
-    assert serve_options({"simulate_accept_length": 2.0}, {name: "3"}).simulate_accept_length == 2.0
+    assert not with_sources({}, {name: "-1"})
+    assert with_sources({"simulate_accept_length": 2.0}, {name: "3"})["simulate_accept_length"] == 2.0
     with pytest.raises(ConfigError, match="expected a number, found 'many'"):
-        serve_options({}, {name: "many"})
+        with_sources({}, {name: "many"})

@@ -6,11 +6,17 @@ import contextlib
 import json
 import logging
 import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+current: ContextVar[Any] = ContextVar("draftwing_http_request", default=None)
+"""The HTTP request that is served, as `server.telemetry.observer` records it; None where there is none."""
+
+_ACCESS = ("client", "method", "path", "http_version", "status")  # what uvicorn says of a request
 BAR_SECONDS = 2.0  # that work lasts before it gets a bar
 
 
@@ -27,6 +33,25 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).split("\n")
         return "\n    ".join(visible(line.replace("\t", "    ")) for line in lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each message. Uvicorn's lines about requests have their parts as fields, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request := current.get()) is not None and request.id:
+            line["request_id"] = request.id
+        if record.name == "uvicorn.access" and isinstance(record.args, tuple):
+            line |= dict(zip(_ACCESS, record.args, strict=False))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return visible(json.dumps(line, ensure_ascii=False))
 
 
 class LineHandler(logging.StreamHandler[Any]):
@@ -76,10 +101,11 @@ def progress_bar(**settings: Any) -> tqdm[Any]:
     return tqdm(file=file, leave=False, delay=BAR_SECONDS, **settings)
 
 
-def configure_logging(level: str) -> None:
-    """Writes one line per message to standard error, for the engine and uvicorn alike."""
+def configure_logging(level: str, form: str = "text") -> None:
+    """Writes one line per message to standard error, for the engine and uvicorn alike. form: `text` or `json`."""
     handler = LineHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    lines = LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else lines)
     for name in ("draftwing", "uvicorn"):
         log = logging.getLogger(name)
         log.handlers = [handler]

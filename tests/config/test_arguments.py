@@ -19,7 +19,7 @@ from draftwing.train.settings import Settings
 def parse(*argv: str) -> Options:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
-    return Options(**vars(parser.parse_args(dashed(argv))))
+    return Options.from_kwargs(**vars(parser.parse_args(dashed(argv))))
 
 
 def test_what_is_not_given_stays_the_default() -> None:
@@ -35,9 +35,11 @@ def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
                 if confidence == "bool":
                     assert getattr(parse(typed), field.name) is True
                     continue
-                kind = next(kind for kind in examples if confidence.startswith(kind.__name__))
+                many = confidence.startswith("tuple")
+                kind = next(kind for kind in examples if confidence.removeprefix("tuple[").startswith(kind.__name__))
+                value = (kind(examples[kind]),) if many else kind(examples[kind])
                 for argv in ((typed, examples[kind]), (f"{typed}={examples[kind]}",)):
-                    assert getattr(parse(*argv), field.name) == kind(examples[kind])
+                    assert getattr(parse(*argv), field.name) == value
 
 
 def test_underscores_in_values_stay() -> None:
@@ -90,3 +92,54 @@ def test_help_has_the_common_options_and_help_all_the_others(
 )
 def test_names_in_errors_are_options(message: str, typed: str | None) -> None:
     assert as_typed(message, Options, Settings) == (typed or message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "same"),
+    [
+        (["-m", "x.gguf"], ["--model", "x.gguf"]),
+        (["-hf", "org/name:Q4_K_M"], ["--model", "org/name:Q4_K_M"]),
+        (["-hf=org/name"], ["--model", "org/name"]),
+        (["--hf-repo", "org/name"], ["--model", "org/name"]),
+        (["-md", "x.gguf"], ["--speculative-draft-model-path", "x.gguf"]),
+        (["-hfd", "org/name:Q8_0"], ["--speculative-draft-model-path", "org/name:Q8_0"]),
+    ],
+)
+def test_spellings_of_llama_cpp(argv: list[str], same: list[str]) -> None:
+    assert parse(*argv) == parse(*same) != parse()
+
+
+def test_several_names_of_a_model() -> None:
+    assert parse("--served-model-name", "a", "b").model_names == ("a", "b")
+    assert Options.from_kwargs(served_model_name="a").model_names == ("a",)
+    assert Options.from_kwargs(served_model_name=["a", "b"]).resolve().model_names == ("a", "b")
+    assert parse("--model", "m").model_names == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a b", "several models.* 'a' and 'b'"),
+        ("a --model b", "several models.* 'a' and 'b'"),
+        ("--model a --model b", "several models.* 'a' and 'b'"),
+        ("--model-path a -m b", "several models.* 'a' and 'b'"),
+        ("-hf a/b --model c/d", "several models.* 'a/b' and 'c/d'"),
+        ("--port 1 --port 2", "--port.*given twice.*1 and 2"),
+        ("--tp 2 --tp-size 4", "--tp.*given twice.*2 and 4"),
+        ("--served-model-name a --served-model-name b", "--served-model-name.*given twice"),
+    ],
+)
+def test_an_option_has_one_value(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(["serve", *words.split()]) == 2
+    except SystemExit as error:  # argparse's
+        assert error.code == 2
+    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_the_same_value_twice_is_no_mistake_and_keys_are_in_no_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--port", "1", "--port=1", "--disable-ui", "--disable-ui").port == 1
+    with pytest.raises(SystemExit):
+        main(["serve", "--api-key", "sk-one", "--api-key", "sk-two"])
+    said = capsys.readouterr().err
+    assert "--api-key: given twice" in said and "sk-" not in said.splitlines()[-1]

@@ -29,9 +29,9 @@ def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
         ("--gpu-memory-utilization", "--mem-fraction-static"), ("--max-num-seqs", "--max-running-requests"),
         ("--ctx-size", "--context-length"), ("--n-gpu-layers", "--device"), ("--enable-lora", "LoRA"),
         ("--speculative-config", "--speculative-algorithm"), ("--mmproj", "images are not supported"),
-        ("-m", "--model"), ("-hf", "--model"), ("-ngl", "--device"), ("-c", "--context-length"),
-        ("-t", "--num-threads"),
-        ("-md=x.gguf", "--speculative-draft-model-path"), ("--num-ctx", "--context-length"), ("-tp", "--tp-size"),
+        ("--api-prefix", "--root-path"), ("-hff", "org/name:FILE.gguf"), ("-ngl", "--device"),
+        ("-c", "--context-length"), ("-t", "--num-threads"),
+        ("--num-ctx", "--context-length"), ("-tp", "--tp-size"),
         ("--reasoning-format", "--reasoning-parser"), ("--repeat-penalty", "repetition_penalty"), ("-dp", "--dp-size"),
     ],
 )  # fmt: skip
@@ -61,8 +61,32 @@ def test_fields_of_requests_are_options_where_a_command_asks(option: str, capsys
 def test_what_has_no_effect_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--speculative-adaptive-confi", "x"])
-    near = capsys.readouterr().err.split()[-1]
-    assert near in {f"--{name.replace('_', '-')}" for name in names_of(Options)}
+    assert "nearest" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--root-dir", "--log-file", "--cache-dir", "--lora-path", "--ui-path", "--max-requests", "--host-name",
+     "--disable-log", "--num-layers", "--enable-cache", "--draft-model-quantization", "--learn-rate"],
+)  # fmt: skip
+def test_another_word_is_no_slip(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", option, "1"])
+    assert "draftwing serve --help-all lists" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("modle", "model"), ("prot", "port"), ("hots", "host"), ("maxrunningrequests", "max_running_requests"),
+        ("log_levle", "log_level"), ("max_runing_requests", "max_running_requests"),
+        ("contextlength", "context_length"),
+        ("served_model_names", "served_model_name"), ("speculative_algoritm", "speculative_algorithm"),
+    ],
+)  # fmt: skip
+def test_a_slip_is_answered_by_what_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{typed}'; the nearest option is '{meant}'$"):
+        Options.from_kwargs(**{typed: "x"})
 
 
 def test_variables_of_other_servers() -> None:

@@ -61,7 +61,7 @@ def test_overlap_and_mixed_steps_are_the_default_on_cuda_only(enable: str, disab
 
 def test_keyword_options() -> None:
     assert Options.from_kwargs(model_path="a", mem_fraction=0.5) == Options(model="a", mem_fraction_static=0.5)
-    with pytest.raises(ConfigError, match="'speculative_algoritm'; the nearest one is 'speculative_algorithm'"):
+    with pytest.raises(ConfigError, match="'speculative_algoritm'; the nearest option is 'speculative_algorithm'"):
         Options.from_kwargs(speculative_algoritm="NGRAM")
     with pytest.raises(ConfigError, match="given twice"):
         Options.from_kwargs(model="a", model_path="b")

@@ -6,10 +6,11 @@ import logging
 
 import pytest
 
-from draftwing.cli.main import _parser, serve_options
+from draftwing.cli.main import _parser
 from draftwing.config.arguments import dashed
 from draftwing.config.options import Options
 from draftwing.config.sglang_compat import FOREIGN, REFUSED
+from draftwing.config.sources import with_sources
 from draftwing.core import TreeShape
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.devices.cuda import defaults_for
@@ -31,7 +32,7 @@ def options(command: str, **environ: str) -> Options:
         _parser()[0].parse_args(dashed(["serve", "--model", "Qwen/Qwen2.5-7B-Instruct", *command.split()]))
     )
     del arguments["command"]
-    return serve_options(arguments, environ).resolve()
+    return Options.from_kwargs(**with_sources(arguments, environ)).resolve()
 
 
 def test_the_commands_of_the_page(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,8 @@ class FakeEngine:
         self.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
         self.tokenizer = byte_tokenizer()
         self.info = EngineInfo(
-            options=dataclasses.replace(self.options, served_model_name="echo"), architecture="LlamaForCausalLM",
+            options=dataclasses.replace(self.options, served_model_name=self.options.served_model_name or ("echo",)),
+            architecture="LlamaForCausalLM",
             context_length=CONTEXT, vocab_size=EOS + 1, stop_ids=frozenset({EOS}), max_total_tokens=4 * CONTEXT,
             max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34},
             processors=PROCESSORS, defaults=defaults or {},

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import CONTEXT, FakeEngine, local
 from scripted import asking, client_of
 from starlette.testclient import TestClient
 
@@ -237,3 +237,46 @@ async def test_a_client_that_leaves_takes_its_tokenization_along(
     left.set()
     time.sleep(0.05)
     assert pieces == [PIECE]
+
+
+CUT: list[tuple[str, str, dict[str, Any]]] = [
+    ("/v1/completions", "max_tokens", {"prompt": "abc"}),
+    ("/v1/chat/completions", "max_completion_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/messages", "max_tokens", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/responses", "max_output_tokens", {"input": "a"}),
+    ("/api/generate", "options.num_predict", {"model": "m", "prompt": "a", "stream": False}),
+    ("/generate", "sampling_params.max_new_tokens", {"text": "abc"}),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "body"), CUT, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_length_above_what_fits_is_refused_or_cut(path: str, field: str, body: dict[str, Any], cuts: bool) -> None:
+    engine = FakeEngine(Options(random_seed=7, allow_auto_truncate=cuts))
+    outer, _, inner = field.partition(".")
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        for length in (CONTEXT, 10 * CONTEXT, CONTEXT // 2):
+            answer = client.post(path, json=body | {outer: {inner: length} if inner else length})
+            fits = length < CONTEXT
+            assert answer.status_code == (200 if cuts or fits else 400), answer.text
+            if answer.status_code == 200:
+                asked = engine.requests[-1]
+                room = CONTEXT - len(asked.prompt_ids)
+                assert asked.params.max_new_tokens == min(length, room)
+                assert ((inner or outer) in answer.headers.get("draftwing-ignored", "")) == (not fits)
+    if cuts and path == "/v1/completions":  # a prompt is never cut
+        with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+            least = client.post(path, json=body | {"max_tokens": 2 * CONTEXT, "min_tokens": CONTEXT + 1})
+            assert least.status_code == 200 or "min_tokens" in least.json()["error"]["message"], least.text
+            assert "prompt is too long" in client.post(path, json={"prompt": "a" * CONTEXT}).text
+
+
+def test_every_name_is_listed_and_the_first_one_is_the_model() -> None:
+    engine = FakeEngine(Options(random_seed=7, served_model_name=("one", "two/x")))
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["one", "two/x"]
+        assert client.get("/v1/models/two/x").json()["id"] == "two/x"
+        assert "'one', 'two/x'" in client.get("/v1/models/three").json()["message"]
+        assert [card["name"] for card in client.get("/api/tags").json()["models"]] == ["one", "two/x"]
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()["model"] == "one"

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftwing.cli.learning import add_learning_commands
 from draftwing.cli.models import add_model_commands
-from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, add_config_file
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.options import SERVER, Options
 from draftwing.config.trees import save_shape
@@ -143,6 +143,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser, uncommon: Collection[str] = ()) -> None:
     """Adds all options, so that the command of a server can be tried here; the help is without those that only concern
     a server, and without those that only SGLang has. uncommon: own options that only --help-all shows."""
+    add_config_file(parser)
     add_arguments(parser, hidden=(SERVER,), uncommon=uncommon)
     next(action for action in parser._actions if action.dest == "api_key").help = "for --url: the key of that server"
 
@@ -248,7 +249,7 @@ def _opened(
         return
     options = Options.from_kwargs(**{"log_level": log_level, **arguments}).resolve()
     if announces:
-        print(f"loading {options.served_model_name or options.model} ...", file=sys.stderr)
+        print(f"loading {options.model_names[0]} ...", file=sys.stderr)
     from draftwing.engine.engine import Engine
 
     with contextlib.closing(Engine(options)) as engine:

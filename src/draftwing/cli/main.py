@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -12,11 +11,12 @@ from typing import Any, NoReturn
 
 import draftwing
 from draftwing.cli.commands import Run, add_commands, take_question
-from draftwing.config import fields, sglang_compat
-from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, dashed
+from draftwing.config import fields
+from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, add_config_file, dashed, reads_sources
 from draftwing.config.choices import LOG_LEVELS
-from draftwing.config.foreign_names import OF_REQUESTS, OURS, SHORT, WITHOUT_COUNTERPART, of_others
+from draftwing.config.foreign_names import SHORT, instead, of_others
 from draftwing.config.options import Options
+from draftwing.config.sources import with_sources
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
 from draftwing.train.command import add_train, run_train
@@ -38,30 +38,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "question" in arguments:
         unknown = take_question(arguments, unknown)
     if unknown:
-        _refuse(commands.get(command, parser), unknown)
+        _refuse(commands.get(command, parser), unknown, arguments)
     if command is None:
         parser.print_help()
         return 2
-    level = arguments.get("log_level", "info")
-    configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
+    _configure_logging(arguments)
     try:
         _take_positional_model(arguments)
         _refuse_empty(words, arguments)
+        if reads_sources(commands[command]) and not arguments.get("url"):
+            arguments = with_sources(arguments, os.environ)
+            _configure_logging(arguments)
         runs[command](arguments)
     except DraftwingError as error:
         text = fields.as_typed(str(error), Options, Settings) if isinstance(error, ConfigError) else str(error)
-        Forgiving(sys.stderr).write(f"draftwing: error: {text}\n")
+        if arguments.get("log_format") == "json":
+            logger.error("%s", text)
+        else:
+            Forgiving(sys.stderr).write(f"draftwing: error: {text}\n")
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
 
 
+def _configure_logging(arguments: Mapping[str, Any]) -> None:
+    level, form = arguments.get("log_level", "info"), arguments.get("log_format", "text")
+    configure_logging(level if level in LOG_LEVELS else "info", form)  # a wrong one is refused in a moment
+
+
 def _take_positional_model(arguments: dict[str, Any]) -> None:
     """Makes `draftwing serve MODEL` the same as `--model MODEL`."""
     given = arguments.pop(POSITIONAL_MODEL, None)
     if given is not None and arguments.setdefault("model", given) != given:
-        raise ConfigError(f"the model is given twice: {given!r} and --model {arguments['model']!r}")
+        raise ConfigError(fields.twice("model", given, arguments["model"]))
 
 
 def _refuse_empty(words: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -82,7 +92,7 @@ def _serve(arguments: dict[str, Any]) -> None:
         logger.info(
             "environment variables of other servers have no effect here; use the options instead: %s", ", ".join(unread)
         )
-    options = serve_options(arguments).resolve()
+    options = Options.from_kwargs(**arguments).resolve()
     from draftwing.server.run import serve
 
     serve(options)
@@ -95,14 +105,6 @@ def _open_standard_files() -> None:
     os.close(number)
 
 
-def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
-    """Returns what the command line and, where it is silent, the environment ask for."""
-    asked = sglang_compat.from_environment(environ)
-    if arguments.get("disable_overlap_schedule"):
-        asked.pop("enable_overlap", None)
-    return Options.from_kwargs(**{**asked, **arguments})
-
-
 def _refuse_short(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Refuses short options of other servers; the parser would take some of them for its own with a value behind."""
     options = parser._option_string_actions
@@ -112,9 +114,11 @@ def _refuse_short(parser: argparse.ArgumentParser, words: Sequence[str]) -> None
             _refuse_name(parser, name, SHORT[name])
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], known: Mapping[str, Any]) -> NoReturn:
     """Exits with the usage of the command whose arguments these are, and what to write instead."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
+    if flag is None and POSITIONAL_MODEL in known and "question" not in known and not unknown[0].startswith("-"):
+        parser.error(fields.twice("model", known[POSITIONAL_MODEL], unknown[0]))
     if flag is None:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     _refuse_name(parser, flag, _name(flag))
@@ -122,19 +126,10 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
 
 def _refuse_name(parser: argparse.ArgumentParser, flag: str, name: str) -> NoReturn:
     """name: what tables of names have for the flag."""
-    options = parser._option_string_actions.keys()
-    for ours in (name, OURS.get(name, ""), OF_REQUESTS.get(name, "")):
-        if fields.flag(ours) in options:
-            parser.error(f"unrecognised argument {flag}; here it is {fields.flag(ours)}")
-    if name in OF_REQUESTS:
-        parser.error(f"{flag} is no option of this server: it is a field of each request, {OF_REQUESTS[name]!r}")
-    if name in WITHOUT_COUNTERPART:
-        parser.error(f"{flag} is no option of this server: {WITHOUT_COUNTERPART[name]}")
-    able = [option for option in options if option.startswith("--") and _name(option) not in sglang_compat.FOREIGN]
-    near = difflib.get_close_matches(flag, able, n=1)
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
     help_option = "--help-all" if "--help-all" in options else "--help"
-    known = f"the nearest option is {near[0]}" if near else f"{parser.prog} {help_option} lists those that are known"
-    parser.error(f"unrecognised argument {flag}; {known}")
+    said = instead(name, [*map(_name, options)], fields.flag)
+    parser.error(f"unrecognised argument {flag}; {said or f'{parser.prog} {help_option} lists those that are known'}")
 
 
 def _name(flag: str) -> str:
@@ -156,6 +151,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
         "Option names may be written with - or _.",
         allow_abbrev=False,
     )
+    add_config_file(serve)
     add_arguments(serve)
     runs = {"serve": _serve, "train": run_train} | add_commands(commands)
     add_train(commands)

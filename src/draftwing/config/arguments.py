@@ -51,6 +51,18 @@ def add_arguments(
     )
 
 
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Has a command take options of a file and of the environment; call it before `add_arguments`."""
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="options from a .toml or .yaml file"
+    )
+
+
+def reads_sources(parser: argparse.ArgumentParser) -> bool:
+    """Returns whether a command takes options of a file and of the environment."""
+    return "--config" in parser._option_string_actions
+
+
 def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never: Collection[str] = ()) -> None:
     """Adds --help-all. Of a parser's arguments --help then has those that are `shown`, without aliases and details.
 
@@ -69,6 +81,8 @@ def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never:
     parser.add_argument("--help-all", action=_HelpAll, whole=whole, help="show all options and exit")
     parser.formatter_class = _Formatter
     parser.epilog = f"{parser.prog} --help-all shows all options; {PAGE} explains them."
+    if reads_sources(parser):
+        parser.epilog += " An option counts before its variable, such as DRAFTWING_PORT, and that before the file."
 
 
 def _brief(text: str) -> str:

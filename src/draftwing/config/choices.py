@@ -6,6 +6,7 @@ REASONING_PARSERS = (
 )  # fmt: skip
 TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen", "qwen25", "qwen3")
 HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of reasoning and of calls, which are one format
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 AUX_LAYER_IDS = ("auto", "output", "boundary")
 

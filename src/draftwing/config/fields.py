@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, cast
 
 from draftwing.errors import ConfigError
 
+SECRETS = frozenset({"api_key", "admin_api_key"})  # whose values are in no message
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
 
 def option(
     default: Any,
@@ -25,6 +28,7 @@ def option(
     help: str,
     *,
     aliases: Sequence[str] = (),
+    short: Sequence[str] = (),
     choices: Sequence[str] = (),
     metavar: str | None = None,
     minimum: float | None = None,
@@ -33,11 +37,14 @@ def option(
 ) -> Any:
     """Returns a dataclass field with what the command line and the checks need.
 
-    metavar: shown in place of choices or type.  minimum, maximum: inclusive.
+    short: further spellings of the command line, with their dash.  metavar: shown in place of choices or type.
+    minimum, maximum: inclusive.
     common: whether --help shows it, or only --help-all.
     """
-    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata=meta | {"min": minimum, "max": maximum, "common": common})
+    meta = {"group": group, "help": help, "aliases": aliases, "short": short, "choices": choices}
+    return field(
+        default=default, metadata=meta | {"metavar": metavar, "min": minimum, "max": maximum, "common": common}
+    )
 
 
 class Kind(NamedTuple):
@@ -65,9 +72,9 @@ def from_text(name: str, kind: Kind, text: str) -> Any:
     """Returns a field's value as it is typed where there is no parser of arguments. Raises ConfigError."""
     single = kind.singles[0]
     if single is bool:
-        if text.lower() not in ("true", "false"):
+        if text.lower() not in _TRUE + _FALSE:
             raise ConfigError(f"{name} must be true or false; found {text!r}")
-        return text.lower() == "true"
+        return text.lower() in _TRUE
     try:
         values = tuple(single(word) for word in (text.split() if kind.many else [text]))
     except ValueError:
@@ -85,19 +92,31 @@ def check_fields(values: Any) -> None:
     """Raises ConfigError for the first field whose value has the wrong type or lies outside its choices or bounds."""
     found = kinds(type(values))
     for spec in dataclasses.fields(values):
-        value, kind = getattr(values, spec.name), found[spec.name]
-        if value is None and kind.optional:
-            continue
-        if kind.many and not isinstance(value, tuple):
-            raise ConfigError(f"{spec.name} must be a tuple; found {value!r}")
-        for single in value if kind.many else (value,):
-            _check(spec.name, spec.metadata, kind.singles, single)
+        check_field(spec, found[spec.name], getattr(values, spec.name))
+
+
+def check_field(spec: dataclasses.Field[Any], kind: Kind, value: Any) -> None:
+    """Raises ConfigError for a value of the wrong type, or outside the field's choices or bounds."""
+    if value is None and kind.optional:
+        return
+    if kind.many and not isinstance(value, tuple):
+        raise ConfigError(f"{spec.name} must be a tuple; found {value!r}")
+    for single in value if kind.many else (value,):
+        _check(spec.name, spec.metadata, kind.singles, single)
+
+
+def from_python(kind: Kind, value: Any) -> Any:
+    """Returns a value of Python or of a file as a field has it: one text may stand for several, a list for a tuple."""
+    if kind.many and not isinstance(value, tuple | None):
+        return tuple(value) if isinstance(value, list) else (value,)
+    return value
 
 
 def _check(name: str, meta: Mapping[str, Any], kinds: tuple[type[Any], ...], value: Any) -> None:
     allowed = (int, float) if kinds == (float,) else kinds
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
-        raise ConfigError(f"{name} must be a {kinds[0].__name__}; found {value!r}")
+        found = "another type" if name in SECRETS else repr(value)
+        raise ConfigError(f"{name} must be a {kinds[0].__name__}; found {found}")
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{name} must be one of {', '.join(meta['choices'])}; found {value!r}")
     if value == "":
@@ -127,6 +146,28 @@ def as_typed(message: str, *classes: type[Any]) -> str:
     return re.sub(r"""(?<![\w./'"-])\w+(?![\w/'"-]|\.\w)""", typed, message)
 
 
+class _Once(argparse.Action):
+    """Takes a value, and no other one after it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        before = getattr(namespace, self.dest, value)
+        if before != value:
+            raise argparse.ArgumentError(self, twice(self.dest, before, value))
+        setattr(namespace, self.dest, value)
+
+
+def twice(name: str, one: Any, other: Any) -> str:
+    """Returns a sentence about two values of an option that takes one."""
+    if name in SECRETS:
+        return "given twice, with different values"
+    what = (
+        "several models: a server has one; start one for each, on a port of its own"
+        if name == "model"
+        else "given twice"
+    )
+    return f"{what}; found {one!r} and {other!r}"
+
+
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:
     """Adds one argument per field, in groups with this title. Defaults stay out, so that only what was given is set."""
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -140,11 +181,11 @@ def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}
             settings["action"] = "store_true"
         else:
             choices = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.singles[0].__name__.upper()
-            settings |= {"type": kind.singles[0], "metavar": meta["metavar"] or choices}
+            settings |= {"action": _Once, "type": kind.singles[0], "metavar": meta["metavar"] or choices}
             if kind.many:
                 settings["nargs"] = "+"
             if default not in (None, ()) and "(default" not in text:
                 shown = " ".join(map(str, default)) if kind.many else default
                 text += f" (default: {shown})"
         flags = [flag(name) for name in (spec.name, *meta["aliases"])]
-        groups[meta["group"]].add_argument(*flags, help=text.replace("%", "%%"), **settings)
+        groups[meta["group"]].add_argument(*flags, *meta["short"], help=text.replace("%", "%%"), **settings)

@@ -6,7 +6,11 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import zip_longest
+
+from draftwing.config.sglang_compat import FOREIGN
 
 
 def _each(table: Mapping[str, str]) -> dict[str, str]:
@@ -33,8 +37,9 @@ OURS = _each({  # our name of the same thing
     "enable_torch_compile": "compilation_config",
     "cuda_graph_max_bs": "cuda_graph_sizes max_seq_len_to_capture cuda_graph_bs",
     "allowed_hosts": "allowed_origins origins",
-    "model": "hf_config_path hf_repo",
-    "speculative_draft_model_path": "speculative_model model_draft hf_repo_draft",
+    "model": "hf_config_path",
+    "speculative_draft_model_path": "speculative_model",
+    "root_path": "fastapi_root_path api_prefix",
     "speculative_num_steps": "num_speculative_tokens",
     "speculative_ngram_max_match_window_size": "ngram_prompt_lookup_max",
     "speculative_ngram_min_match_window_size": "ngram_prompt_lookup_min",
@@ -112,7 +117,8 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "it is --enable-overlap, which is the default on a GPU": "async_scheduling",
     "one process answers all clients; start more servers and balance the load in front": "api_server_count",
     "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES": "main_gpu",
-    "give --model a hub id, a folder, or the path of a .gguf file": "model_url hf_file",
+    "give --model a hub id, a folder, or the path of a .gguf file": "model_url",
+    "write it behind the repository: --model org/name:FILE.gguf": "hf_file",
     "leave it out: that is always on": "cont_batching metrics slots props webui warmup",
     "the first steps are tried at the start, before anybody waits for them; leave it out": "no_warmup",
     "a draft model has the context of the model that it drafts for; leave it out": "ctx_size_draft",
@@ -127,10 +133,10 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
 })  # fmt: skip
 
 SHORT = {  # short options of llama.cpp and vLLM, and their long names
-    "-m": "model", "-c": "ctx_size", "-ngl": "n_gpu_layers", "-t": "threads", "-tb": "threads_batch",
+    "-c": "ctx_size", "-ngl": "n_gpu_layers", "-t": "threads", "-tb": "threads_batch",
     "-np": "parallel", "-b": "batch_size", "-ub": "ubatch_size", "-fa": "flash_attn", "-ctk": "cache_type_k",
-    "-ctv": "cache_type_v", "-hf": "hf_repo", "-hfr": "hf_repo", "-hff": "hf_file", "-hft": "hf_token",
-    "-hfd": "hf_repo_draft", "-mu": "model_url", "-md": "model_draft", "-cd": "ctx_size_draft",
+    "-ctv": "cache_type_v", "-hfr": "hf_repo", "-hff": "hf_file", "-hft": "hf_token",
+    "-mu": "model_url", "-cd": "ctx_size_draft",
     "-ngld": "n_gpu_layers_draft", "-mg": "main_gpu", "-ts": "tensor_split", "-sm": "split_mode", "-mm": "mmproj",
     "-a": "alias", "-s": "seed", "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system",
     "-j": "json_schema", "-to": "timeout", "-cb": "cont_batching", "-ot": "override_tensor", "-cmoe": "cpu_moe",
@@ -138,7 +144,38 @@ SHORT = {  # short options of llama.cpp and vLLM, and their long names
     "-pp": "pipeline_parallel_size", "-dp": "dp_size", "-q": "quantization", "-O": "compilation_config",
 }  # fmt: skip
 
+_WORD, _WHOLE = 0.75, 0.93  # how alike a word and its slip are, and names without their dashes
+
 PREFIXES = ("OLLAMA_", "LLAMA_ARG_")  # of environment variables that are options of Ollama's and llama.cpp's servers
+
+
+def instead(name: str, options: Collection[str], typed: Callable[[str], str] = repr) -> str:
+    """Returns what to do about a name that is none of the `options`; empty where that is not known. typed: how options
+    are written where the name stood."""
+    for ours in (name, OURS.get(name), OF_REQUESTS.get(name)):
+        if ours is not None and ours in options:
+            return f"here it is {typed(ours)}"
+    if name in OF_REQUESTS:
+        return f"it is no option of this server but a field of each request, {OF_REQUESTS[name]!r}"
+    if name in WITHOUT_COUNTERPART:
+        return WITHOUT_COUNTERPART[name]
+    meant = slip(name, [option for option in options if option not in FOREIGN])
+    return f"the nearest option is {typed(meant)}" if meant else ""
+
+
+def slip(name: str, options: Collection[str]) -> str | None:
+    """Returns the option that was meant by a name with a spelling slip. Another word is none: it may ask for another
+    thing."""
+
+    def near(one: str, other: str, least: float) -> bool:
+        return difflib.SequenceMatcher(None, one, other).ratio() >= least
+
+    for option in difflib.get_close_matches(name, options, n=3):
+        words = zip_longest(name.split("_"), option.split("_"), fillvalue="")
+        joined = name.replace("_", ""), option.replace("_", "")
+        if all(near(*pair, _WORD) for pair in words) or near(*joined, _WHOLE):
+            return option
+    return None
 
 
 def of_others(environ: Mapping[str, str], options: Iterable[str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ No torch here: options are checked before anything heavy is imported.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from draftwing.config.choices import (
     AUX_LAYER_IDS,
     DTYPE_SPELLINGS,
     HARMONY_PARSERS,
+    LOG_FORMATS,
     LOG_LEVELS,
     OF_CHECKPOINTS,
     REASONING_PARSERS,
@@ -23,8 +23,8 @@ from draftwing.config.choices import (
 )
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
-from draftwing.config.fields import check_fields, names_of, option
-from draftwing.config.foreign_names import OF_REQUESTS, OURS, WITHOUT_COUNTERPART
+from draftwing.config.fields import check_fields, from_python, kinds, names_of, option
+from draftwing.config.foreign_names import instead
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.errors import ConfigError
 from draftwing.machine import numbered
@@ -45,7 +45,7 @@ class Options:
 
     model: str = option(
         "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may "
-        "stand without --model", aliases=("model_path",), common=True,
+        "stand without --model", aliases=("model_path", "hf_repo"), short=("-m", "-hf"), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
@@ -98,12 +98,18 @@ class Options:
         None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1
     )
 
-    served_model_name: str | None = option(
-        None, SERVER, "name in /v1/models (default: the model as given)", common=True
+    served_model_name: tuple[str, ...] = option(
+        (), SERVER, "names in /v1/models, of which answers carry the first (default: the model as given)", common=True
+    )
+    root_path: str | None = option(
+        None, SERVER, "path such as /llm under which a proxy publishes the server, whether it strips it or not"
     )
     host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0: every interface", common=True)
     port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535, common=True)
     log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
+    log_format: str = option(
+        "text", SERVER, "json: one object per line, with time, level, logger, message and fields", choices=LOG_FORMATS
+    )
     log_interval: float = option(
         10.0, SERVER, "seconds between lines of the log about running requests; 0: no such lines", minimum=0,
         maximum=86400,
@@ -140,6 +146,9 @@ class Options:
         64 * 2**20, SERVER, "most bytes of answers of /v1/responses, with their requests, that are kept for an hour "
         "for previous_response_id; 0: keep nothing", minimum=0, maximum=2**40,
     )  # fmt: skip
+    allow_auto_truncate: bool = option(
+        False, SERVER, "cut a max_tokens above what the context leaves, in place of an HTTP 400; a prompt never is"
+    )
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )
@@ -267,7 +276,8 @@ class Options:
     speculative_draft_model_path: str | None = option(
         None, SPECULATION,
         "draft model or head, given like --model (default: the head of an alias; EAGLE and NEXTN: the model's own "
-        "prediction layers)", aliases=("speculative_draft_model",), common=True,
+        "prediction layers)", aliases=("speculative_draft_model", "model_draft", "hf_repo_draft"),
+        short=("-md", "-hfd"), common=True,
     )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
@@ -372,20 +382,16 @@ class Options:
 
         SGLang's options that have no counterpart are logged, or refused if they ask for what is not built.
         """
-        names = names_of(cls)
+        names, found = names_of(cls), kinds(cls)
         values: dict[str, Any] = {}
         for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
             name = names.get(key)
             if name is None:
-                if key in WITHOUT_COUNTERPART:
-                    raise ConfigError(f"{key!r} is no option of this server: {WITHOUT_COUNTERPART[key]}")
-                if key in OF_REQUESTS:
-                    raise ConfigError(f"{key!r} is no option of the engine: it is a field of each request")
-                near = OURS.get(key) or difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
+                said = instead(key, names)
+                raise ConfigError(f"unknown option {key!r}" + (f"; {said}" if said else ""))
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
-            values[name] = DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value
+            values[name] = from_python(found[name], DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value)
         if values.get("quantization") in OF_CHECKPOINTS:
             logger.warning(
                 "--quantization %s has no effect: a checkpoint says how it is quantised", values.pop("quantization")
@@ -412,6 +418,11 @@ class Options:
     @property
     def deterministic(self) -> bool:
         return self.enable_deterministic_inference
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Returns the names of the model in the API; answers carry the first."""
+        return self.served_model_name or (self.model,)
 
     @property
     def has_key(self) -> bool:

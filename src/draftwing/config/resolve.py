@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import secrets
 from collections.abc import Collection
 from pathlib import Path
@@ -37,17 +38,20 @@ if TYPE_CHECKING:
     from draftwing.config.options import Options
 
 logger = logging.getLogger(__name__)
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
+OPPOSITES = (("enable_overlap", "disable_overlap_schedule"), ("enable_mixed_chunk", "disable_mixed_chunk"))
 IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
 
 
 def resolved(options: Options) -> Options:
     """Does as `Options.resolve`, of options whose values are each in range."""
     check_device(options.device)
-    if options.disable_overlap_schedule and options.enable_overlap:
-        raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
-    if options.disable_mixed_chunk and options.enable_mixed_chunk:
-        raise ConfigError("enable_mixed_chunk and disable_mixed_chunk exclude each other; give one of them")
+    for one, other in OPPOSITES:
+        if getattr(options, one) and getattr(options, other):
+            raise ConfigError(f"{one} and {other} exclude each other; give one of them")
+    if options.root_path is not None and not _ROOT_PATH.fullmatch(options.root_path):
+        raise ConfigError(f"root_path must be a path such as /llm; found {options.root_path!r}")
     if options.processors and options.tp_size > 1:
         raise ConfigError(f"cpu_affinity and tp_size {options.tp_size} exclude each other; leave one of them out")
     if options.learn_while_idle and options.learn is None:

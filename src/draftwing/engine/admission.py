@@ -55,7 +55,7 @@ class EngineInfo:
 
     @property
     def model_name(self) -> str:
-        return self.options.served_model_name or self.options.model
+        return self.options.model_names[0]
 
     @cached_property
     def shape(self) -> TreeShape:

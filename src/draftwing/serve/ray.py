@@ -52,7 +52,7 @@ class Replica:
         # Only where it runs: whoever builds the application needs neither.
         from draftwing.server.run import open_watchers, opened
 
-        configure_logging(options.log_level)
+        configure_logging(options.log_level, options.log_format)
         self._watchers = open_watchers(options, read_keys(options))
         self._stack = contextlib.ExitStack()
         self._engine, self._tokenizer = await asyncio.to_thread(self._stack.enter_context, opened(options))

@@ -70,6 +70,7 @@ def create_app(
     app = FastAPI(
         title="draftwing",
         version=draftwing.__version__,
+        servers=[{"url": options.root_path}] if options.root_path else None,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # which would load scripts from elsewhere

@@ -76,11 +76,11 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
     if options.log_requests:
         from draftwing.server.telemetry.request_log import RequestLog
 
-        watchers.append(RequestLog(options.log_requests_level, [one.key for one in keys]))
+        watchers.append(RequestLog(options.log_requests_level, [one.key for one in keys], form=options.log_format))
     if options.otlp_traces_endpoint is not None:
         from draftwing.server.telemetry.tracing import open_tracing
 
-        watchers.append(open_tracing(options.otlp_traces_endpoint, options.served_model_name or options.model))
+        watchers.append(open_tracing(options.otlp_traces_endpoint, options.model_names[0]))
     return watchers
 
 

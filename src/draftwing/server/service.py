@@ -117,7 +117,7 @@ class Service:
         self._learning = learning
         self.engine, self.tokenizer, self._collector = engine, tokenizer, collector
         self.options = engine.info.options
-        self.model = engine.info.model_name
+        self.model, self.names = engine.info.model_name, engine.info.options.model_names
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
         self.reasoning = Reasoning(self.options, tokenizer)
@@ -276,10 +276,11 @@ class Service:
             try:
                 asked = await self._with_bad_words(asked)
                 asked = [one if one.thinking is not None else self.reasoning.bounded(one) for one in asked]
-                if body.length is None:
-                    asked = [
-                        one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked
-                    ]
+                if body.length is None or info.options.allow_auto_truncate:
+                    fitting = [one.params.fit(info.context_length - len(one.prompt_ids)) for one in asked]
+                    if body.length is not None and any(a is not b.params for a, b in zip(fitting, asked, strict=True)):
+                        ignored = (*ignored, body.length)
+                    asked = [one._replace(params=params) for one, params in zip(asked, fitting, strict=True)]
                 asked = fit_logprobs(asked, body.length is not None, info.context_length)
                 if any(one.logprobs is not None for one in asked):
                     first = first_logprobs(asked)
@@ -329,7 +330,7 @@ class Service:
         if asked is None:
             return self.model
         self.engine.observer.asked_for(asked)
-        if asked != self.model and asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
+        if asked not in self.names and asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
             self._strangers.add(asked)
             logger.info("a request asks for model %.200r; it is served by %r", asked, self.model)
         return asked

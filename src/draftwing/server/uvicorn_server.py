@@ -23,6 +23,7 @@ from draftwing.server.edge.acceptor import Acceptor
 from draftwing.server.edge.connections import LimitedConnection, ReadScheduler, allow_descriptors, check_uvicorn
 from draftwing.server.edge.hosts import guarded
 from draftwing.server.edge.keys import FREE_PATHS, METRICS_PATHS
+from draftwing.server.edge.root_path import rooted
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.run import handled
 from draftwing.server.telemetry.observer import Watcher
@@ -45,7 +46,9 @@ def make_server(
     """
     options = engine.info.options
     allow_descriptors(options.max_connections)
-    app = paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options)
+    app = rooted(
+        paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options), options.root_path
+    )
     config = uvicorn.Config(
         _quiet(app, engine),
         http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
@@ -58,7 +61,7 @@ def make_server(
     check_uvicorn(config)
     logging.getLogger("uvicorn.error").setLevel(max(logging.getLogger("uvicorn").level, logging.WARNING))
     logging.getLogger("uvicorn.access").filters = [_no_probe]
-    return Server(config, engine, options.drain_timeout, url(options.host, port))
+    return Server(config, engine, options.drain_timeout, url(options.host, port) + (options.root_path or ""))
 
 
 def _no_probe(record: logging.LogRecord) -> bool:

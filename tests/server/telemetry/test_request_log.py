@@ -24,12 +24,12 @@ SECRET = "xyzzy"  # the content that must not be seen
 
 
 def log_of(
-    level: int, *bodies: dict[str, Any], path: str = "/generate", key: str | None = None
+    level: int, *bodies: dict[str, Any], path: str = "/generate", key: str | None = None, form: str = "text"
 ) -> list[dict[str, Any]]:
     engine = FakeEngine(Options(random_seed=7, api_key=key))
     stream = io.StringIO()
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
-    with client_of(engine, RequestLog(level, [key] if key else [], stream), headers=headers) as client:
+    with client_of(engine, RequestLog(level, [key] if key else [], stream, form), headers=headers) as client:
         for body in bodies:
             client.post(path, json=body)
         client.get("/health")
@@ -194,3 +194,13 @@ def test_what_does_not_print_is_escaped() -> None:
         client.post("/%C2%9B%7F%E2%80%AE", json={})
     assert len(stream.getvalue().splitlines()) == 2
     assert all(line.isprintable() for line in stream.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_lines_of_a_log_in_json_have_the_fields_of_all(path: str) -> None:
+    body = {"text": "ab", "rid": "mine"} if path == "/generate" else {"prompt": "ab"}
+    (line,) = log_of(0, body, path=path, form="json")
+    (plain,) = log_of(0, body, path=path)
+    assert {*line} - {*plain} == {"level", "logger", "message", "request_id"} and {*plain} <= {*line}
+    assert line["message"] == f"POST {path} 200" and line["level"] == "info" and line["logger"] == "draftwing.requests"
+    assert line["request_id"] == line["id"] and line["id"]

@@ -90,7 +90,7 @@ def test_a_browser_loads_nothing_else(client: TestClient) -> None:
         addresses = re.findall(r"https?://[^\s\"'`]+|[\"'(]//\w[^\s\"'`]*", text)
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
         assert not MARKUP.search(text), f"{name}: what others write could become markup, or the policy forbids it"
-        named |= set(re.findall(r"/ui/assets/([\w./]+)", text)) | set(
+        named |= set(re.findall(r"ui/assets/([\w./]+)", text)) | set(
             re.findall(r'(?:from |import\()"\./([\w./]+)"', text)
         )
     languages = {name for name in vendored() if name.startswith("vendor/highlight/")} - {"vendor/highlight/core.js"}

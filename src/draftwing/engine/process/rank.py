@@ -31,8 +31,8 @@ def main(argv: list[str]) -> NoReturn:
     try:
         setup = plans.recv()
         assert isinstance(setup, Setup)
-        level = setup.options.log_level
-        configure_logging(level if level == "debug" else "error")  # what rank 0 says need not be said again
+        level = setup.options.log_level if setup.options.log_level == "debug" else "error"
+        configure_logging(level, setup.options.log_format)  # what rank 0 says need not be said again
         _run(plans, heads, setup)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     except EOFError:
         return 1
     assert isinstance(options, Options)
-    configure_logging(options.log_level)
+    configure_logging(options.log_level, options.log_format)
     worker = Worker(conn)
     try:
         worker.run(options)

@@ -108,7 +108,7 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
-        return {"models": [{**card, "modified_at": started}]}
+        return {"models": [{**card, "name": name, "model": name, "modified_at": started} for name in service.names]}
 
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:

@@ -41,18 +41,19 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card() -> dict[str, Any]:
-        return model_card(service.model, int(service.started), service.engine.info.context_length)
+    def card(name: str) -> dict[str, Any]:
+        return model_card(name, int(service.started), service.engine.info.context_length)
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [card(name) for name in service.names]}
 
     @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if name == service.model:
-            return json_response(encode(card()))
-        message = f"the model {name[:200]!r} does not exist; this server has {service.model!r}"
+        if name in service.names:
+            return json_response(encode(card(name)))
+        known = ", ".join(map(repr, service.names))
+        message = f"the model {name[:200]!r} does not exist; this server has {known}"
         return error_response(request, 404, message, "model", "model_not_found")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwing.core import Output
+from draftwing.log import current
 from draftwing.requests.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ class Observer:
         self._body_bytes = None if None in wanted else max((one for one in wanted if one is not None), default=0)
         self._wants_tokens = any(watcher.wants_tokens for watcher in watchers)
         self.clock = clock
-        self._current: ContextVar[HttpRecord | None] = ContextVar("draftwing_http_request", default=None)
         self._open: dict[str, AnswerRecord] = {}  # by uid
         self._begun = 0
 
@@ -109,12 +108,12 @@ class Observer:
     @property
     def arrived(self) -> float | None:
         """Returns when the current HTTP request came; None where there is none, or it is not observed."""
-        record = self._current.get()
+        record: HttpRecord | None = current.get()
         return None if record is None else record.arrived
 
     def asked_for(self, model: str) -> None:
         """Records the model that the current HTTP request names."""
-        record = self._current.get()
+        record = current.get()
         if record is not None:
             record.model = model
 
@@ -127,7 +126,7 @@ class Observer:
     ) -> list[AnswerRecord]:
         """Records what the current HTTP request submitted to the engine, and returns a record for each answer.
         answers: in the order of `requests`.  ignored: fields of the request that have no effect."""
-        record = self._current.get()
+        record = current.get()
         if record is not None:
             record.id, record.ignored = job_id, ignored
         arrived = self.clock() if record is None else record.arrived
@@ -223,14 +222,14 @@ class Observer:
                 record.sent += len(message.get("body", b""))
             await send(message)
 
-        token = self._current.set(record)
+        token = current.set(record)
         try:
             await app(scope, receiving, sending)
         except Exception:
             record.status = record.status or 500
             raise
         finally:
-            self._current.reset(token)
+            current.reset(token)
             record.status = record.status or 499  # cancelled
             record.ended = self.clock()
             self._notify("responded", record)

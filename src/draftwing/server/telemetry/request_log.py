@@ -26,8 +26,12 @@ _MAX_LENGTH = 200  # characters of what a client chooses: paths, ids and names; 
 class RequestLog(Watcher):
     """Writes the lines."""
 
-    def __init__(self, level: int = 0, secrets: Sequence[str] = (), stream: TextIO | None = None) -> None:
-        """secrets: keys that are in no line.  stream: standard error if not given."""
+    def __init__(
+        self, level: int = 0, secrets: Sequence[str] = (), stream: TextIO | None = None, form: str = "text"
+    ) -> None:
+        """secrets: keys that are in no line.  stream: standard error if not given.  form: of the whole log; of `json`
+        these lines have the fields that all have."""
+        self._json = form == "json"
         # The longest first: another one may be a part of it.
         self._level, self._secrets = level, sorted(secrets, key=len, reverse=True)
         # At level 2 more than is shown: a key that is cut off at the end would not be recognised.
@@ -45,6 +49,10 @@ class RequestLog(Watcher):
         if self._level >= 2:
             line["request"] = record.body.decode(errors="replace")
             line["output"] = [answer.answer.text if answer.answer is not None else "" for answer in record.answers]
+        if self._json:
+            said = f"{line['method']} {line['path']} {line['status']}"
+            about = {"level": "info", "logger": self._log.name, "message": said, "request_id": line["id"]}
+            line = {"time": line["time"]} | about | line
         self._log.info("%s", visible(json.dumps(self._clean(line), ensure_ascii=False)))
 
     def _clean(self, value: Any) -> Any:

@@ -38,7 +38,7 @@ export async function stream(path, body, take, signal) {
 async function fetched(path, body, signal) {
   for (;;) {
     const key = tried ?? stored();
-    const response = await fetch(path, options(body, signal, key)).catch((error) => { throw inWords(error); });
+    const response = await fetch(`.${path}`, options(body, signal, key)).catch((error) => { throw inWords(error); });
     if (response.status !== 401 && key !== null && key === tried) {
       sessionStorage.setItem(KEY, key);
       tried = null;

@@ -1,0 +1,130 @@
+"""Options of a file (`--config`) and of the environment (`DRAFTWING_...`), beside those of the command line.
+
+The command line comes before the environment, that before the file, and that before defaults. Names and types are those
+of `Options`; of aliases the option counts. What is wrong is refused with where it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftwing.config import sglang_compat as compat
+from draftwing.config.fields import SECRETS, Kind, check_field, flag, from_python, from_text, kinds, names_of
+from draftwing.config.foreign_names import instead
+from draftwing.config.options import Options
+from draftwing.config.resolve import OPPOSITES
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+PREFIX, FILE = "DRAFTWING_", "config"
+NO_OPTIONS = frozenset({"DRAFTWING_NATIVE", "DRAFTWING_CPU_ISA", "DRAFTWING_BUILD_ISA"})  # that are read elsewhere
+# Kubernetes has one of these for each service, whose name may begin with draftwing.
+_OF_SERVICES = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+Layer = dict[str, tuple[Any, str]]  # by field: a value, and where it stands
+
+
+def with_sources(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the command line's options and, where it is silent, those of the environment and of the file that either
+    names; `FILE` is none of them. Raises ConfigError."""
+    typed: Layer = {name: (value, "the command line") for name, value in arguments.items() if name != FILE}
+    path = arguments.get(FILE) or environ.get(PREFIX + FILE.upper())
+    sglang: Layer = {name: (value, "SGLang's variable") for name, value in compat.from_environment(environ).items()}
+    layers = [_from_file(Path(path).expanduser())] if path else []
+    found: Layer = {}
+    for layer in (*layers, sglang, _from_environment(environ), typed):
+        for pair in OPPOSITES:
+            if not found.keys().isdisjoint(pair) and not layer.keys().isdisjoint(pair):
+                for name in pair:
+                    found.pop(name, None)
+        found |= layer
+    for name, (value, where) in found.items():
+        if where != "the command line":
+            logger.debug("%s %s is of %s", flag(name), "***" if name in SECRETS else value, where)
+    return {name: value for name, (value, _) in found.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> Layer:
+    found: Layer = {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(PREFIX)
+        if name == variable or variable in NO_OPTIONS or name == FILE.upper():
+            continue
+        if _OF_SERVICES.fullmatch(name) or (name.endswith("PORT") and "://" in text):
+            continue
+        known = names_of(Options).keys() | compat.FOREIGN
+        if name.lower() not in known and not instead(name.lower(), known):
+            logger.warning("%s is not read: there is no such option", variable)  # it may be somebody else's
+            continue
+        field, kind = _option(name.lower(), variable)
+        _add(found, field, variable, partial(from_text, field, kind, text))
+    return found
+
+
+def _from_file(path: Path) -> Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--config {str(path)!r} cannot be read: {reason}") from None
+    found: Layer = {}
+    for name, value in _parsed(path, text).items():
+        line = re.search(rf"""^[ \t]*(--)?["']?{re.escape(str(name))}["']?[ \t]*[=:]""", text, re.MULTILINE)
+        where = f"{path}, line {text.count(chr(10), 0, line.start()) + 1}" if line else str(path)
+        if value is None:  # of YAML: the default
+            continue
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{where}: {name} is a table; every option stands at the top of the file")
+        field, kind = _option(str(name).removeprefix("--").replace("-", "_"), where)
+        _add(found, field, where, partial(from_python, kind, value))
+    return found
+
+
+def _parsed(path: Path, text: str) -> Mapping[Any, Any]:
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--config {str(path)!r} is not valid TOML: {error}") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--config expects a file that ends with .toml, .yaml or .yml; found {str(path)!r}")
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"--config {str(path)!r} is not valid YAML: {said}") from None
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"--config {str(path)!r} must have lines such as port: 8080; found a {type(values).__name__}")
+    return values or {}
+
+
+def _option(name: str, where: str) -> tuple[str, Kind]:
+    """Returns the field that a name means, and its type; SGLang's options are taken or refused later."""
+    names = names_of(Options)
+    if name in compat.FOREIGN:
+        return name, Kind((compat.FOREIGN[name].kind,), False, True)
+    if name not in names:
+        said = instead(name, names)
+        raise ConfigError(f"{where}: unknown option {name!r}" + (f"; {said}" if said else ""))
+    return names[name], kinds(Options)[names[name]]
+
+
+def _add(found: Layer, field: str, where: str, value: Callable[[], Any]) -> None:
+    """Adds a value, of a function that may raise as its check does."""
+    if field in found:
+        raise ConfigError(f"{where}: {flag(field)} is given twice, here and in {found[field][1]}")
+    try:
+        found[field] = value(), where
+        spec = next((one for one in dataclasses.fields(Options) if one.name == field), None)
+        if spec is not None:
+            check_field(spec, kinds(Options)[field], found[field][0])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
