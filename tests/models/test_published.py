@@ -1,0 +1,68 @@
+"""Configs as models were published with them, sizes shrunk: what is served has transformers' log probabilities, and all
+others are refused with a sentence that says what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import tokens, whole_logits
+from published import FOLDER, PROMPT, Row, published, rows, written
+
+from draftwing.errors import CheckpointError
+from draftwing.models.loader import load_config, load_model
+
+QUICK = {  # one of each way in which configs differ
+    "deepseek-v2-lite-chat", "gemma-3-4b-it", "glm-4.6-yarn", "gpt-oss-20b", "lfm2.5-1.2b-instruct",
+    "llama-3.2-1b-instruct", "mimo-7b-rl", "minimax-m2.7", "mistral-7b-v0.1", "mixtral-8x7b",
+    "qwen2.5-7b-instruct-yarn", "qwen3-8b-awq", "qwen3-coder-480b-a35b-instruct", "qwen3-next-80b-a3b-yarn",
+    "qwen3.5-27b", "vicuna-7b-v1.5-16k",
+}  # fmt: skip
+WAITING = {
+    "qwen3-30b-a3b-instruct-2507", "qwen3-coder-480b-a35b-instruct", "qwen3-coder-30b-a3b-instruct",
+    "qwen3-coder-30b-a3b-instruct-fp8", "qwen3-next-80b-a3b-yarn", "qwen3.5-27b-yarn", "qwen3.5-35b-a3b-yarn",
+    "glm-4.6-yarn", "llama-3.1-70b-instruct-fp8-nvidia", "qwen3-235b-a22b-nvfp4-nvidia", "deepseek-v3.1-nvfp4-nvidia",
+    "qwen3-32b-fp8-static", "qwen3.6-27b-nvfp4", "gemma-4-31b-it-nvfp4", "minimax-m2.7-nvfp4",
+}  # fmt: skip
+SERVED = [
+    pytest.param(row, id=row.name, marks=() if row.name in QUICK else pytest.mark.slow)
+    for row in rows().values()
+    if row.missing is None
+]
+REFUSED = [pytest.param(row, id=row.name) for row in rows().values() if row.missing is not None]
+
+
+def test_there_is_a_file_for_each_row_of_the_index() -> None:
+    assert {file.stem for file in FOLDER.glob("*.json")} - {"index"} == set(rows())
+    assert len(rows()) > 240 and set(rows()) >= QUICK
+
+
+@pytest.mark.parametrize("row", SERVED)
+@torch.inference_mode()
+def test_it_has_the_log_probabilities_of_transformers(tmp_path: Path, row: Row) -> None:
+    if row.name in WAITING:
+        pytest.xfail("not served yet as it should be")
+    theirs = written(tmp_path, row.name)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    ids = tokens(min(PROMPT, model.config.max_positions))
+    expected = theirs(input_ids=ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(whole_logits(model, ids).log_softmax(-1), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_is_missing_is_said(tmp_path: Path, row: Row) -> None:
+    files: Mapping[str, Any] = {"config.json": published(row.name), **row.beside}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    if row.beside:
+        pytest.xfail("is not read yet")
+    with pytest.raises(CheckpointError) as refusal:
+        load_config(tmp_path)
+    message = str(refusal.value)
+    if message.startswith("unknown architecture") or row.name in WAITING:
+        pytest.xfail("what is missing is not said yet")
+    assert "\n" not in message and (row.says or row.missing) in message
