@@ -56,7 +56,8 @@ def check_text(text: str, param: str) -> str:
 
 def no_text(kind: str, where: str, param: str, expected: str = "text") -> RequestError:
     """Refuses a part of a message that is of another kind than text; expected: the kind that it must be of."""
-    media = next((medium for medium in ("image", "audio", "video", "file") if medium in kind), None)
+    kinds = ("image", "audio", "video", "file", "document", "screenshot")
+    media = next((medium for medium in kinds if medium in kind), None)
     if media is not None:
         plural = {"audio": "audio is"}.get(media, f"{media}s are")
         return RequestError(f"{where} has the type {show(kind)}: {plural} not supported; send text alone", param)

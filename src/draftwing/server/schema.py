@@ -39,7 +39,7 @@ _EMPTY: tuple[Any, ...] = ([], {}, False)
 _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (False,),
-        "add_special_tokens background disable_additional_properties disable_fallback echo "
+        "add_special_tokens async_ background disable_additional_properties disable_fallback echo "
         "include_obfuscation no_logs require_reasoning return_bytes return_cached_tokens_details "
         "return_entropy return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs return_hidden_states "
         "return_meta_info return_progress return_prompt_token_ids return_routed_experts return_sampling_mask "
@@ -90,7 +90,6 @@ def _refused(value: Any, info: ValidationInfo) -> Any:
 NotBuilt = Annotated[Any, AfterValidator(_refused)]
 HINT = object()  # in the metadata of a field that is one and has a type of its own
 Hint = Annotated[Any, HINT]
-OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
 Bookkeeping = Any  # of an earlier answer, as it comes back in a history; asks for nothing
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
 EffortTokens = Annotated[int, Field(ge=0, lt=10**9)] | Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -150,7 +149,6 @@ class Body(BaseModel):
         *,
         hints: str = "",
         not_built: str = "",
-        other_kinds: str = "",
         bookkeeping: str = "",
         untyped: str = "",
         sampling: str = "",
@@ -158,14 +156,14 @@ class Body(BaseModel):
     ) -> None:
         """Adds fields whose names are given, with a blank between two.
 
-        hints, not_built, other_kinds, bookkeeping: of `Hint`, `NotBuilt`, `OtherKind` and `Bookkeeping`.  untyped: of
-        any type, which the class checks itself.  sampling: `sampled` under their own names.  config: pydantic's.
+        hints, not_built, bookkeeping: of `Hint`, `NotBuilt` and `Bookkeeping`.  untyped: of any type, which the class
+        checks itself.  sampling: `sampled` under their own names.  config: pydantic's.
         """
         super().__init_subclass__(**config)
         added = {
             **dict.fromkeys(hints.split(), Hint),
             **dict.fromkeys(not_built.split(), NotBuilt),
-            **dict.fromkeys(f"{other_kinds} {bookkeeping} {untyped} {sampling}".split(), Any),
+            **dict.fromkeys(f"{bookkeeping} {untyped} {sampling}".split(), Any),
         }
         # Before pydantic collects the fields, which it does by these.
         cls.__annotations__ = inspect.get_annotations(cls) | added
@@ -178,7 +176,8 @@ class Body(BaseModel):
 
 
 @functools.cache
-def _hints(model: type[BaseModel]) -> frozenset[str]:
+def hints_of(model: type[BaseModel]) -> frozenset[str]:
+    """Returns names of the fields of a model that are hints."""
     return frozenset(name for name, field in model.model_fields.items() if any(one is HINT for one in field.metadata))
 
 
@@ -195,7 +194,7 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
                 below += [(where, one) for one in value if type(one) not in _PLAIN]
                 continue
             model: type[BaseModel] = type(value)
-            hints = _hints(model)
+            hints = hints_of(model)
             for name in value.model_fields_set & model.model_fields.keys():
                 one = getattr(value, name)
                 if name in hints:

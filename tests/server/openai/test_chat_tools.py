@@ -221,7 +221,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
     ({"functions": [WEATHER]}, "functions"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-    ({"messages": [*HI, {"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.1.content"),
+    ({"messages": [*HI, {"role": "tool", "content": None}]}, "messages.1.tool_call_id"),
+    ({"messages": [*HI, {"role": "user", "content": None}]}, "messages.1.content"),
 ]
 
 

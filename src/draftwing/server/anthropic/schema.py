@@ -13,6 +13,7 @@ from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.conversation import Conversation, only
+from draftwing.server.history import Part
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import HINT, Body, Hint, Name, sampled
 
@@ -22,13 +23,14 @@ _EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")  # they ask that th
 _EFFORTS = {"max": "xhigh"}  # the most there is, by OpenAI's name
 
 
-class TextBlock(Body, hints="cache_control", other_kinds="source title context citations data tool_name"):
-    type: str
-    text: str | None = None
+class TextBlock(Part, hints="cache_control", bookkeeping="citations"):
+    pass
 
 
-class Block(TextBlock, other_kinds="caller toolset_name", bookkeeping="signature"):
+class Block(TextBlock, bookkeeping="caller toolset_name signature"):
     """A part of a message; which fields it has depends on its type."""
+
+    own = frozenset({"text", "thinking", "tool_use", "tool_result"})
 
     thinking: str | None = None
     id: str | None = None
@@ -264,15 +266,16 @@ def _texts(content: str | Sequence[TextBlock] | None, where: str) -> str:
     return "".join(_text(block, f"{where}.{i}") for i, block in enumerate(content))
 
 
-def _text(block: TextBlock, where: str) -> str:
-    if block.type != "text" or block.text is None:
+def _text(block: TextBlock, where: str, answers: bool = False) -> str:
+    text = block.said(answers)
+    if text is None:
         raise no_text(block.type, where, f"{where}.type")
     _only(block, ("text",), where)
-    return block.text
+    return text
 
 
 def _only(block: TextBlock, names: tuple[str, ...], where: str) -> None:
-    only(block, (*names, "type", "cache_control", "signature"), where, f"{block.type!r} block")
+    only(block, (*names, "type", "cache_control", "signature", "citations"), where, f"{block.type!r} block")
 
 
 def _conversation(messages: list[AnthropicMessage], system: str) -> list[dict[str, Any]]:
@@ -298,15 +301,13 @@ def _assistant(found: Conversation, content: list[Block], where: str) -> None:
             _only(block, ("thinking",), here)
             if block.thinking:
                 found.think(block.thinking)
-        elif block.type == "redacted_thinking":
-            _only(block, ("data",), here)  # another server's: nobody here can read it
         elif block.type == "tool_use":
             _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
-            if block.id is None or block.name is None or block.input is None:
+            if block.id is None or block.name is None:
                 raise RequestError(f"{here} must have id, name and input", here)
-            found.call(block.id, block.name, block.input, f"{here}.input")
+            found.call(block.id, block.name, block.input or {}, f"{here}.input")
         else:
-            found.answer(_text(block, here))
+            found.answer(_text(block, here, answers=True))
 
 
 def _user(found: Conversation, content: list[Block], where: str) -> None:

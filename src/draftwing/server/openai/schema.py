@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import no_text, show
@@ -17,6 +17,7 @@ from draftwing.requests.request import (
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatLogprobs
 from draftwing.server.conversation import template_call
+from draftwing.server.history import Part, message_of
 from draftwing.server.openai.peers import PeerFields
 from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
 from draftwing.server.schema import (
@@ -33,18 +34,11 @@ from draftwing.server.schema import (
 
 
 class TextPart(
-    Body,
+    Part,
     hints="cache_control prompt_cache_breakpoint",
-    other_kinds="image_url input_audio video_url file thinking",
     bookkeeping="id annotations logprobs signature provider_specific_fields",
 ):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def said(self, answers: bool) -> str | None:
-        """Returns the message's text; None where it has none. answers: whether the assistant's, who may refuse."""
-        return {"text": self.text, "refusal": self.refusal if answers else None}.get(self.type)
+    pass
 
 
 class ToolCall(Body, hints="cache_control", bookkeeping="index extra_content provider_specific_fields"):
@@ -67,18 +61,25 @@ class ToolCall(Body, hints="cache_control", bookkeeping="index extra_content pro
 class Message(
     Body,
     hints="cache_control",
-    not_built="audio function_call images",
-    bookkeeping="id refusal annotations citations logprobs parsed provider_specific_fields reasoning_details "
-    "thinking_blocks",
+    not_built="audio images",
+    bookkeeping="id refusal annotations citations context encrypted_content executed_tools function_call logprobs "
+    "padding parsed provider_specific_fields reasoning_details reasoning_opaque search_results thinking_blocks",
 ):
     # Clients, OpenRouter and LiteLLM among them, send answers back as they came.
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # as vLLM names it
+    reasoning: str | None = None  # as vLLM names it, GitHub's Copilot, and others
+    reasoning_text: str | None = None
+    thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _today(cls, message: Any) -> Any:
+        return message_of(message) if isinstance(message, dict) else message
 
     def plain(self, where: str) -> dict[str, Any]:
         """Makes the message that chat templates want: content is one string. where: the message's name in errors."""
@@ -89,12 +90,13 @@ class Message(
             raise RequestError(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
         if self.role == "function":
             raise RequestError(f"{where}.role 'function' is not supported: use tools and 'tool'", f"{where}.role")
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        message["content"] = self._text(where)
+        text, thoughts = self._read(where)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
-        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        named = (self.reasoning_content, self.reasoning, self.reasoning_text, self.thinking)
+        thought = next((one for one in named if one is not None), thoughts)
         if thought is not None:
             message["reasoning_content"] = thought
         # Templates ask whether the key is there.
@@ -105,18 +107,24 @@ class Message(
             ]
         return message
 
-    def _text(self, where: str) -> str:
-        if self.content is None:
-            if self.role != "assistant":
-                raise RequestError(f"{where}.content must be a string or a list of text parts", f"{where}.content")
-            return ""
-        if isinstance(self.content, str):
-            return self.content
-        parts = [part.said(self.role == "assistant") for part in self.content]
-        for i, text in enumerate(parts):
-            if text is None:
-                raise no_text(self.content[i].type, f"{where}.content.{i}", f"{where}.content.{i}")
-        return "".join(text or "" for text in parts)
+    def _read(self, where: str) -> tuple[str, str | None]:
+        """Returns text and reasoning of the content."""
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise RequestError(f"{where}.content must be a string or a list of text parts", f"{where}.content")
+        if not isinstance(self.content, list):
+            return self.content or "", None
+        answers = self.role == "assistant"
+        texts: list[str] = []
+        thoughts: list[str] = []
+        for i, part in enumerate(self.content):
+            said, thought = part.said(answers), part.thought if answers else None
+            if said is not None:
+                texts.append(said)
+            elif thought is not None:
+                thoughts.append(thought)
+            else:
+                raise no_text(part.type, f"{where}.content.{i}", f"{where}.content.{i}")
+        return "".join(texts), "".join(thoughts) if thoughts else None
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:

@@ -245,9 +245,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
     ({"input": [{"type": "additional_tools", "tools": [{"type": "odd"}]}]}, "input.0.tools.0.type"),
+    ({"input": [{"type": "local_shell_call_output", "id": "x", "output": "y"}]}, "input.0.call_id"),
+    ({"input": [{"type": "message_call", "role": "user", "content": "x"}]}, "input.0.type"),
     (
-        {"input": [{"type": "local_shell_call", "call_id": "x", "action": {"type": "exec", "command": ["ls"]}}]},
-        "input.0.type",
+        {
+            "input": [
+                {"type": "computer_call", "call_id": "c", "action": {}},
+                {
+                    "type": "computer_call_output",
+                    "call_id": "c",
+                    "output": {"type": "computer_screenshot", "image_url": "u"},
+                },
+            ]
+        },
+        "input.1.output.0",
     ),
 ]
 
@@ -288,22 +299,37 @@ def test_hints_are_accepted_and_named(url: str, scripted: ScriptedEngine, body: 
     assert ignored(url, **body) == ([name] if name else [])
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"type": "computer_call", "id": "c", "call_id": "c", "action": {}, "pending_safety_checks": []},
-        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot", "image_url": "u"}},
+def test_what_another_server_ran_is_left_out_and_what_the_client_ran_is_a_call(
+    url: str, scripted: ScriptedEngine
+) -> None:
+    scripted.script = "Fine."
+    logs = [{"stdout": "out", "stderr": "err", "outcome": {}}, {"stdout": "put", "stderr": "", "outcome": {}}]
+    items = [
+        {"role": "user", "content": "a"},
         {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [{"name": "x", "input_schema": {}}]},
         {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True, "reason": "r"},
-        {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "", "stderr": "", "outcome": {}}]},
+        {"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "output": "o", "server_label": "s"},
         {"type": "image_generation_call", "id": "i", "status": "completed", "result": "aGk=", "revised_prompt": "x"},
-    ],
-    ids=lambda item: str(item["type"]),
-)
-def test_items_of_other_kinds_are_refused_by_their_type(url: str, item: dict[str, Any]) -> None:
-    answer = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": [item]})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "input.0.type") and repr(item["type"]) in error["message"]
+        {"type": "code_interpreter_call", "id": "i", "code": "1", "container_id": "c", "outputs": None},
+        {"type": "file_search_call", "id": "i", "queries": ["q"], "results": None},
+        {"type": "compaction", "id": "i", "encrypted_content": "gAAA"},
+        {"type": "shell_call", "id": "s", "call_id": "s", "action": {"commands": ["ls"]}, "status": "completed"},
+        {"type": "shell_call_output", "call_id": "s", "output": logs, "max_output_length": None},
+        {"type": "local_shell_call", "id": "l", "call_id": "l", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "l", "output": "x"},
+        {"type": "apply_patch_call", "id": "p", "call_id": "p", "operation": {"type": "delete_file", "path": "f"}},
+        {"type": "apply_patch_call_output", "call_id": "p", "status": "completed", "output": None},
+        {"role": "user", "content": "b"},
+    ]
+    assert ignored(url, input=items) == []
+    assert scripted.prompt == (
+        '<user>a</user>\n<assistant><call s>shell {"action": {"commands": ["ls"]}}</assistant>\n'
+        "<tool>outerrput by shell for s</tool>\n"
+        '<assistant><call l>local_shell {"action": {"type": "exec", "command": ["ls"]}}</assistant>\n'
+        "<tool>x by local_shell for l</tool>\n"
+        '<assistant><call p>apply_patch {"operation": {"type": "delete_file", "path": "f"}}</assistant>\n'
+        "<tool> by apply_patch for p</tool>\n<user>b</user>\n<assistant>"
+    )
 
 
 def test_what_comes_back_in_a_history_asks_for_nothing(url: str, scripted: ScriptedEngine) -> None:

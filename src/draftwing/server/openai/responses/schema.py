@@ -12,6 +12,7 @@ from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody
 from draftwing.server.conversation import Conversation, only
+from draftwing.server.history import LEFT_OUT, Part, item_of
 from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
 from draftwing.server.schema import (
     Body,
@@ -39,24 +40,21 @@ INCLUDED = (
 _BOOKKEEPING = ("status", "phase", "caller", "async_", "created_by", "parsed_arguments")  # of items that come back
 
 
-_KINDS = (
+_KINDS = frozenset({
     "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
     "additional_tools", "item_reference",
-)  # fmt: skip
-_PASSED_OVER = ("web_search_call",)  # of another server, whose answer is in the message behind it
+})  # fmt: skip
 
 
-class Content(
-    Body,
-    hints="prompt_cache_breakpoint",
-    other_kinds="image_url file_id file_data file_url filename detail input_audio",
-    bookkeeping="annotations logprobs parsed",
-):
-    """A part of an item: input_text, output_text, refusal, reasoning_text or summary_text."""
+class Content(Part, hints="prompt_cache_breakpoint", bookkeeping="annotations logprobs parsed"):
+    """A part of an item."""
 
-    type: str
-    text: str | None = None
+    own = frozenset({"input_text", "output_text", "refusal", "reasoning_text", "summary_text"})
+
     refusal: str | None = None
+
+    def said(self, answers: bool) -> str | None:
+        return self.refusal if answers and self.type == "refusal" else super().said(answers)
 
 
 class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
@@ -78,10 +76,8 @@ class Item(Body, bookkeeping=" ".join(_BOOKKEEPING)):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_fields_of_other_kinds(cls, item: Any) -> Any:
-        """Leaves of an item of another kind its type, by which it is refused or passed over: its fields may be any."""
-        kind = item.get("type") if isinstance(item, dict) else None
-        return {"type": kind} if isinstance(kind, str) and kind not in _KINDS else item
+    def _readable(cls, item: Any) -> Any:
+        return item_of(item, _KINDS) if isinstance(item, dict) else item
 
     @property
     def kind(self) -> str:
@@ -238,7 +234,7 @@ def _conversation(items: Sequence[tuple[str, Item]], instructions: str | None) -
 def _add(found: Conversation, item: Item, where: str) -> None:
     """Adds an item of the field `where` to a conversation. Raises RequestError for what it cannot be."""
     kind = item.kind
-    if kind in _PASSED_OVER:
+    if kind in LEFT_OUT:
         return
     if kind == "reasoning":
         _only(item, ("content", "summary", "encrypted_content"), where)
@@ -253,14 +249,14 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         found.call(item.call_id, flat_name(item.name, item.namespace), arguments, f"{where}.arguments")
     elif kind in ("function_call_output", "custom_tool_call_output"):
         _only(item, ("call_id", "name", "namespace", "output"), where)
-        output = _text(item.output, f"{where}.output", "input_text")
+        output = _text(item.output or "", f"{where}.output", "input_text")
         found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
     elif kind == "additional_tools":
         _only(item, ("role", "tools"), where)
     elif kind == "message" and item.role is not None:
         _only(item, ("role", "content"), where)
         if item.role == "assistant":
-            found.answer(_text(item.content, f"{where}.content", "output_text", "input_text", "refusal"))
+            found.answer(_text(item.content or "", f"{where}.content", "output_text", answers=True))
         else:
             role = "system" if item.role == "developer" else item.role
             found.say(role, _text(item.content, f"{where}.content", "input_text"))
@@ -278,15 +274,16 @@ def _thought(item: Item, where: str) -> str:
     return "\n\n".join(_text([part], f"{where}.summary", "summary_text") for part in summary)
 
 
-def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
+def _text(content: str | list[Content] | None, where: str, expected: str, answers: bool = False) -> str:
+    """expected: the kind of parts, where reasoning is one."""
     if isinstance(content, str):
         return content
     if content is None:
         raise RequestError(f"{where} must be a string or a list of text parts", where)
-    texts = [part.refusal if part.type == "refusal" else part.text for part in content]
+    texts = [part.text if part.type == expected else part.said(answers) for part in content]
     for i, (part, text) in enumerate(zip(content, texts, strict=True)):
-        if part.type not in kinds or text is None:
-            raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", kinds[0])
+        if text is None:
+            raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", expected)
     return "".join(text or "" for text in texts)
 
 

@@ -32,7 +32,7 @@ class CustomFormat(Body):
     definition: str | None = None
 
 
-class OneTool(Body, hints="output_schema"):
+class OneTool(Body, hints="async_ output_schema"):
     """A tool; which fields it has depends on its type. Those of `HOSTED` are not looked at."""
 
     model_config = ConfigDict(extra="allow")
@@ -111,7 +111,7 @@ class Toolbox:
         found = {offer.function.name: (offer, where) for offer, where in (*own, *_offers(added))}
         functions = checked_functions([(offer.function, where) for offer, where in found.values()])
         hosted = [(where, tool.type) for where, tool in (*given, *added) if tool.type in HOSTED]
-        if hosted and not found:
+        if hosted and given and not found:  # those of items come of earlier answers
             where, kind = hosted[0]
             raise RequestError(f"{where}.type must not be {kind!r} alone: {_ALONE}", f"{where}.type")
         self.ignored = tuple(dict.fromkeys(f"tools.{kind}" for _, kind in hosted))
