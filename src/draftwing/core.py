@@ -279,7 +279,7 @@ class StepResult:
     confidence[B]: the drafter's confidence for the next step.
     seconds: that the step took.  catching_up: those of them in which the drafter caught up first.
     threads: share of the host's threads that computed it, above 0; less than 1 where others keep processors busy.
-    provisional: whether it was launched piece by piece where a graph will be, so that later ones take less time.
+    provisional: whether its two forwards took turns where there will be a graph of both, which takes less time.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     drafts: of the rows that the plan wants traced; None without any, or where nothing was drafted.
     """

@@ -12,6 +12,8 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.engine.engine import Engine
+from draftwing.engine.executor import Executor
+from draftwing.engine.graphs.cuda import CAPTURE_SHARE
 from draftwing.engine.loop import Loop
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -66,3 +68,23 @@ def test_the_next_step_is_planned_with_who_comes_while_the_device_is_busy(
         step.result(SECONDS)
     sched = engine.parts.sched
     assert len(sched.running) + len(sched.waiting) == 2 and time.monotonic() - started < SECONDS / 2
+
+
+def test_captures_that_steps_want_leave_time_for_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture of 20 ms is not followed by another one in the next 0.6 s, though there is one that is wanted."""
+    captured: list[float] = []
+
+    def capture(executor: Executor) -> None:
+        time.sleep(0.02)
+        captured.append(time.monotonic())
+
+    monkeypatch.setattr(Executor, "wants_capture", True)
+    monkeypatch.setattr(Executor, "capture_next", capture)
+    params = SamplingParams(max_new_tokens=600, temperature=0.0, ignore_eos=True)
+    engine.submit(GenerationRequest("a", [1, 2, 3], params))
+    until = time.monotonic() + SECONDS
+    while len(captured) < 2 and time.monotonic() < until:
+        if engine.idle():
+            engine.submit(GenerationRequest("a", [1, 2, 3], params))
+        engine.step()
+    assert captured[1] - captured[0] >= 0.02 / CAPTURE_SHARE

@@ -10,6 +10,7 @@ import logging
 import random
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
+from draftwing.engine.graphs.cuda import CAPTURE_SHARE
 from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.loaded_heads import take_head
@@ -171,6 +173,7 @@ class Engine:
         self._heads = 0  # that were asked for so far
         self._loading = threading.Lock()  # held while one is loaded, and while graphs are captured
         self._turning = threading.Lock()  # held while a step runs
+        self._next_capture = 0.0  # when a graph may be captured while requests run, monotonic
         self._knows_rate = False  # at which memory is read
         self._heartbeat = Heartbeat()
         self._heartbeat.watch_compilers()
@@ -306,8 +309,7 @@ class Engine:
                 self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
-                if self.parts.executor.wants_capture:
-                    self._unless_loading(self.parts.executor.capture_next)
+                self._capture_wanted()
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
@@ -326,6 +328,14 @@ class Engine:
                     self._unless_loading(parts.run_later)
                 elif not self._knows_rate:
                     self.measure_read_rate()
+
+    def _capture_wanted(self) -> None:
+        """Captures a graph while requests run, if it is wanted and others have taken little time lately."""
+        began = time.monotonic()
+        if began >= self._next_capture and self.parts.executor.wants_capture:
+            self._unless_loading(self.parts.executor.capture_next)
+            now = time.monotonic()
+            self._next_capture = now + (now - began) / CAPTURE_SHARE
 
     def _unless_loading(self, capture: Callable[[], None]) -> None:
         """Does what may capture graphs, unless a head is being loaded: that waits for the whole device, which ends a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,7 +10,7 @@ import torch
 from draftwing.core import Chunk, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
-from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut, put
+from draftwing.engine.graphs.prefill import PrefillGraphs, States, cut
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Pending, Verified
 from draftwing.models.decoder import DecoderModel, Narrowed
@@ -37,7 +36,7 @@ class TargetForward:
 
     def mixes(self, shape: TreeShape, rows: int) -> int:
         """Returns the queries of so many such trees in one forward with parts of prompts; 0 where they do not run in
-        one. Where steps are replayed from graphs, to launch one that is not takes longer than two that are."""
+        one."""
         if not self.prefills.sizes:
             return 0 if self._model.needs_chunks else rows * shape.queries
         key = self.prefills.mixed_key(shape, rows)
@@ -74,18 +73,20 @@ class TargetForward:
 
     def mixed(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
         """Runs the target over trees and a prefill. key: of the graphs that have drafted `trees`, and will commit:
-        these get what they read where they left it, whether the forward is one of theirs or is launched."""
+        these get what they read where they left it."""
         assert prompts.batch is not None
-        batch, queries = prompts.batch, trees.ids.shape[0]
-        if key is not None:
-            found = self.prefills.run_mixed(prompts.plan.chunks, key)
-            if found is not None:
-                return self._graphs.left("verify", key), Verified(*found)
-        end, started = queries + batch.ids.shape[0], time.perf_counter()
-        if (total := self._ops.even_rows(end)) > end:
-            batch = batch.padded(total - queries, self._table.rows)
-        first, other = cut(self.run(batch, trees), queries, end)
-        if key is not None:
-            put(self._graphs.left("verify", key), first)
-            self.prefills.launched(prompts.plan.chunks, key, time.perf_counter() - started)
-        return Verified(*first), Verified(*other)
+        batch, chunks = prompts.batch, prompts.plan.chunks
+        if key is None:
+            queries = trees.ids.shape[0]
+            end = queries + batch.ids.shape[0]
+            if (total := self._ops.even_rows(end)) > end:
+                batch = batch.padded(total - queries, self._table.rows)
+            first, other = cut(self.run(batch, trees), queries, end)
+            return Verified(*first), Verified(*other)
+        found = self.prefills.run_mixed(chunks, key)
+        if found is not None:
+            return self._graphs.left("verify", key), Verified(*found)
+        # Two forwards from graphs take less time than the launches of one over both.
+        self.prefills.took_turns(chunks, key)
+        self._graphs.run("verify", key, self.run)
+        return self._graphs.left("verify", key), Verified(*(self.prefills.run(chunks) or self.run(batch)))

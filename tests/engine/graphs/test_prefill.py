@@ -332,7 +332,7 @@ def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monk
 
 
 def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
-    """Until then the forward is launched, between the graphs of draft and commit."""
+    """Until then both take turns in the step, each replayed from its own graph."""
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (1, 2))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     prompts = harness.prompts_for(3, longest=8)
@@ -363,8 +363,9 @@ def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
     assert answers() == expected and prefills.mixed_replays > 1
 
 
-def test_graphs_are_wanted_for_the_time_that_launches_lose(harness, model, monkeypatch):
-    """A launch that takes the host no longer than the device computes loses none."""
+def test_graphs_are_wanted_when_forwards_take_turns(harness, model, monkeypatch):
+    """As often as a capture takes longer than what turns lose. What is wanted most comes first, of both kinds: while
+    requests run, and while nobody does."""
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (1,))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     executor = rig_of(harness, model, monkeypatch, (16, 32), size=2, rows=3, chunk=32, mixed=True).executor
@@ -372,27 +373,22 @@ def test_graphs_are_wanted_for_the_time_that_launches_lose(harness, model, monke
     executor.graphs.clear()
     prefills.clear()
     executor.capture((PLAIN,), some=True)
-    prefills.seconds = {16: 0.01, 32: 0.02}  # with the row's token
-    for length, seconds, lost in (
-        (30, 0.02, 0.0),
-        (30, 0.015, 0.0),
-        (30, 0.025, 0.2),
-        (3, 0.025, 0.6),
-        (14, 0.02, 1.1),
-    ):
-        chunks = [Chunk(0, 0, length, True)]
-        prefills.launched(chunks, key, seconds)
-        assert prefills.later[prefills.size(chunks, key), key] == pytest.approx(lost)
-    assert prefills.wanted == pytest.approx(1.1 / prefill_graphs.MIXED_WANTED) and not executor.wants_capture
-    prefills.launched(chunks, key, 1.0)
+
+    def took_turns(length, times):
+        for _ in range(times):
+            prefills.took_turns([Chunk(0, 0, length, True)], key)
+
+    took_turns(30, 1)
+    took_turns(3, WANTED - 2)
+    assert not executor.wants_capture
+    took_turns(14, 2)  # the graph of 3 tokens is that of 14, too
     assert executor.wants_capture
-    # What is wanted most comes first, of both kinds: while requests run, and while nobody does.
     steps = executor.graphs.later
     steps[Key(PLAIN, 2)] = 2 * WANTED
     executor.capture_next()
     assert not steps and executor.wants_capture
     executor.capture_next()
     assert {size for size, _ in prefills.later} == {30} and not executor.wants_capture
-    steps[Key(PLAIN, 2)] = 1
+    steps[Key(PLAIN, 2)] = 2
     executor.capture_next()
-    assert steps and not prefills.later, "a fifth of a launch, and one step of 16"
+    assert not steps and prefills.later, "a step and two of another kind"

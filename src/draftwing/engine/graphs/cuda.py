@@ -27,6 +27,10 @@ MAX_NODES = 4096  # a step with more keeps the device busy for longer than it ta
 # about as long as so many steps, so captures take no more of the time than steps that wanted them. Swept by
 # benchmarks/sim/captures.py: fewer are hardly better, and would interrupt for what one burst wants.
 WANTED = 16
+# Of the time, which captures may take while requests run: whoever streams or waits for a first token meanwhile waits
+# for a whole one, up to 0.1 s. Swept by the same script: more makes first tokens late, less leaves steps slow for
+# minutes.
+CAPTURE_SHARE = 0.03
 
 
 class Key(NamedTuple):

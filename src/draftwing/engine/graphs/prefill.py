@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray, TreeShape
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.graphs.cuda import WANTED, Key
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, HeadShape, TiledAttention, spans_of
 from draftwing.ops.even import evens
@@ -43,9 +43,6 @@ MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, 
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
 MIXED_ROWS = (8, 16, 32, 64, 128)
 MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
-# Launches of a forward: where the time of so many was lost for want of a graph, it is captured while requests run. A
-# capture takes as long (on an H100 50 ms, as two launches of 32 layers).
-MIXED_WANTED = 2
 MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
 # Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
 # with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
@@ -126,8 +123,8 @@ class PrefillGraphs:
         self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
         self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
-        # What is still to be captured, and the time that was lost for want of it, in launches of a forward.
-        self.later: dict[tuple[int, Key], float] = {}
+        # What is still to be captured, and forwards that took turns for want of it.
+        self.later: dict[tuple[int, Key], int] = {}
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
@@ -162,22 +159,19 @@ class PrefillGraphs:
 
     @property
     def wanted(self) -> float:
-        """Returns how much time was lost for want of the same graph, at most, over what a capture takes; from 1 on that
-        graph is worth an interruption."""
-        return max(self.later.values(), default=0.0) / MIXED_WANTED
+        """Returns how many forwards took turns for want of the same graph, at most, over `WANTED`; from 1 on that graph
+        is worth an interruption."""
+        return max(self.later.values(), default=0) / WANTED
 
-    def launched(self, chunks: Sequence[Chunk], key: Key, seconds: float) -> None:
-        """Notes a forward beside a step of this key that was launched for want of a graph, which took the host so long.
-        The device had as much to do as its graph takes, and lost the rest of the time."""
-        size = self.size(chunks, key)
-        if (size, key) in self.later:
-            queries = size + key.size * key.shape.queries
-            busy = next((its for of, its in sorted(self.seconds.items()) if of >= queries), 0.0)
-            self.later[size, key] += max(1 - busy / seconds, 0.0)
+    def took_turns(self, chunks: Sequence[Chunk], key: Key) -> None:
+        """Notes a prefill beside a step of this key that had a forward of its own, for want of a graph."""
+        wanted = self.size(chunks, key), key
+        if wanted in self.later:
+            self.later[wanted] += 1
 
     def leave(self, key: Key) -> None:
         """Leaves all sizes beside a step of this key to `capture_mixed`."""
-        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0.0)
+        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
 
     def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
         """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
