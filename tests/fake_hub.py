@@ -9,17 +9,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
+_LARGE = (".safetensors", ".gguf")
 
 
 class FakeHub(ThreadingHTTPServer):
-    """files: of the repository; those that end with .safetensors are large ones. asked: (file, Range) of each GET.
-    broken: how often connections still break off in the middle of a large file."""
+    """files: of the repository; those that end with .safetensors or .gguf are large ones.  asked: (file, Range) of each
+    GET.  broken: how often connections still break off in the middle of a large file."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -67,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{REPO}"):
             files = [{"rfilename": name, **self._entry(name, "sha256")} for name in self.server.files]
             self._json({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": files})
-        elif path.startswith(f"/{REPO}/resolve/") and (name := path.rpartition("/")[2]) in self.server.files:
+        elif path.startswith(f"/{REPO}/resolve/") and (name := unquote(path.split("/", 5)[5])) in self.server.files:
             self._file(name, body)
         else:
             self._start(404, {"X-Error-Code": "RepoNotFound", "Content-Length": "0"})
@@ -76,11 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.server.files[name]
         large = {digest: _sha256(content), "size": len(content), "pointerSize": 1}
         found = {"size": len(content), "oid": "1" * 40, "blobId": "1" * 40}
-        return found | ({"lfs": large} if name.endswith(".safetensors") else {})
+        return found | ({"lfs": large} if name.endswith(_LARGE) else {})
 
     def _file(self, name: str, body: bool) -> None:
         content, ranged = self.server.files[name], self.headers.get("Range")
-        large = name.endswith(".safetensors")
+        large = name.endswith(_LARGE)
         start = int(ranged.removeprefix("bytes=").rstrip("-")) if ranged else 0
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_sha256(content)}"', "Accept-Ranges": "bytes"}
         headers["Content-Length"] = str(len(content) - start)

@@ -107,3 +107,20 @@ def test_a_model_fetched_at_a_commit_is_shown_by_its_name(hub: FakeHub, capsys: 
     run(capsys, "pull", REPO, "--revision", fake_hub.COMMIT)
     assert REPO in run(capsys, "list")
     assert REPO in run(capsys, "show", REPO)
+
+
+@pytest.mark.slow
+def test_quantisations_of_a_repository(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = tiny_gguf.write(tmp_path / "a.gguf", "llama").read_bytes()
+    hub.files = {"m-Q8_0.gguf": content, "m-F16.gguf": content + b"x", "mmproj-F16.gguf": b"p"}
+    first, second = (Path(run(capsys, "pull", name).strip()) for name in (REPO, f"{REPO}:F16"))
+    assert (first.name, second.name) == ("m-Q8_0.gguf", "m-F16.gguf")
+    listed = json.loads(run(capsys, "list", "--json"))
+    assert [(one["model"], one["unserved"]) for one in listed] == [(f"{REPO}:F16", None), (f"{REPO}:Q8_0", None)]
+    assert json.loads(run(capsys, "show", f"{REPO}:Q8_0", "--json"))["path"] == str(first)
+    assert json.loads(run(capsys, "show", REPO, "--json"))["path"] == str(first)
+    run(capsys, "rm", f"{REPO}:Q8_0")
+    assert not first.exists() and second.exists()
+    assert [one["model"] for one in json.loads(run(capsys, "list", "--json"))] == [f"{REPO}:F16"]
+    run(capsys, "rm", REPO)
+    assert json.loads(run(capsys, "list", "--json")) == []

@@ -19,6 +19,7 @@ from fake_hub import COMMIT, REPO, FakeHub
 
 from draftwing.errors import CheckpointError
 from draftwing.models import hub_files
+from draftwing.models.gguf_repos import models_in
 from draftwing.models.hub import resolve_model
 
 WEIGHTS = bytes(range(256)) * 400
@@ -120,8 +121,8 @@ def test_without_a_connection_one_attempt_is_enough(
 def test_what_the_hub_refuses(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"no folder and no hub model 'org/other'"):
         resolve_model("org/other")
-    hub.files = {"q4.gguf": b"", "README.md": b""}
-    with pytest.raises(CheckpointError, match=r"q4\.gguf"):
+    hub.files = {"README.md": b""}
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve_model(REPO)
 
 
@@ -173,3 +174,85 @@ def test_a_disk_that_takes_nothing_is_not_the_connection(
     monkeypatch.setattr(hub_files, "_download", fail)
     with pytest.raises(CheckpointError, match="cannot be stored"):
         resolve_model(REPO)
+
+
+def gguf_files() -> dict[str, bytes]:
+    """Large files of a repository of GGUF files, each with other bytes."""
+    names = [
+        "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf",
+        "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf", "mmproj-F16.gguf", "m-imatrix.gguf", "mtp-m-Q4_K_M.gguf",
+    ]  # fmt: skip
+    return {"README.md": b"", "config.json": b"{}"} | {name: name.encode() * 100 for name in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (REPO, "m-Q4_K_M.gguf"),
+        (f"{REPO}:Q8_0", "m-Q8_0.gguf"),
+        (f"{REPO}:q2_k", "m-Q2_K.gguf"),
+        (f"hf.co/{REPO}:Q8_0", "m-Q8_0.gguf"),
+        (f"huggingface.co/{REPO}", "m-Q4_K_M.gguf"),
+        (f"{REPO}:m-Q2_K.gguf", "m-Q2_K.gguf"),
+        (f"{REPO}:BF16", "m-BF16-00001-of-00002.gguf"),
+        (f"{REPO}:UD-Q5_K_XL", "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
+        (f"{REPO}:q5_k_xl", "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
+    ],
+)
+def test_a_file_of_a_repository_of_gguf_files(
+    name: str, file: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone is fetched, with all of its parts, and found again without a connection."""
+    hub.files = files = gguf_files()
+    path = resolve_model(name)
+    assert path.read_bytes() == files[file] and path.as_posix().endswith(f"{COMMIT}/{file}")
+    parts = {one for one in files if "BF16" in one} if "BF16" in file else {file}
+    assert {asked for asked, _ in hub.asked} == parts
+    assert all(path.with_name(part.rpartition("/")[2]).read_bytes() == files[part] for part in parts)
+    assert resolve_model(name) == path and len(hub.asked) == len(parts)
+    offline(monkeypatch, tmp_path)
+    assert resolve_model(name) == resolve_model(name, COMMIT) == path
+    with pytest.raises(CheckpointError, match="only in part in the hub's cache"):
+        resolve_model(f"{REPO}:Q3_K_S")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "file"),
+    [
+        (["m-Q4_K_M.gguf"], "m-Q8_0.gguf"),
+        (["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00002-of-00002.gguf"], "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
+    ],
+)
+def test_the_next_best_without_the_default(left_out: list[str], file: str, hub: FakeHub) -> None:
+    hub.files = {name: content for name, content in gguf_files().items() if name not in left_out}
+    assert resolve_model(REPO).as_posix().endswith(file)
+
+
+def test_what_there_is_stands_in_the_refusal(hub: FakeHub) -> None:
+    hub.files = gguf_files()
+    with pytest.raises(CheckpointError, match=r"has no 'Q3_K_S'; it has UD-Q5_K_XL, BF16, Q2_K, Q4_K_M, Q8_0$"):
+        resolve_model(f"{REPO}:Q3_K_S")
+    hub.files = FILES
+    with pytest.raises(CheckpointError, match="has no 'Q4_K_M'; it holds no GGUF files"):
+        resolve_model(f"{REPO}:Q4_K_M")
+    assert not hub.asked
+
+
+def test_a_repository_of_both_is_its_folder_unless_a_file_is_asked_for(hub: FakeHub) -> None:
+    hub.files = FILES | {"m-Q4_0.gguf": b"g" * 50}
+    assert resolve_model(REPO).is_dir() and "m-Q4_0.gguf" not in {name for name, _ in hub.asked}
+    assert resolve_model(f"{REPO}:Q4_0").read_bytes() == b"g" * 50
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("Qwen3-30B-A3B-Q4_K_M.gguf", "Q4_K_M"), ("SmolLM2.Q4_1.gguf", "Q4_1"), ("x-IQ2_XXS.gguf", "IQ2_XXS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"), ("m-UD-IQ1_S-00001-of-00001.gguf", "UD-IQ1_S"),
+        ("a/Q3_K_L/m.gguf", "Q3_K_L"), ("model-f16.gguf", "F16"), ("plain.gguf", "plain"),
+        ("qwen2.5-0.5b-instruct-q5_k_m.gguf", "Q5_K_M"),
+    ],
+)  # fmt: skip
+def test_quantisations_of_names(name: str, tag: str) -> None:
+    (found,) = models_in([name, "README.md"])
+    assert found == (tag, (name,))

@@ -12,7 +12,7 @@ from draftwing.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 Run = Callable[[dict[str, Any]], None]
-_MODEL = "an alias (`draftwing list` shows them) or a hub id"
+_MODEL = "an alias (`draftwing list` shows them) or a hub id, org/name or org/name:Q4_K_M"
 
 
 def add_model_commands(commands: Any) -> dict[str, Run]:

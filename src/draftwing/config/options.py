@@ -44,8 +44,10 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2", MODEL, "an alias (`draftwing list`), hub id, .gguf file, or folder in Hugging Face's format; may "
-        "stand without --model", aliases=("model_path", "hf_repo"), short=("-m", "-hf"), common=True,
+        "smollm2", MODEL,
+        "an alias (`draftwing list`), hub id (with :Q4_K_M one of its GGUF files), .gguf file, or folder in Hugging Face's "
+        "format; may stand without --model",
+        aliases=("model_path", "hf_repo"), short=("-m", "-hf"), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")

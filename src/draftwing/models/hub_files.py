@@ -23,11 +23,13 @@ from urllib.request import getproxies
 
 from draftwing.errors import CheckpointError
 from draftwing.files import load_json
+from draftwing.models.gguf_repos import chosen, models_in
 from draftwing.models.unserved import unserved_part
 
 logger = logging.getLogger(__name__)
 
 _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _INDEX = ".index.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT_SECONDS = 10.0
@@ -35,10 +37,12 @@ MAX_HTTP_BYTES = 50 * 10**9  # bytes of a file; the hub gives out no larger ones
 THREADS = 8  # files that are downloaded at once
 
 
-def fetch(repo: str, revision: str | None, weights: bool = True) -> Path:
-    """Returns the folder with configuration, tokenizer and, if wanted, weights of `repo`, never its code; downloads
-    what is missing. Of a commit that is in the cache the hub is not asked, and without a connection the cache counts.
+def fetch(repo: str, revision: str | None, weights: bool = True, gguf: str | None = None) -> Path:
+    """Returns the folder with configuration, tokenizer and, if wanted, weights of `repo`, never its code, or the first
+    part of a GGUF file; downloads what is missing. Of a commit that is in the cache the hub is not asked, and without a
+    connection the cache counts.
 
+    gguf: which of its GGUF files, see `gguf_repos.chosen`; without it a repository is one if it has nothing else.
     Raises CheckpointError for what does not exist, cannot be fetched, or is no model.
     """
     from huggingface_hub.errors import (
@@ -49,13 +53,13 @@ def fetch(repo: str, revision: str | None, weights: bool = True) -> Path:
     )
 
     if revision is not None and _COMMIT.fullmatch(revision):
-        found = cached(repo, revision, weights)
+        found = cached(repo, revision, weights, gguf)
         if found is not None:
             return found
     try:
         with _quiet_client():
             _connect()
-            return _fetch(repo, revision, weights)
+            return _fetch(repo, revision, weights, gguf)
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
@@ -70,22 +74,24 @@ def fetch(repo: str, revision: str | None, weights: bool = True) -> Path:
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            return _from_cache(repo, revision, weights, error)
+            return _from_cache(repo, revision, weights, gguf, error)
         raise CheckpointError(f"{repo} cannot be stored in the hub's cache: {error}") from error
     # Offline mode, no route, a timeout: each version of the client has its own exceptions for them.
     except Exception as error:
-        return _from_cache(repo, revision, weights, error)
+        return _from_cache(repo, revision, weights, gguf, error)
 
 
-def cached(repo: str, revision: str | None, weights: bool = True) -> Path | None:
-    """Returns the folder of a repository in the hub's cache if all that is wanted of it is there."""
+def cached(repo: str, revision: str | None, weights: bool = True, gguf: str | None = None) -> Path | None:
+    """Returns what `fetch` does if all of it is in the hub's cache."""
     folder = snapshot(repo, revision)
     if folder is None:
         return None
     try:
-        names = wanted(repo, [file.name for file in folder.iterdir()], weights)
+        names = wanted(repo, files_in(folder), weights, gguf)
     except CheckpointError:
         return None
+    if names[0].endswith(".gguf"):
+        return folder / names[0]
     indexes = [folder / name for name in names if weights and name.endswith(_INDEX)]
     try:
         shards = {shard for index in indexes for shard in load_json(index)["weight_map"].values()}
@@ -96,20 +102,36 @@ def cached(repo: str, revision: str | None, weights: bool = True) -> Path | None
 
 def snapshot(repo: str, revision: str | None = None) -> Path | None:
     """Returns the folder of a repository in the hub's cache, whatever is in it."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    config = try_to_load_from_cache(repo, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
+    storage = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    revision, commit = revision or "main", revision
+    if not _COMMIT.fullmatch(revision):
+        with contextlib.suppress(OSError):
+            commit = (storage / "refs" / revision).read_text(encoding="ascii").strip()
+    folder = storage / "snapshots" / (commit or revision)
+    return folder if folder.is_dir() else None
 
 
-def wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
-    """Returns the files to fetch: those at the top of the repository, safetensors rather than pickles. Raises
-    CheckpointError for one that is no model."""
+def files_in(folder: Path) -> list[str]:
+    """Returns the files of a snapshot that are there, by their paths within."""
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def wanted(repo: str, files: Sequence[str], weights: bool = True, gguf: str | None = None) -> list[str]:
+    """Returns the files to fetch: those at the top of the repository, safetensors rather than pickles, or the parts of
+    a GGUF file alone, see `fetch`. Raises CheckpointError for a repository that is no model."""
     top = [file for file in files if "/" not in file]
-    if "config.json" not in top:
-        gguf = [file for file in files if file.endswith(".gguf")]
-        hint = f"it holds GGUF files ({gguf[0]}, ...): download one and pass its path" if gguf else "no config.json"
-        raise CheckpointError(f"{repo} is not a transformers model: {hint}")
+    models = models_in(files)
+    plain = "config.json" in top and (not models or any(file.endswith(_WEIGHT_SUFFIXES) for file in top))
+    if gguf is not None or (models and not plain):
+        found = chosen(repo, models, gguf)
+        if gguf is None and len(models) > 1:
+            logger.info("%s: %s of %s", repo, found.tag, ", ".join(one.tag for one in models))
+        return list(found.files)
+    if not plain:
+        raise CheckpointError(f"{repo} is not a transformers model: no config.json")
     texts = [file for file in top if file.endswith(_TEXT_SUFFIXES)]
     if not weights:
         return texts
@@ -156,17 +178,18 @@ def _quiet_client() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
+def _fetch(repo: str, revision: str | None, weights: bool, gguf: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     files = {file.rfilename: file for file in info.siblings or ()}
-    names = wanted(repo, list(files), weights)
+    names = wanted(repo, list(files), weights, gguf)
+    whole = names[0].endswith(".gguf")
     # Weights come last: a folder that has them has all.
     texts = [name for name in names if name.endswith(_TEXT_SUFFIXES)]
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=texts))
-    if weights:
-        missing = _unserved(folder / "config.json")
+    if weights or whole:
+        missing = None if whole else _unserved(folder / "config.json")
         if missing is not None:
             raise CheckpointError(f"{repo} has {missing}, which is not served yet; its weights are not downloaded")
         large = [file for name in names if (file := files[name]).lfs is not None and not (folder / name).exists()]
@@ -175,7 +198,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda file: _download(repo, info.sha, file, folder), large))
         snapshot_download(repo, revision=revision, allow_patterns=names)
-    return folder
+    return folder / names[0] if whole else folder
 
 
 def _unserved(file: Path) -> str | None:
@@ -227,8 +250,8 @@ def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
         os.replace(part, blob)
 
 
-def _from_cache(repo: str, revision: str | None, weights: bool, cause: Exception) -> Path:
-    folder, path = snapshot(repo, revision), cached(repo, revision, weights)
+def _from_cache(repo: str, revision: str | None, weights: bool, gguf: str | None, cause: Exception) -> Path:
+    folder, path = snapshot(repo, revision), cached(repo, revision, weights, gguf)
     if path is not None:
         logger.warning("the hub cannot be reached; %s comes from its cache", repo)
         return path

@@ -20,9 +20,10 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.folder import bytes_of, read_json
 from draftwing.models.generation import sampling_defaults
+from draftwing.models.gguf_repos import models_in
 from draftwing.models.heads.own_layers import with_own_layers
-from draftwing.models.hub import default_model_file
-from draftwing.models.hub_files import snapshot
+from draftwing.models.hub import default_model_file, hub_id
+from draftwing.models.hub_files import cached, files_in
 from draftwing.models.language_model import language_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import load_tokenizer
@@ -35,13 +36,14 @@ class StoredModel:
     """A model in a cache.
 
     name: its alias, or hub id.  path: of its `.gguf` file, or of the folder of its newest revision.  size: bytes that
-    all of its revisions take.  commits: of those revisions.
+    all of its revisions take.  commits: of those revisions.  files: of a GGUF file in a repository, its parts.
     """
 
     name: str
     path: Path
     size: int
     commits: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
 
 def stored_models() -> list[StoredModel]:
@@ -53,10 +55,15 @@ def stored_models() -> list[StoredModel]:
     names = {alias.hub.repo: name for name, alias in ALIASES.items() if alias.hub is not None}
     for repo in _cached_repositories():
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+        commits = tuple(revision.commit_hash for revision in repo.revisions)
         if (newest.snapshot_path / "config.json").exists():
-            commits = tuple(revision.commit_hash for revision in repo.revisions)
             name = names.get(repo.repo_id, repo.repo_id)
             found.append(StoredModel(name, newest.snapshot_path, repo.size_on_disk, commits))
+            continue
+        for one in models_in(files_in(newest.snapshot_path)):
+            files = tuple(newest.snapshot_path / file for file in one.files)
+            size = sum(file.stat().st_size for file in files)
+            found.append(StoredModel(f"{repo.repo_id}:{one.tag}", files[0], size, commits, files))
     return sorted(found, key=lambda model: model.name)
 
 
@@ -79,12 +86,14 @@ def find(name: str) -> Path | None:
         file = default_model_file()
         return file if file.is_file() else None
     if alias is not None and alias.hub is not None:
-        return snapshot(*alias.hub)
-    path = Path(name).expanduser()
-    if path.exists() or "/" not in name:
-        return path
+        return cached(*alias.hub, weights=False)
+    place = Path(name).expanduser()
+    if place.exists() or "/" not in name:
+        return place
     # Of a repository that was fetched at a commit the cache does not know the main branch.
-    return snapshot(name) or next((model.path for model in stored_models() if name in _names(model)), None)
+    found = hub_id(name)
+    path = None if found is None else cached(found.repo, None, weights=False, gguf=found.gguf)
+    return path or next((model.path for model in stored_models() if name in _names(model)), None)
 
 
 def describe(name: str, path: Path) -> dict[str, Any]:
@@ -98,6 +107,7 @@ def describe(name: str, path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".gguf":
             file = open_gguf(path)
+            facts["size"] = file.size
             facts["architecture"] = file.metadata.get("general.architecture")
             facts["format"] = f"GGUF {_main_type(file)}"
             licence = licence or file.metadata.get("general.license")
@@ -138,19 +148,27 @@ def remove(name: str) -> int:
         size = bytes_of(default_model_file().parent)
         shutil.rmtree(default_model_file().parent)
         return size
-    model = next((model for model in stored_models() if model.commits and name in _names(model)), None)
-    if model is None:
+    stored = [model for model in stored_models() if model.commits]
+    meant = [model for model in stored if name in _names(model)]
+    if not meant:
         if Path(name).expanduser().exists():
             raise CheckpointError(f"{name} is a file or folder of yours, which was not fetched: delete it yourself")
         raise CheckpointError(f"{name} is in no cache; `draftwing list` shows what is")
     from huggingface_hub import constants, scan_cache_dir
 
-    scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*model.commits).execute()
-    return model.size
+    if any(model.commits == meant[0].commits for model in stored if model not in meant):
+        for file in meant[0].files:  # one of several quantisations
+            file.resolve().unlink()
+            file.unlink(missing_ok=True)
+    else:
+        scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*meant[0].commits).execute()
+    return sum(model.size for model in meant)
 
 
 def _names(model: StoredModel) -> tuple[str, ...]:
     alias = ALIASES.get(model.name)
+    if model.files:
+        return model.name, model.name.partition(":")[0]
     return (model.name,) if alias is None or alias.hub is None else (model.name, alias.hub.repo)
 
 
