@@ -141,6 +141,16 @@ def test_defaults_of_the_model() -> None:
     assert found == [(20, 0.6, 128), (5, 0.6, 128), (5, 0.6, 128), (20, 1.0, None)]
 
 
+def test_greedy_has_no_penalty_of_the_model() -> None:
+    engine = FakeEngine(defaults={"repetition_penalty": 1.2, "temperature": 0.6})
+    llm = LLM.from_engine(engine)  # type: ignore[arg-type]
+    greedy = SamplingParams(temperature=0, repetition_penalty=1.1)
+    for params in (None, {"temperature": 0}, SamplingParams(temperature=0.0), SamplingParams(temperature=1e-9), greedy):
+        llm.generate("a", params)
+    found = [(r.params.temperature, r.params.repetition_penalty) for r in engine.requests]
+    assert found == [(0.6, 1.2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.1)]
+
+
 @pytest.mark.parametrize("prompts", [5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"]])
 def test_bad_prompts(llm: LLM, engine: FakeEngine, prompts: Any) -> None:
     with pytest.raises(RequestError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, no_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
-from draftwing.requests.sampling_params import SamplingParams
+from draftwing.requests.sampling_params import SamplingParams, unset
 from draftwing.server.parsers.budgets import Reasoning
 from draftwing.server.parsers.reasoning import Start, start_of
 
@@ -144,9 +144,8 @@ class Inputs:
             params = SamplingParams.read(params or {})
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams or a dict of its fields; found {show(params)}", "params")
-        given = params.model_fields_set
-        others = {name: value for name, value in self._info.sampling.items() if name not in given}
-        return params.replace(**others), "max_new_tokens" in given
+        given = {name: getattr(params, name) for name in params.model_fields_set}
+        return params.replace(**unset(given, self._info.sampling)), "max_new_tokens" in given
 
 
 def _single(prompts: Any) -> bool:

@@ -184,7 +184,34 @@ def test_defaults_of_the_model() -> None:
         ok(client, COMPLETION, **base(COMPLETION), temperature=0, top_k=None)
         ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})
     found = [(r.params.temperature, r.params.top_k, r.params.repetition_penalty) for r in engine.requests]
-    assert found == [(0.6, 20, 1.1), (0.0, 20, 1.1), (0.6, 5, 1.1)]
+    assert found == [(0.6, 20, 1.1), (0.0, 20, 1.0), (0.6, 5, 1.1)]
+
+
+SAID = {"messages": [{"role": "user", "content": "a"}], "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, SAID), (COMPLETION, {"prompt": "a"}), ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", SAID | {"max_tokens": 8}), ("/api/chat", SAID | {"stream": False}),
+        ("/api/generate", {"prompt": "a", "model": "m", "stream": False}), ("/generate", {"text": "a"}),
+    ],
+)  # fmt: skip
+def test_greedy_is_the_likeliest_token_unless_the_request_has_penalties(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(defaults={"repetition_penalty": 1.1, "top_k": 5, "temperature": 0.7})
+    place, penalty = {"/generate": "sampling_params"}.get(path, "options"), "repetition_penalty"
+    nested = path == "/generate" or path.startswith("/api")
+    with client_of(engine) as client:
+        for asked in ({}, {"temperature": 0}, {"temperature": 0.0, penalty: 1.2}, {"temperature": 0.4}):
+            if path.startswith("/api") and penalty in asked:
+                asked["repeat_penalty"] = asked.pop(penalty)
+            if path == "/v1/messages":  # has no such field
+                asked.pop(penalty, None)
+            ok(client, path, **body, **({place: asked} if nested else asked))
+    found = [(r.params.temperature, r.params.repetition_penalty) for r in engine.requests]
+    own = 1.0 if path == "/v1/messages" else 1.2
+    assert found == [(0.7, 1.1), (0.0, 1.0), (0.0, own), (0.4, 1.1)]
 
 
 def test_a_length_of_the_model_holds_where_nothing_else_limits_the_answer() -> None:

@@ -87,7 +87,7 @@ class InProcess:
 
     def answer(self, messages: Messages, fields: Fields, usage: Usage) -> Generator[Piece, None, None]:
         engine = self._engine
-        params = SamplingParams.read({"max_new_tokens": None, **engine.info.defaults, **fields})
+        params = SamplingParams.read(fields, defaults={"max_new_tokens": None, **engine.info.defaults})
         ids = engine.tokenizer.encode_chat(messages)
         if "max_new_tokens" not in fields:
             params = params.fit(engine.info.context_length - len(ids))

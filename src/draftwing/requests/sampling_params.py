@@ -35,6 +35,7 @@ MAX_BIASES: Final = 1024  # distinct token ids
 MAX_BAD_WORDS: Final = 128  # token sequences
 MAX_BAD_WORD_TOKENS: Final = 16  # of one sequence
 MAX_BAD_WORD: Final = 512  # characters
+EDITING: Final = ("repetition_penalty",)  # defaults of models that change logits
 GREEDY_BELOW: Final = 1e-6  # a temperature that no float32 logit difference survives
 _INT32: Final = 2**31 - 1
 
@@ -168,32 +169,36 @@ class SamplingParams(BaseModel):
     logits_processor: InstanceOf[LogitsProcessorSpec] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
-        self._read(fields, Names({}, ""))
+        self._read(fields, Names({}, ""), {})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source))
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], names: Mapping[str, str] | None = None, where: str = "") -> Self:
+    def read(
+        cls, fields: Mapping[str, Any], names: Mapping[str, str] | None = None, where: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Self:  # fmt: skip
         """Makes them from the fields of a request. Raises RequestError as the constructor does, in the caller's words.
 
-        names: field -> the name by which the user knows it; where: a prefix of that name."""
+        names: field -> the name by which the user knows it; where: a prefix of that name; defaults: see `unset`."""
         params = cls.__new__(cls)
-        params._read(fields, Names(names or {}, where))
+        params._read(fields, Names(names or {}, where), defaults or {})
         return params
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other values, which are not checked."""
         return self.model_copy(update=changes)
 
-    def _read(self, fields: Mapping[str, Any], names: Names) -> None:
+    def _read(self, fields: Mapping[str, Any], names: Names, defaults: Mapping[str, Any]) -> None:
         given = {name: value for name, value in fields.items() if value is not None and value != ()}
         if not all(isinstance(name, str) for name in given):
             raise names.error(show(next(name for name in given if not isinstance(name, str))), UNKNOWN)
         if any(fields.get(name, 0) is None for name in ("max_new_tokens", "max_tokens")):
             given.setdefault("max_new_tokens", None)
         _translate(given, names)
+        given |= unset(given, defaults)
         if len(given) > len(type(self).model_fields):  # so many that a list of them would take long
             raise names.error(next(name for name in given if name not in type(self).model_fields), UNKNOWN)
         try:
@@ -244,6 +249,17 @@ class SamplingParams(BaseModel):
         """Cuts the length, which the request did not ask for, to the room that the context leaves."""
         longest = self.max_new_tokens
         return self if longest is None or longest <= room else self.replace(max_new_tokens=max(room, 1))
+
+
+def unset(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a model's defaults say of fields that a request did not set.
+
+    A request that sets temperature 0 asks for the likeliest token, as `do_sample: false` does: no default changes which
+    that is."""
+    asked = given.get("temperature")
+    greedy = isinstance(asked, (int, float)) and asked < GREEDY_BELOW
+    left = {name: value for name, value in defaults.items() if name not in given}
+    return {name: value for name, value in left.items() if not (greedy and name in EDITING)}
 
 
 def answer_seed(seed: int, index: int) -> int:

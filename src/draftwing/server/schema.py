@@ -273,14 +273,14 @@ class GenerationBody(Body):
         fields: others that the body asks for by fields of its own.
         called: what those are called in the body, where no class says it.
         """
-        given, names = {"max_new_tokens": None, **defaults, **fields}, {**self.names, **(called or {})}
+        given, names = dict(fields), {**self.names, **(called or {})}
         for name, ours in self._sampled().items():
             value = getattr(self, name)
             if value is not None:
                 given[ours] = value
             if value is not None or ours not in names:
                 names[ours] = name
-        params = SamplingParams.read(given, names)
+        params = SamplingParams.read(given, names, defaults={"max_new_tokens": None, **defaults})
         if params.max_new_tokens == 0 and not getattr(self, "echo", False):  # which reports the prompt alone
             name = self.length or "max_new_tokens"
             raise RequestError(f"{name} must be at least 1; found 0", name)

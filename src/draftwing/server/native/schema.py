@@ -108,7 +108,7 @@ class GenerateRequest(
             fields = fields | {"custom_logit_processor": processor}
         known = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
         known.setdefault("thinking_budget", self.max_thinking_tokens)
-        params = SamplingParams.read({**defaults, **known}, where=where)
+        params = SamplingParams.read(known, where=where, defaults=defaults)
         return params, "max_new_tokens" in fields
 
     def each_logprobs(self, prompts: int) -> list[LogprobParams | None]:
