@@ -205,6 +205,25 @@ def test_a_signal_lets_running_requests_end(hangups: None, number: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_reads_keys_again_while_an_answer_runs(hangups: None, tmp_path: Path) -> None:
+    """A server with a file of keys ends by SIGTERM; wrong keys change nothing."""
+    file = tmp_path / "keys.toml"
+    file.write_text("[a]\nkey = 'one'")
+    ask = lambda url, key: httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code  # noqa: E731
+    with serving("--api-key-file", str(file), pause=0.001) as (process, url):
+        for text, said, statuses in (
+            ("[a]\nkey = 'two'", "changed: a", (401, 200)), ("[a", "not valid TOML", (401, 200)),
+            ("[a]\nkey = 'one'\n[b]\nkey = 'two'", "new: b; changed: a", (200, 200)),
+        ):  # fmt: skip
+            file.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            assert said in logged(process, "keys were read again")[-1]
+            assert (ask(url, "one"), ask(url, "two")) == statuses
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
 def test_the_drain_ends_although_the_engine_is_slow() -> None:
     """Neither a stream nor an answer waits for the end of a step, which lasts longer than the connections are given
     after the drain."""

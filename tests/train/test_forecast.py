@@ -87,7 +87,7 @@ def test_tokens_seen_in_training(changes: dict[str, Any], seen: int) -> None:
 def test_the_report() -> None:
     settings, rate = Settings(), 1e9
     found = forecast(settings, from_hf(SMOLLM2), 3, TEXT, 4613)
-    tokens, disk, time = found.report(settings, rate, 1, 10**6, at_most=False)
+    tokens, disk, time, _ = found.report(settings, rate, 1, 10**6, at_most=False)
     assert "98 seen" in tokens and "--online" in disk and "at most" not in tokens + disk + time
     span = f"{duration(found.training / rate / FASTEST)} to {duration(found.training / rate / SLOWEST)}"
     assert f"training {span}" in time and "capturing" in time
@@ -102,3 +102,25 @@ def test_the_rate_of_products_is_what_they_take(rate: float, monkeypatch: pytest
     """On slow and on fast devices, whose products are larger."""
     monkeypatch.setattr(forecasting, "_products", lambda size, times, device, dtype: 2 * size**3 * times / rate)
     assert forecasting.product_rate(torch.device("cpu"), torch.float32) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "said"),
+    [
+        (4_000, {}, ["at most 1 of", "100 times", "--epochs 100,", "--batch-tokens 81"]),
+        (4_000, {"epochs": 3.0}, ["2 of the optimizer", "50 times", "--epochs 150,"]),
+        (100_000, {}, ["13 of the optimizer", "8 times", "--epochs 8,", "--batch-tokens 1024"]),
+        (100_000, {"steps": 5}, ["5 of the optimizer", "--steps 100,"]),
+        (4_000, {"init_head": ("a",)}, ["1 of the optimizer", "at least 10 take 10 times"]),
+        (4_000, {"batch_tokens": 39}, None),
+        (100_000, {"init_head": ("a",)}, None),
+        (4_000, {"steps": 100}, None),
+        (4_000, {"minutes": 5.0}, None),
+        (4_000, {"epochs": 0.0, "init_head": ("a",)}, None),
+    ],
+)
+def test_too_few_steps_are_said(tokens: int, chosen: dict[str, Any], said: list[str] | None) -> None:
+    settings = Settings(**{"held_out": 0.0, **chosen})
+    found = forecast(settings, from_hf(SMOLLM2), 3, Text(tokens, tokens // 2, tokens), 1)
+    lines = found.report(settings, 1e9, 1, 10**12, at_most=True)[3:]
+    assert len(lines) == (said is not None) and all(part in lines[0] for part in said or ())

@@ -45,8 +45,8 @@ class Options:
 
     model: str = option(
         "smollm2", MODEL,
-        "an alias (`draftwing list`), hub id (with :Q4_K_M one of its GGUF files), .gguf file, or folder in Hugging Face's "
-        "format; may stand without --model",
+        "an alias (`draftwing list`), hub id (with :Q4_K_M one of its GGUF files), .gguf file, or folder in Hugging "
+        "Face's format; may stand without --model",
         aliases=("model_path", "hf_repo"), short=("-m", "-hf"), common=True,
     )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")

@@ -16,7 +16,7 @@ from draftwing.config.options import Options
 from draftwing.server.anthropic.routes import add_anthropic_routes
 from draftwing.server.chat import Chats
 from draftwing.server.edge.body_limit import BodyLimit
-from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
+from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck, Keyring
 from draftwing.server.edge.throttle import ResponseThrottle
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
@@ -48,7 +48,7 @@ def create_app(
     learning = None if options.learn is None else Learning.of(engine)
     collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
     service = Service(engine, tokenizer, collector, learning)
-    allowances = Allowances(keys)
+    keyring, allowances = Keyring(keys), Allowances(keys)
     numbers = dict if learning is None else learning.numbers
     metrics = Metrics(
         service.model, lambda: engine.info.max_total_tokens, engine.stats, service.options.drafts, numbers
@@ -76,7 +76,13 @@ def create_app(
         docs_url=None,  # which would load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.service = service
+
+    def reload_keys() -> None:
+        """Has the keys that are in their file now. Requests that run go on."""
+        if keyring.reload(lambda: read_keys(options)):
+            observer.rekeyed([*keyring.keys.values()])
+
+    app.state.service, app.state.reload_keys = service, reload_keys
     install_error_handlers(app)
     chats = Chats(service)
     add_openai_routes(app, service, chats)
@@ -91,7 +97,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)
     if keys:
-        app.add_middleware(KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=free)
+        app.add_middleware(KeyCheck, keys=keyring, closed=service.options.has_key, allowances=allowances, free=free)
     app.add_middleware(observer.middleware)
     return app
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import threading
@@ -30,9 +31,11 @@ STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
 def serve(options: Options) -> None:
-    """Serves until SIGINT, SIGTERM or SIGHUP. Raises ConfigError, CheckpointError or EngineDead before it listens, and
-    SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
-    with terminable(), bind(options.host, options.port) as sock:
+    """Serves until SIGINT, SIGTERM or the end of the terminal, see `Hangup`. Raises ConfigError, CheckpointError or
+    EngineDead before it listens, and SystemExit with code 1 when the engine is lost for good: whoever runs the server
+    may start another one."""
+    hangup = Hangup(reloads=options.api_key_file is not None)
+    with terminable(hangup), bind(options.host, options.port) as sock:
         logger.info("draftwing %s: model %s, device %s", draftwing.__version__, options.model, options.device)
         if options.trust_remote_code:
             logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
@@ -40,7 +43,7 @@ def serve(options: Options) -> None:
         with opened(options) as (engine, tokenizer):
             from draftwing.server.uvicorn_server import make_server
 
-            server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1])
+            server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1], hangup)
             server.run(sockets=[sock])
             if server.lost:
                 raise SystemExit(1)
@@ -84,16 +87,39 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
     return watchers
 
 
+class Hangup:
+    """What SIGHUP means: that the terminal was closed, or, where the server `reloads` something, that it shall."""
+
+    def __init__(self, reloads: bool = False) -> None:
+        self.reloads = reloads
+        self._terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()  # not under nohup
+
+    @property
+    def ends(self) -> bool:
+        """Returns whether the server is to end."""
+        return not self.reloads or (self._terminal and not _has_terminal())
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, SIGINT KeyboardInterrupt, so that what is to be cleaned up is. Other errors
-    that come of a signal end the block in the same way. SIGHUP may be ignored (nohup)."""
+def terminable(hangup: Hangup | None = None) -> Iterator[None]:
+    """SIGTERM and SIGHUP, unless `hangup` knows better, raise SystemExit, SIGINT KeyboardInterrupt, so that what is to
+    be cleaned up is. Other errors that come of a signal end the block in the same way. SIGHUP may be ignored."""
     received: list[int] = []
 
     def ending() -> BaseException:
         return KeyboardInterrupt() if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
     def leave(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and hangup is not None and not hangup.ends:
+            return  # the keys are read later anyway
         received.append(number)
         raise ending()
 
@@ -113,10 +139,10 @@ def terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handled(number: int, by: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has a signal handled so meanwhile, unless it is ignored. On the main thread."""
+def handled(number: int, by: Callable[[int, FrameType | None], None], always: bool = False) -> Iterator[None]:
+    """Has a signal handled so meanwhile, unless it is ignored. On the main thread. always: even then."""
     before = signal.getsignal(number)
-    if before is not signal.SIG_IGN:
+    if always or before is not signal.SIG_IGN:
         signal.signal(number, by)
     try:
         yield

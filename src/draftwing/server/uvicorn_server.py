@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -25,7 +25,7 @@ from draftwing.server.edge.hosts import guarded
 from draftwing.server.edge.keys import FREE_PATHS, METRICS_PATHS
 from draftwing.server.edge.root_path import rooted
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.run import handled
+from draftwing.server.run import Hangup, handled
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
 
@@ -38,17 +38,22 @@ SEND_SECONDS = 5.0  # for clients to take what is left
 
 
 def make_server(
-    engine: AsyncEngine, tokenizer: Tokenizer, watchers: Sequence[Watcher], stop_seconds: float, port: int
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    watchers: Sequence[Watcher],
+    stop_seconds: float,
+    port: int,
+    hangup: Hangup | None = None,
 ) -> Server:
     """Returns a server of the application.
 
     watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
+    hangup: what SIGHUP means.
     """
     options = engine.info.options
     allow_descriptors(options.max_connections)
-    app = rooted(
-        paced(guarded(create_app(engine, tokenizer, stop_seconds, watchers), options), options), options.root_path
-    )
+    inner = create_app(engine, tokenizer, stop_seconds, watchers)
+    app = rooted(paced(guarded(inner, options), options), options.root_path)
     config = uvicorn.Config(
         _quiet(app, engine),
         http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
@@ -61,7 +66,8 @@ def make_server(
     check_uvicorn(config)
     logging.getLogger("uvicorn.error").setLevel(max(logging.getLogger("uvicorn").level, logging.WARNING))
     logging.getLogger("uvicorn.access").filters = [_no_probe]
-    return Server(config, engine, options.drain_timeout, url(options.host, port) + (options.root_path or ""))
+    address = url(options.host, port) + (options.root_path or "")
+    return Server(config, engine, options.drain_timeout, address, hangup or Hangup(), inner.state.reload_keys)
 
 
 def _no_probe(record: logging.LogRecord) -> bool:
@@ -97,8 +103,12 @@ class Server(uvicorn.Server):
     ends the process at once. It ends by itself when the engine is lost for good; `lost` says so.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str, hangup: Hangup,
+        reload: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(config)
+        self._hangup, self._reload = hangup, reload
         self._engine, self._drain, self._url = engine, drain, url
         self._acceptors: list[Acceptor] = []
         self.lost = False
@@ -142,7 +152,15 @@ class Server(uvicorn.Server):
             if threading.current_thread() is not threading.main_thread():
                 yield
                 return
-            with handled(signal.SIGHUP, self.handle_exit):
+            loop = asyncio.get_running_loop()
+
+            def hung_up(sig: int, frame: FrameType | None) -> None:
+                if self._hangup.ends:
+                    self.handle_exit(sig, frame)
+                else:
+                    loop.call_soon_threadsafe(self._reload)
+
+            with handled(signal.SIGHUP, hung_up, self._hangup.reloads):
                 yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ matrices: capturing and training reach between `SLOWEST` and `FASTEST` of that.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from draftwing.train.store import Tokens
 
 # Shares of the speed of large matrix products. Heads of SmolLM2 reached 0.12 to 0.17 on an H200.
 SLOWEST, FASTEST = 0.1, 0.5
+# Of the optimizer. A step moves a weight by about the learning rate, 0.4 / H by default, and it begins at about
+# 1 / sqrt(H): this many move it by a part of itself. A head that was trained needs less: 24 have taught one much.
+LEAST_STEPS, LEAST_FURTHER_STEPS = 100, 10
 _STATE = 12  # bytes of a parameter in fit/state.pt: itself and two moments of the optimizer
 
 
@@ -94,11 +98,12 @@ def _chain(how: Training) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes. seen: tokens that training goes over, unless it ends by the clock.  capturing, training:
-    operations.  features, checkpoints: bytes on the disk."""
+    """What a run takes. seen, steps: tokens that training goes over, and in how many steps, unless it ends by the
+    clock.  capturing, training: operations.  features, checkpoints: bytes on the disk."""
 
     text: Text
     seen: int
+    steps: int
     capturing: float
     training: float
     features: int
@@ -120,13 +125,23 @@ class Forecast:
             if count
         ]
         times += [f"training {settings.minutes:g} min"] if settings.minutes else []
-        return [
+        lines = [
             f"forecast, tokens: {bound}{_count(self.text.tokens)}, {_count(self.text.answers)} of them in "
             f"answers{seen}",
             f"forecast, disk: {bound}{self.features / 1e9:.2f} GB of hidden states and {self.checkpoints / 1e9:.2f} GB "
             f"of checkpoints; {free / 1e9:.1f} GB are free{fits}",
             f"forecast, time: {'; '.join(times)}; evaluation not counted",
         ]
+        least = LEAST_FURTHER_STEPS if settings.init_head else LEAST_STEPS
+        if settings.trains and not settings.minutes and 0 < self.steps < least:
+            more = math.ceil(least / self.steps)
+            passes = f"--steps {least}" if settings.steps else f"--epochs {settings.epochs * more:g}"
+            lines.append(
+                f"forecast, steps: {bound}{self.steps} of the optimizer, which train next to nothing; at least {least} "
+                f"take {more} times the prompts (`draftwing write-prompts` makes some), {passes}, or --batch-tokens "
+                f"{max(settings.batch_tokens // more, 1)}"
+            )
+        return lines
 
 
 def forecast(settings: Settings, target: ModelConfig, aux_layers: int, text: Text, token_bytes: int) -> Forecast:
@@ -136,12 +151,12 @@ def forecast(settings: Settings, target: ModelConfig, aux_layers: int, text: Tex
     # Two operations a value forward, two for the gradient of the input, two for that of the matrix.
     lm_head = head.drafts * (6 if head.trained else 4) * head.lm_head + 2 * vocab
     token = 6 * (head.once + head.passes * head.layers) + share * lm_head
-    seen = settings.steps * settings.batch_tokens * settings.accumulate * settings.gpus
-    seen = seen or round(settings.epochs * text.tokens * (1 - settings.held_out))
+    step = settings.batch_tokens * settings.accumulate * settings.gpus
+    seen = settings.steps * step or round(settings.epochs * text.tokens * (1 - settings.held_out))
     capturing = 2.0 * forward_weights(target) * (seen if settings.online else text.missing)
     written = head.parameters * (2 * _STATE + 4)  # the state replaces another one; and the head
     stored = 0 if settings.online else text.missing * token_bytes
-    return Forecast(text, seen, capturing, token * seen, stored, written)
+    return Forecast(text, seen, settings.steps or math.ceil(seen / step), capturing, token * seen, stored, written)
 
 
 def forward_weights(target: ModelConfig) -> int:

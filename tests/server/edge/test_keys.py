@@ -229,3 +229,43 @@ def test_health_generate_costs_one_token_a_second() -> None:
     with serving(api_key="secret") as (client, engine):
         assert {client.get("/health_generate").status_code for _ in range(50)} == {200}
         assert len(engine.requests) <= 2
+
+
+def statuses(client: TestClient, *keys: str) -> list[int]:
+    body = {"prompt": "a", "max_tokens": 1}
+    return [client.post("/v1/completions", json=body, headers=bearer(key)).status_code for key in keys]
+
+
+def test_keys_that_are_read_again(keyed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client, _ = keyed
+    caplog.set_level("INFO")
+    assert statuses(client, "sk-alice", "sk-bob", "sk-new") == [200, 200, 401]
+    new = (
+        KEYS.replace("sk-bob", "sk-bob-2")
+        .replace("max_priority = 5", "")
+        .replace("[eve]", "[carol]\nkey = 'sk-new'\n[eve]")
+    )
+    keys_file(tmp_path, new)
+    assert statuses(client, "sk-bob") == [200]  # not yet
+    client.app.state.reload_keys()
+    assert statuses(client, "sk-bob", "sk-bob-2", "sk-new", "sk-eve") == [401, 200, 200, 200]
+    assert "new: carol; changed: bob, eve" in caplog.text and "sk-" not in caplog.text
+    assert [statuses(client, "sk-alice")[0] for _ in range(3)] == [200, 200, 429]  # what was used counts on
+    keys_file(tmp_path, KEYS.replace("requests_per_minute = 3", "requests_per_minute = 9"))
+    client.app.state.reload_keys()
+    assert statuses(client, "sk-alice", "sk-new") == [200, 401] and "gone: carol" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[alice", "[a]\nkey = 1", "[a]\nkey = ''", "[a]\nkey='x'\n[b]\nkey='x'", "[a]\nkey='x'\nlimit=1", None]
+)
+def test_wrong_keys_leave_those_before(text: str | None, keyed: Any, tmp_path: Path, caplog: Any) -> None:
+    client, _ = keyed
+    if text is None:
+        Path(keys_file(tmp_path, KEYS)).unlink()
+    else:
+        keys_file(tmp_path, text)
+    client.app.state.reload_keys()
+    assert statuses(client, "sk-alice", "sk-bob", "x") == [200, 200, 401]
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "stay as they were: " in record.getMessage() and "sk-" not in record.getMessage()

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 from scripted import client_of
 
+from draftwing.config.api_keys import ApiKey
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.requests.grammar_field import Grammar
@@ -204,3 +205,12 @@ def test_lines_of_a_log_in_json_have_the_fields_of_all(path: str) -> None:
     assert {*line} - {*plain} == {"level", "logger", "message", "request_id"} and {*plain} <= {*line}
     assert line["message"] == f"POST {path} 200" and line["level"] == "info" and line["logger"] == "draftwing.requests"
     assert line["request_id"] == line["id"] and line["id"]
+
+
+def test_keys_that_come_later_are_in_no_line() -> None:
+    stream = io.StringIO()
+    log = RequestLog(3, ["old-key"], stream)
+    log.rekeyed([ApiKey("a", "new-key"), ApiKey("b", "new-key-2")])
+    with client_of(FakeEngine(Options(random_seed=7)), log) as client:
+        client.post("/generate", json={"text": "old-key new-key new-key-2"})
+    assert "key" not in stream.getvalue() and stream.getvalue().count("*** *** ***") >= 1

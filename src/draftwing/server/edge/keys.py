@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.config.api_keys import ApiKey
+from draftwing.errors import ConfigError
 from draftwing.server.http import error_response
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
+logger = logging.getLogger(__name__)
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/delete_traffic"})  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})
 METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
@@ -38,6 +41,10 @@ class Bucket:
         self._capacity, self._clock = float(per_minute), clock
         self._left, self._at = self._capacity, clock()
 
+    def same(self, other: Bucket) -> bool:
+        """Returns whether both allow as much."""
+        return self._capacity == other._capacity
+
     def take(self, amount: float) -> None:
         """Takes so much, even if that leaves less than nothing."""
         self._left = self._now() - amount
@@ -58,9 +65,21 @@ class Allowances(Watcher):
     it pay what it took."""
 
     def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = {k.name: Bucket(k.requests_per_minute, clock) for k in keys if k.requests_per_minute}
-        self._tokens = {k.name: Bucket(k.tokens_per_minute, clock) for k in keys if k.tokens_per_minute}
+        self._clock = clock
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+        self.rekeyed(keys)
         self._prompt: list[int] | None = None  # the newest one: n answers to a prompt count it once
+
+    def rekeyed(self, keys: Sequence[ApiKey]) -> None:
+        """Has the limits of these keys from now on; what was used of one that stays counts on."""
+
+        def buckets(before: dict[str, Bucket], limits: dict[str, int | None]) -> dict[str, Bucket]:
+            made = {name: Bucket(limit, self._clock) for name, limit in limits.items() if limit}
+            return {name: old if (old := before.get(name)) and old.same(new) else new for name, new in made.items()}
+
+        self._requests = buckets(self._requests, {key.name: key.requests_per_minute for key in keys})
+        self._tokens = buckets(self._tokens, {key.name: key.tokens_per_minute for key in keys})
 
     def ask(self, name: str) -> tuple[float, str]:
         """Counts a request of this key. Returns the seconds after which to try again, 0 for now, and what is used up;
@@ -89,17 +108,51 @@ class Allowances(Watcher):
             bucket.take(tokens)
 
 
+class Keyring:
+    """The keys of a server, which change when their file is read again."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self.take(keys)
+
+    def take(self, keys: Sequence[ApiKey]) -> None:
+        """Has these keys from now on."""
+        self.keys = {one.name: one for one in keys}
+        self._digests = [(_digest(one.key.encode()), one) for one in keys]
+
+    def reload(self, read: Callable[[], Sequence[ApiKey]]) -> bool:
+        """Takes the keys that `read` returns, unless it raises ConfigError: then those before stay, and the log says
+        why. Returns whether they were taken."""
+        before = self.keys
+        try:
+            self.take(read())
+        except ConfigError as error:
+            logger.error("the keys were read again and stay as they were: %s", error)
+            return False
+        changed = [name for name, one in self.keys.items() if before.get(name, one) != one]
+        parts = {"new": self.keys.keys() - before.keys(), "gone": before.keys() - self.keys.keys(), "changed": changed}
+        said = [f"{what}: {', '.join(sorted(names))}" for what, names in parts.items() if names]
+        logger.info("the keys were read again; %s", "; ".join(said) or "none changed")
+        return True
+
+    def find(self, sent: bytes) -> ApiKey | None:
+        """Returns the key that was sent, if it is one."""
+        digest, found = _digest(sent), None
+        for known, key in self._digests:  # all of them, whichever it is: how long it takes shows nothing
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
+
+
 class KeyCheck:
     """Answers 401 to who has no key and needs one, 403 to a key that may not do this, 429 to one that has used up its
     limits. A key comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, as `x-api-key: KEY`."""
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey], closed: bool, allowances: Allowances, free: Callable[[str], bool]
+        self, app: ASGIApp, keys: Keyring, closed: bool, allowances: Allowances, free: Callable[[str], bool]
     ) -> None:
         """closed: whether every client needs a key, or only what `ADMIN_PATHS` has.  free: whether a path may be read
         without one in any case."""
-        self._app, self._allowances, self._free = app, allowances, free
-        self._keys = [(_digest(one.key.encode()), one) for one in keys]
+        self._app, self._keys, self._allowances, self._free = app, keys, allowances, free
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,10 +188,7 @@ class KeyCheck:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         bearer = token.strip() if scheme.lower() == b"bearer" else b""
         for given in (headers.get(b"x-api-key", b""), bearer):
-            digest = _digest(given)
-            for known, key in self._keys:  # all of them, whichever it is: how long it takes shows nothing
-                if hmac.compare_digest(digest, known):
-                    found = key
+            found = self._keys.find(given) or found
         return found
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from draftwing.config.api_keys import ApiKey
 from draftwing.core import Output
 from draftwing.log import current
 from draftwing.requests.request import GenerationRequest
@@ -86,6 +87,9 @@ class Watcher:
 
     def responded(self, record: HttpRecord) -> None:
         """Notes that the response is complete. Answers may still be unfinished: the engine was asked to abort them."""
+
+    def rekeyed(self, keys: Sequence[ApiKey]) -> None:
+        """Notes that clients have these keys from now on."""
 
     def close(self) -> None:
         """Ends with the server. It may block."""
@@ -184,6 +188,9 @@ class Observer:
                 getattr(watcher, method)(*args)
             except Exception:
                 logger.exception("%s failed", type(watcher).__name__)
+
+    def rekeyed(self, keys: Sequence[ApiKey]) -> None:
+        self._notify("rekeyed", keys)
 
     def close(self) -> None:
         self._notify("close")

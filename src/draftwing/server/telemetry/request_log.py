@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from draftwing.config.api_keys import ApiKey
 from draftwing.log import visible
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.sampling_params import LogitsProcessorSpec, SamplingParams
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
+LONGEST_KEY = 1024  # bytes of one that comes later
 BEGINNING = 2048  # characters of a text at level 2
 _MAX_LENGTH = 200  # characters of what a client chooses: paths, ids and names; names in a list
 
@@ -32,14 +34,20 @@ class RequestLog(Watcher):
         """secrets: keys that are in no line.  stream: standard error if not given.  form: of the whole log; of `json`
         these lines have the fields that all have."""
         self._json = form == "json"
-        # The longest first: another one may be a part of it.
-        self._level, self._secrets = level, sorted(secrets, key=len, reverse=True)
+        self._level, self._secrets = level, list[str]()
+        self._hide(secrets)
         # At level 2 more than is shown: a key that is cut off at the end would not be recognised.
-        longest = max((len(one.encode()) for one in secrets), default=0)
-        self.body_bytes = (0, 0, 4 * BEGINNING + longest, None)[level]
+        self.body_bytes = (0, 0, 4 * BEGINNING + max(map(len, (*secrets, " " * LONGEST_KEY))), None)[level]
         # A logger of its own, for its handling of streams that fail; it is not among those that have names.
         self._log = logging.Logger("draftwing.requests", logging.INFO)
         self._log.addHandler(logging.StreamHandler(stream or sys.stderr))
+
+    def _hide(self, secrets: Sequence[str]) -> None:
+        # The longest first: another one may be a part of it. Those that were keys stay secret.
+        self._secrets = sorted({*self._secrets, *secrets}, key=len, reverse=True)
+
+    def rekeyed(self, keys: Sequence[ApiKey]) -> None:
+        self._hide([one.key for one in keys])
 
     def responded(self, record: HttpRecord) -> None:
         line = metadata(record)
