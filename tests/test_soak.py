@@ -39,6 +39,47 @@ def test_the_log_before_a_bug_is_kept_with_whole_traces() -> None:
     assert soak.bugs("no time\nTraceback") == (["no time\nTraceback"], [])
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "seconds", "problems"),
+    [
+        ((700, 700, 700), 3600, 0),
+        ((700, 712, 713), 3600, 0),  # 1.9%
+        ((700, 718, 720), 3600, 2),  # since the first third
+        ((700, 690, 713), 3600, 0),
+        ((851, 873, 921), 1260, 2),
+        ((600, 700, 713), 300, 0),  # a shorter one is judged by its last third
+        ((600, 700, 729), 300, 0),
+        ((600, 700, 760), 300, 2),
+    ],
+)
+def test_memory_may_grow_by_two_percent(megabytes: tuple[int, ...], seconds: float, problems: int) -> None:
+    """By as many MB at the ends of the thirds, in equal steps between them."""
+    soak = script(TOOL)
+    points = (megabytes[0], *megabytes)
+    rows = []
+    for at in range(301):
+        third, share = divmod(at / 100, 1)
+        low, high = points[int(third)], points[min(int(third) + 1, 3)]
+        size = soak.Size(1, int((low + share * (high - low)) * 1e6), 8, 4)
+        rows.append((at / 300 * seconds, size, size))
+    out = soak.Outcome()
+    soak.judge_memory(rows, 0.0, seconds, out)
+    assert len(out.problems) == problems, out.problems
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--num-threads", "1"], ["--num-threads", "1"]),
+        (["--speculative-algorithm", "SUFFIX", "--num-threads", "1"], ["--num-threads", "1"]),
+        (["--speculative-fixed-shape", "--num-threads", "1"], ["--num-threads", "1"]),
+        (["--num-threads", "1", "--speculative-num-steps=3", "--speculative-eagle-topk", "2"], ["--num-threads", "1"]),
+    ],
+)
+def test_answers_are_compared_with_those_without_drafts(options: list[str], expected: list[str]) -> None:
+    assert script(TOOL).without_drafts(options) == [*expected, "--speculative-algorithm", "none"]
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("minutes", "clients"), [("1", "3"), ("3", "8")])
@@ -51,9 +92,17 @@ def test_a_short_soak(tmp_path: Path, minutes: str, clients: str) -> None:
     serve += ["--speculative-suffix-capacity", "8192"]  # full by the time that memory is judged
     done = subprocess.run(
         [sys.executable, TOOL, "--model", folder, "--minutes", minutes, "--longest", "60", "--port", str(free_port()),
-         "--clients", clients, "--", *serve],
+         "--clients", clients, "--by-kind", "4", "--", *serve],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for event in ("engine: ", "killed: 1", "stopped: 1", "stopped for a moment: 1", "compared"):
+    for event in (
+        "engine: ",
+        "killed: 1",
+        "stopped: 1",
+        "stopped for a moment: 1",
+        "compared",
+        "recordings",
+        "schemas",
+    ):
         assert event in done.stdout, done.stdout

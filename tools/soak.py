@@ -8,13 +8,15 @@ good; clients leave in the middle of an answer, or do not read it; no file can b
 these must hold, or the exit code is 1:
 
 - all slots and rows are back;
-- resident memory, descriptors and threads of engine and server are those of the end of the second third: memory within
-  3%, in less than twenty minutes 16 MB more; the KV pool and the store of responses, which take memory as they fill,
-  are small unless options say otherwise, so that they are full by then;
-- in twenty minutes or more, memory is within 6% of that of the end of the first third, too;
+- resident memory, descriptors and threads of engine and server are those of the end of the first third: memory within
+  2%, in less than twenty minutes those of the end of the second third, and 16 MB more; the KV pool and the store of
+  responses, which take memory as they fill, are small unless options say otherwise, so that they are full by then;
 - nothing in the log looks like a bug; else all that it says of the minute before is printed, with whole traces;
-- answers of a sample equal those of a fresh server. On a GPU that is promised in deterministic mode alone: there
-  `--enable-deterministic-inference` is among the options.
+- answers of a sample equal those of a fresh server without drafts. On a GPU that is promised in deterministic mode
+  alone: there `--enable-deterministic-inference` is among the options.
+
+A table says what memory is made of after each third. `--by-kind 1000` asks afterwards for so many answers of each kind
+of request, one kind after the other, and says by how much memory in use grew in the second half of them.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ from typing import Any
 
 import httpx
 import torch
-from soak_traffic import TOOL, Outcome, answer_of, one_client, short
+from soak_traffic import KINDS, TOOL, Outcome, answer_of, many, one_client, short
 
-GROWTH = 0.03  # of resident memory in the last third
+GROWTH = 0.02  # of resident memory since the first third, in shorter soaks since the second
 WARM = 1200.0  # seconds of a soak after which all has been used that takes memory once
 SLACK = 16e6  # bytes that a process may grow by beyond that in a shorter one
 HANG = 5.0  # the watchdog's seconds
@@ -179,6 +181,56 @@ async def faults(server: Server, client: httpx.AsyncClient, seed: int, end: floa
 
 
 Sizes = list[tuple[float, Size | None, Size | None]]  # time, engine, server
+Parts = dict[str, dict[str, int]]  # by process: what its memory is made of, as `/server_info` says
+
+
+async def parts(client: httpx.AsyncClient) -> Parts:
+    """Returns nothing while there is no engine."""
+    with contextlib.suppress(httpx.HTTPError):
+        response = await client.get("/server_info")
+        if response.status_code == 200:
+            found: Parts = response.json()["processes"]
+            return found
+    return {}
+
+
+def show_parts(columns: list[tuple[str, Parts]]) -> None:
+    """Prints MB, and thousands of objects, by process and part. What is allocated may not be resident yet, as an empty
+    pool; the rest is code, weights that are files, stacks, and what Python allocates by itself."""
+    columns = [(name, found) for name, found in columns if found]
+    print(f"{'MB':22}" + "".join(f"{name:>14}" for name, _ in columns))
+    for process in ("engine", "server"):
+        for part in ("resident", "pool", "recordings", "other allocated", "held", "rest", "python_blocks"):
+            row = [_part(found[process], part) for _, found in columns]
+            if any(row):
+                print(f"{process:7} {part:15}" + "".join(f"{value:14,.1f}" for value in row))
+
+
+def _part(memory: dict[str, int], part: str) -> float:
+    named = memory.get("pool", 0) + memory.get("recordings", 0)
+    if part == "other allocated":
+        return (memory.get("allocated", named) - named) / 1e6
+    if part == "rest":
+        return (memory["resident"] - memory.get("allocated", named) - memory.get("held", 0)) / 1e6
+    return memory.get(part, 0) / (1e3 if part == "python_blocks" else 1e6)
+
+
+async def by_kind(client: httpx.AsyncClient, count: int, clients: int, seed: int, longest: int, tools: bool) -> None:
+    """Prints, of each kind of request, the growth of allocated memory per 1,000 of them; the first half is not
+    counted, in which caches fill."""
+    generator = random.Random(seed)
+    for kind in KINDS:
+        if kind == "tools" and not tools:
+            continue
+        found = []
+        for half in (count // 2, count - count // 2):
+            await many(client, kind, half, clients, longest, generator)
+            await drained(client)
+            found.append(await parts(client))
+        if all(found):
+            before, after = ([one[name].get("allocated", 0) for name in ("engine", "server")] for one in found)
+            grown = [(late - early) / half for early, late in zip(before, after, strict=True)]
+            print(f"{kind:12} engine {grown[0]:+9.1f}, server {grown[1]:+9.1f} KB per 1,000 requests", flush=True)
 
 
 async def sizes(server: Server, end: float, out: Outcome) -> Sizes:
@@ -219,16 +271,19 @@ def judge_memory(found: Sizes, began: float, seconds: float, out: Outcome) -> No
             out.problems.append(f"the {name} was not there throughout")
             continue
         part = max(len(late) // 4, 1)
-        first, last = (sorted(size.bytes for _, size in some)[part // 2] for some in (late[:part], late[-part:]))
-        growth, slack = last / first - 1, 0 if seconds >= WARM else SLACK
-        steady = [s.bytes for when, s in whole if s is not None and when > seconds / 3 and s.pid == late[-1][1].pid]
-        begin = sorted(steady[:part])[len(steady[:part]) // 2]
-        if seconds >= WARM and last > begin * (1 + 2 * GROWTH):
-            out.problems.append(f"the {name} grew by {last / begin - 1:.1%} since the first third")
+        steady = [
+            size for when, size in whole if size is not None and when > seconds / 3 and size.pid == late[-1][1].pid
+        ]
+        begin, first, last = (
+            sorted(size.bytes for size in some)[part // 2]
+            for some in (steady[:part], [size for _, size in late[:part]], [size for _, size in late[-part:]])
+        )
+        long = seconds >= WARM
+        growth = last / (begin if long else first) - 1
         print(f"{name}: {begin / 1e6:.0f} MB after a third, {first / 1e6:.0f} MB after two thirds, "
               f"{last / 1e6:.0f} MB at the end ({growth:+.1%}), "
               f"{late[-1][1].files} descriptors, {late[-1][1].threads} threads")  # fmt: skip
-        if seconds >= 170 and last > first * (1 + GROWTH) + slack:
+        if seconds >= 170 and growth > GROWTH + (0 if long else SLACK / first):
             out.problems.append(f"the {name} grew by {growth:.1%}")
         files = [sorted(size.files for _, size in some)[part // 2] for some in (late[:part], late[-part:])]
         if files[1] > files[0] + 16:
@@ -262,15 +317,19 @@ async def soak(args: argparse.Namespace) -> Outcome:
             watching = asyncio.ensure_future(sizes(server, end, out))
             broken = began + seconds / (6 if seconds >= WARM else 3)
             breaking = faults(server, client, args.seed, broken, out) if args.faults else asyncio.sleep(0)
+            looking = asyncio.ensure_future(thirds(client, began, seconds))
             await asyncio.gather(*clients, breaking)
-            found = await watching
+            found, columns = await watching, await looking
             if server.ended:
                 out.problems.append(
                     f"the server ended after {found[-1][0] - began:.0f} s with {server.process.returncode}"
                 )
             else:
                 judge_memory(found, began, seconds, out)
+                show_parts(columns)
                 await judge_pool(client, out)
+                if args.by_kind:
+                    await by_kind(client, args.by_kind, args.clients, args.seed, args.longest, tools)
     finally:
         ended = server.ended
         server.close()
@@ -283,9 +342,27 @@ async def soak(args: argparse.Namespace) -> Outcome:
     return out
 
 
+async def thirds(client: httpx.AsyncClient, began: float, seconds: float) -> list[tuple[str, Parts]]:
+    """Returns what memory is made of at the end of each third, the last one a little before."""
+    found = []
+    for name, share in (("first third", 1 / 3), ("second third", 2 / 3), ("end", 0.99)):
+        await asyncio.sleep(max(began + share * seconds - time.monotonic(), 0))
+        found.append((name, await parts(client)))
+    return found
+
+
+def without_drafts(options: list[str]) -> list[str]:
+    """Returns a server's options without those of drafts, and with one that has none."""
+    kept, skipping = list[str](), False
+    for word in options:
+        skipping = word.startswith("--speculative-") or (skipping and not word.startswith("--"))
+        kept += [] if skipping else [word]
+    return [*kept, "--speculative-algorithm", "none"]
+
+
 async def compare(args: argparse.Namespace, out: Outcome) -> None:
-    """Asks a fresh server for the answers of the sample, one after the other."""
-    fresh = Server(args.model, args.port, args.serve)
+    """Asks a fresh server without drafts for the answers of the sample, one after the other."""
+    fresh = Server(args.model, args.port, without_drafts(args.serve))
     try:
         async with httpx.AsyncClient(base_url=fresh.url, timeout=180) as client:
             await fresh.ready(client)
@@ -309,6 +386,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=30100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-faults", dest="faults", action="store_false")
+    parser.add_argument("--by-kind", type=int, default=0, metavar="N", help="requests of each kind, at the end")
     parser.add_argument("--log", action="store_true", help="print the server's log")
     args = parser.parse_args(argv[:at])
     small = ["--max-total-tokens", "4096", "--response-store-size", str(2**20)]

@@ -53,23 +53,65 @@ def text(generator: random.Random, most: int) -> str:
     return " ".join(generator.choices(WORDS, k=generator.randint(1, most)))
 
 
+Wish = Callable[[random.Random], dict[str, Any]]
+# What a request may ask for beside its prompt, in the words of all of these dialects.
+WISHES: dict[str, Wish] = {
+    "plain": lambda generator: {},
+    "salts": lambda generator: {"cache_salt": generator.choice(WORDS)},
+    "priorities": lambda generator: {"priority": generator.randint(-2, 2)},
+    "no drafts": lambda generator: {"speculative": "off"},
+    "filters": lambda generator: {"top_k": 20, "min_p": 0.05},
+    "penalties": lambda generator: {"frequency_penalty": 0.4, "logit_bias": {"17": -5}},
+    "stops": lambda generator: {"stop": generator.choices(WORDS, k=3)},
+    "stop_regex": lambda generator: {"stop_regex": f"{generator.choice(WORDS)[:3]}|[0-9]{{{generator.randint(2, 5)}}}"},
+    "regex": lambda generator: {"regex": f"(yes|no|{generator.choice(WORDS)}) [a-z]{{1,{generator.randint(2, 30)}}}"},
+    "ebnf": lambda generator: {
+        "ebnf": 'root ::= part ("," part)* \npart ::= [a-z]+ | "' + generator.choice(WORDS) + '"'
+    },
+    "schemas": lambda generator: {"json_schema": json.dumps(schema(generator))},
+}
+# Kinds of requests to /v1/completions, or to the path that is named; "left": by clients that leave.
+KINDS: dict[str, Wish] = WISHES | {
+    "long": lambda generator: {},
+    "streams": lambda generator: {"stream": True},
+    "left": lambda generator: {"stream": True, "max_tokens": 200},
+    "n": lambda generator: {"n": generator.randint(5, 40)},
+    "logprobs": lambda generator: {"logprobs": 3, "echo": True},
+    "tools": lambda generator: {"path": "/v1/chat/completions", "tools": [TOOL]},
+    "predictions": lambda generator: {
+        "path": "/v1/chat/completions", "prediction": {"type": "content", "content": text(generator, 20)},
+    },
+    "responses": lambda generator: {"path": "/v1/responses"},
+    "messages": lambda generator: {"path": "/v1/messages"},
+}  # fmt: skip
+
+
+async def many(
+    client: httpx.AsyncClient, kind: str, count: int, clients: int, longest: int, generator: random.Random
+) -> None:
+    """Sends so many requests of one kind, short ones but for "long"; longest: words of their prompts."""
+    left = iter(range(count))
+
+    async def one() -> None:
+        for _ in left:
+            body = {"temperature": 0.7, "max_tokens": 16, "prompt": text(generator, longest if kind == "long" else 6)}
+            body |= KINDS[kind](generator)
+            path = body.pop("path", "/v1/completions")
+            if path != "/v1/completions":
+                body = {"model": "soak", "messages": [{"role": "user", "content": body.pop("prompt")}], **body}
+            if path == "/v1/responses":
+                body = {"model": "soak", "input": body["messages"], "max_output_tokens": 16}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(generator.uniform(0.05, 0.5) if kind == "left" else 180):
+                    (await client.post(path, json=body)).raise_for_status()
+
+    await asyncio.gather(*[one() for _ in range(clients)])
+
+
 def options(generator: random.Random) -> dict[str, Any]:
-    """What a request may ask for beside its prompt, in the words of all of these dialects."""
+    """Two of all wishes, or one where they exclude each other, and perhaps several answers."""
     chosen: dict[str, Any] = {"temperature": generator.choice((0, 0.7, 1.3)), "seed": generator.getrandbits(30)}
-    wishes: list[dict[str, Any]] = [
-        {},
-        {"cache_salt": generator.choice(WORDS)},
-        {"priority": generator.randint(-2, 2)},
-        {"speculative": "off"},
-        {"top_k": 20, "min_p": 0.05},
-        {"frequency_penalty": 0.4, "logit_bias": {"17": -5}},
-        {"stop": generator.choices(WORDS, k=3)},
-        {"stop_regex": f"{generator.choice(WORDS)[:3]}|[0-9]{{{generator.randint(2, 5)}}}"},
-        {"regex": f"(yes|no|{generator.choice(WORDS)}) [a-z]{{1,{generator.randint(2, 30)}}}"},
-        {"ebnf": 'root ::= part ("," part)* \npart ::= [a-z]+ | "' + generator.choice(WORDS) + '"'},
-        {"json_schema": json.dumps(schema(generator))},
-    ]
-    for wish in generator.sample(wishes, 2):
+    for wish in [make(generator) for make in generator.sample([*WISHES.values()], 2)]:
         if not (GRAMMARS & wish.keys() and GRAMMARS & chosen.keys()):
             chosen |= wish
     if generator.random() < 0.15:

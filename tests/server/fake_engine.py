@@ -137,6 +137,7 @@ class FakeEngine:
             "accept_length": 1.5,
             "plain_step": 0.008,
             "read_rate": 17e3,
+            "memory": {"resident": 2**20, "pool": 2**10, "recordings": 0},
             "verified_rows": 2,
             "committed_tokens": 3,
         }

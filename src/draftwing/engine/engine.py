@@ -41,6 +41,7 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import model_tokenizer, resolve_model
+from draftwing.process_memory import process_memory
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -280,10 +281,16 @@ class Engine:
             "chain_seconds": self.parts.chain_seconds(),
             "read_rate": self.info.read_rate,
             "graph_replays": self.parts.executor.replays,
+            "memory": self._memory_stats(),
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
             **self.reporter.stats(),
         }
+
+    def _memory_stats(self) -> dict[str, int]:
+        """Of this process, and in it of what takes most; on a GPU these are beside it."""
+        pool = sum(kv.nbytes for kv in self.parts.pool.kv)
+        return {**process_memory(), "pool": pool, "recordings": self.parts.executor.recorded_bytes}
 
     def _state_stats(self) -> dict[str, Any]:
         """Of a model with recurrent layers."""

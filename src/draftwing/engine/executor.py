@@ -299,6 +299,11 @@ class Executor:
         """Returns how often one of them, or on a CPU a recorded stage, was replayed."""
         return self.graphs.replays + self.prefills.replays + self.prefills.mixed_replays
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Returns what recorded stages keep on a CPU."""
+        return self.graphs.memory.nbytes if isinstance(self.graphs, RecordedStages) else 0
+
     def _capture(self, key: Key) -> None:
         self.graphs.set_rows(NOBODY, key.size)
         step = self._graph_step(key, False)

@@ -20,6 +20,7 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
 from draftwing.errors import ConfigError
 from draftwing.models.hub import model_tokenizer, resolve_model
+from draftwing.process_memory import keep_tidy
 
 if TYPE_CHECKING:
     from draftwing.server.engine_client import AsyncEngine
@@ -43,6 +44,7 @@ def serve(options: Options) -> None:
         with opened(options) as (engine, tokenizer):
             from draftwing.server.uvicorn_server import make_server
 
+            keep_tidy()
             server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1], hangup)
             server.run(sockets=[sock])
             if server.lost:

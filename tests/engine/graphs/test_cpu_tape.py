@@ -6,7 +6,6 @@ from decoder_configs import decoder_config
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
-from draftwing.engine.graphs import cpu_tape
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
 from draftwing.models.decoder import DecoderModel
@@ -16,7 +15,7 @@ from draftwing.ops.contracts import FEW_ROWS, RECORDED_ROWS
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.cpu.tape import Recording, StepMemory, record
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.torch import onednn
 from draftwing.spec.lookup_drafter import NGramDrafter
@@ -70,12 +69,20 @@ def case(on_cpu, one_thread):
 
 
 def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
+    """What recordings keep is spoilt before each step: nothing in it may be of use to a later one."""
     model, prompts, greedy, _ = case
     rig = harness.Rig(model, shapes=(shape,), drafter=drafter, attn=native, **kw)
     stages = rig.executor.graphs
     assert isinstance(stages, RecordedStages)
     if unrecorded:
         stages.key = lambda shape, size: None
+
+    def run(stage, *args, **more):
+        for chunk in stages.memory.chunks if stage == "draft" else ():
+            chunk.fill(255)
+        return stages.run(stage, *args, **more)
+
+    rig.executor.run_stage = run
     return rig.answer(prompts, params or greedy).tokens, stages
 
 
@@ -255,15 +262,28 @@ def test_steps_of_more_rows_are_recorded_with_weights_in_blocks(on_cpu, drafter,
     assert plain == found and not stages.replays
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_recordings_keep_so_much_and_no_more(on_cpu, most, monkeypatch):
-    """One stage of many is recorded, or none. A step goes on with what it has."""
-    monkeypatch.setattr(cpu_tape, "MOST_KEPT", most)
-    model = on_cpu.in_blocks(random_model(), make_ops(torch.device("cpu")))
-    case = model, on_cpu.prompts_for(2), [on_cpu.greedy(24)] * 2, None
-    found, stages = answers(on_cpu, case, "ngram", TREE, rows=2)
-    assert len(stages) <= most and stages.refused
-    assert answers(on_cpu, case, "ngram", TREE, unrecorded=True, rows=2)[0] == found
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", [None, "ngram", "suffix"])
+def test_steps_of_all_sizes_have_the_same_memory(on_cpu, drafter, temperature, monkeypatch):
+    """All together take what the largest does, whatever has been met."""
+    monkeypatch.setattr(StepMemory, "CHUNK", 1 << 12)
+    model, rows = on_cpu.in_blocks(random_model(), make_ops(torch.device("cpu"))), RECORDED_ROWS // TREE.nodes
+    shapes = [PLAIN] if drafter is None else [TREE, TREE._replace(nodes=3), TREE._replace(depth=1, topk=1, nodes=2)]
+
+    def params(lengths):  # every other one of them is greedy
+        return [
+            on_cpu.seeded(length, seed=i, temperature=temperature) if i % 2 and temperature else on_cpu.greedy(length)
+            for i, length in enumerate(lengths)
+        ]
+
+    case = model, on_cpu.prompts_for(rows), params([24 + 16 * i for i in range(rows)]), None
+    how = {"rows": rows, "policy": on_cpu.Cycle(*shapes)}
+    found, stages = answers(on_cpu, case, drafter, PLAIN, **how)
+    assert len(stages) >= 3 * rows and stages.replays and not stages.refused
+    how["policy"] = on_cpu.Cycle(*shapes)
+    assert answers(on_cpu, case, drafter, PLAIN, unrecorded=True, **how)[0] == found
+    _, largest = answers(on_cpu, case, drafter, shapes[0], params=params([24] * rows), rows=rows)
+    assert stages.memory.nbytes < 1.5 * largest.memory.nbytes
 
 
 def test_larger_steps_are_not_recorded():

@@ -13,17 +13,12 @@ from draftwing.core import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
 from draftwing.ops.contracts import RECORDED_ROWS
-from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.cpu.tape import Place, Recording, StepMemory, record
 from draftwing.spec.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-LAST = "commit"  # stage of a step
-# Bytes that all recordings keep: when they have so many, no further step is recorded, and none is forgotten. Those of
-# the default model keep less than 100 MB, all of NEXTN's menu of Qwen3.5-0.8B for up to 6 requests 430 MB
-# (docs/dev/cpu_kernels.md); of 47 layers of GLM-4.7-Flash's shape in float32 one row keeps 17 MB, a step of 16 rows
-# 270 MB (by two layers that were measured).
-MOST_KEPT = 512 << 20
+FIRST, LAST = "draft", "commit"  # stages of a step
 
 
 def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
@@ -40,12 +35,12 @@ def foreign_steps(drafter: Drafter | None) -> Literal["", "drafts", "all"]:
 
 
 class RecordedStages(GraphCache):
-    """A `GraphCache` that captures in passing. Its keys have memory of their own, so all that a stage gives lasts.
+    """A `GraphCache` that captures in passing.
 
     A step of few rows is recorded if all that its stages do are calls of the C kernels, as with weights in blocks or in
-    bfloat16, and while recordings keep less than `MOST_KEPT`. `refused` has those of which this turned out not to be
-    so, and last stages, where it is they alone; these run as they are written. So do steps in which code from outside
-    of this package runs.
+    bfloat16. `refused` has those of which this turned out not to be so, and last stages, where it is they alone; these
+    run as they are written. So do steps in which code from outside of this package runs. What the last stage gives
+    lasts to the next step, no longer.
     """
 
     def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
@@ -55,8 +50,9 @@ class RecordedStages(GraphCache):
         self._host_rows = np.full(RECORDED_ROWS, dummy_row, np.int64)
         self.refused: set[Hashable] = set()
         self._met: set[tuple[str, Hashable]] = set()
-        self._recorded: dict[tuple[str, Hashable], tuple[Recording, Any]] = {}
-        self._kept = 0  # bytes
+        # With what each gives, and where the memory of the stage after it begins.
+        self._recorded: dict[tuple[str, Hashable], tuple[Recording, Any, Place]] = {}
+        self.memory = StepMemory()  # of all of them
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -73,6 +69,7 @@ class RecordedStages(GraphCache):
         if known is not None:
             known[0].replay()
             self.replays += 1
+            self.memory.next = known[2]
             return known[1]
         step = key if isinstance(key, Key) else key[0]  # a commit's has more
         first = (stage, key) not in self._met  # it may make constants, which are no part of a step
@@ -81,14 +78,11 @@ class RecordedStages(GraphCache):
             return fn(*inputs)
         # The results of the stages before the last have to be where the next ones were recorded to read them.
         unit: Hashable = (stage, key) if stage == LAST else step
-        if self._kept >= MOST_KEPT:
-            self.refused.add(unit)
-            logger.debug("steps of %s are not recorded: others keep %d MB", step, self._kept >> 20)
-            return fn(*inputs)
-        recording, out = record(lambda: fn(*inputs), self._make_calls)
+        if stage == FIRST:
+            self.memory.next = Place()
+        recording, out = record(lambda: fn(*inputs), self._make_calls, self.memory)
         if isinstance(recording, Recording):
-            self._recorded[stage, key] = recording, out
-            self._kept += recording.nbytes
+            self._recorded[stage, key] = recording, out, self.memory.next
         else:
             self.refused.add(unit)
             logger.debug("steps of %s are not recorded: %s of %s is torch's own", step, recording, stage)

@@ -27,6 +27,7 @@ from draftwing.engine.startup import gpu_context
 from draftwing.engine.startup.laps import Laps
 from draftwing.errors import DraftwingError, RequestError
 from draftwing.log import configure_logging
+from draftwing.process_memory import keep_tidy
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
@@ -81,6 +82,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s
         gc.enable()
+        keep_tidy()
         self.post(engine.info)
         self._early.put(engine)
         while not self._closing:

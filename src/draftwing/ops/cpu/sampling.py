@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -150,7 +151,8 @@ class CpuSamplingOps(SamplingOps):
         """Returns memory of the sampler [threads, size] int32. All calls share it, also those that are recorded: it is
         large, and in the caches where rows have edits or filters. One call at a time."""
         if (threads, size) not in self.scratches:
-            self.scratches[threads, size] = torch.empty(threads, size, dtype=torch.int32)
+            # As an array: what torch makes while calls are recorded is of that step alone.
+            self.scratches[threads, size] = torch.from_numpy(np.empty((threads, size), np.int32))
         return self.scratches[threads, size]
 
     def best_candidate(self, ids: Tensor, noise: Tensor, logits: Tensor, changes: Tensor | None = None) -> Tensor:

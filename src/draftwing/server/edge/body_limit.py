@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import functools
-from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftwing.process_memory import give_back
 
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
 LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
@@ -17,17 +16,6 @@ SMALL = 2**16  # bytes of a body that is taken however much is held: who fills t
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
 _CLOSE = {"connection": "close"}
 _HERE = "draftwing.body"  # in a request's scope
-
-
-@functools.cache
-def _trim() -> Callable[[int], int]:
-    """glibc's; others give freed memory back by themselves, or cannot."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)
-
-
-def _give_back() -> None:
-    """Returns freed memory to the system: the C library keeps it, in pieces, for a next time that may never come."""
-    _trim()(0)
 
 
 class BodyLimit:
@@ -52,7 +40,7 @@ class BodyLimit:
         finally:
             self.held -= body.size
             if max(body.size, body.sent) >= LARGE:
-                await asyncio.to_thread(_give_back)
+                await asyncio.to_thread(give_back)
 
 
 def count_as_body(scope: Scope, size: int) -> None:

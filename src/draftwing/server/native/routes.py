@@ -14,6 +14,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 import draftwing
 from draftwing.errors import RequestError
+from draftwing.process_memory import process_memory
 from draftwing.requests.grammar_field import schema_place
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
@@ -173,6 +174,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
                 "num_committed_tokens": stats["committed_tokens"],
             }
         ],
+        "processes": {"engine": stats["memory"], "server": process_memory()},
         "startup_time": service.started,
         "version": draftwing.__version__,
     }
