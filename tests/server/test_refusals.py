@@ -135,7 +135,7 @@ def test_the_header_holds_what_a_header_can(client: TestClient, monkeypatch: pyt
     ("path", "body", "message"),
     [
         (COMPLETION, {"prompt": "a", "max_token": 5}, "max_token is not a known field; did you mean max_tokens?"),
-        (COMPLETION, {"prompt": "a", "repeat_penalty": 1}, "did you mean repetition_penalty?"),
+        (COMPLETION, {"prompt": "a", "repetition_penality": 1}, "did you mean repetition_penalty?"),
         (COMPLETION, {"prompt": "a", "max_new_tokens": 1}, "did you mean max_tokens?"),
         (CHAT_PATH, {"messages": MESSAGES, "stream_option": {}}, "did you mean stream_options?"),
         (CHAT_PATH, {"messages": MESSAGES, "function": []}, "function is not a known field"),  # that one is refused

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from draftwing.requests.grammar_field import GRAMMARS, Grammar, as_json, grammar_schemas, inlined, read_grammar
+from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS, is_neutral, not_built
 from draftwing.requests.refusals import UNKNOWN, Names, bounded, refusal, show
 from draftwing.requests.stop_regex import Patterns
 
@@ -272,18 +273,18 @@ def answer_seed(seed: int, index: int) -> int:
 # -- fields that become others ----------------------------------------------------------------------------------------
 
 
-NOT_BUILT: Final = ("beam_width",)  # 1 asks for nothing
+NOT_BUILT: Final = ("beam_width",)
+_NEUTRAL: Final = dict.fromkeys(NOT_BUILT, (1,)) | NEUTRAL_SAMPLERS
 OTHER_NAMES: Final = {"seed": "sampling_seed", "max_tokens": "max_new_tokens"}  # by what the field is called here
 HINTS: Final = ("stream_interval",)  # how many events a stream has is left to the server; 1 asks for nothing
 
 
 def _translate(given: dict[str, Any], names: Names) -> None:
     """Turns fields with other names into those of `SamplingParams`."""
-    for name in NOT_BUILT:
-        value = given.pop(name, 1)
-        if value != 1 or isinstance(value, bool):
-            raise names.error(name, "is not supported by this version; leave it out")
-    for name in HINTS:
+    for name, neutral in _NEUTRAL.items():
+        if not is_neutral(given.pop(name, None), neutral):
+            raise names.error(name, not_built(name))
+    for name in (*HINTS, *SAMPLER_HINTS.split()):
         given.pop(name, None)
     for other, name in OTHER_NAMES.items():
         if other in given:

@@ -28,6 +28,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import GRAMMARS, schema_place
+from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS, is_neutral, not_built
 from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
@@ -51,11 +52,11 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
         "container defer_loading diagnostics inference_geo input_examples mcp_servers metadata output_schema store",
     ),
     (([],), "audio_data functions image_data images logits_processors video_data"),
-    ((0,), "data_parallel_rank mirostat routed_experts_prompt_start routed_experts_start_len top_logprobs"),
+    ((0,), "data_parallel_rank routed_experts_prompt_start routed_experts_start_len top_logprobs"),
     (({},), "custom_labels mm_processor_kwargs session_params vllm_xargs"),
     (("",), "extra_key suffix system template"),
     ((True,), "cache_prompt include_reasoning log_metrics"),
-    ((1.0, 1), "length_penalty tfs_z typical_p"),
+    ((1.0, 1), "length_penalty"),
     (([], ["direct"]), "allowed_callers"),
     (([], "auto"), "context"),
     ((*_EMPTY, {"edits": []}), "context_management"),
@@ -71,20 +72,19 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     (("disabled",), "truncation"),
     (("medium",), "verbosity"),
 )
-NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()} | NEUTRAL_SAMPLERS
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
     """Returns whether a value of a field that has no effect, or is not built, is as good as none."""
-    # 0 == False in Python but not for a user: only numbers are equal across types.
-    neutral = NEUTRAL.get(name, ())
-    return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
+    return is_neutral(value, NEUTRAL.get(name, ()))
 
 
 def _refused(value: Any, info: ValidationInfo) -> Any:
-    if asks_for_nothing(info.field_name or "", value):
+    name = info.field_name or ""
+    if asks_for_nothing(name, value):
         return value
-    raise PydanticCustomError("not_built", "is not supported by this version; leave it out")
+    raise PydanticCustomError("not_built", not_built(name))
 
 
 NotBuilt = Annotated[Any, AfterValidator(_refused)]
@@ -224,7 +224,7 @@ def characters(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, hints=SAMPLER_HINTS, not_built=" ".join(NEUTRAL_SAMPLERS)):
     """Body of a request for answers, in any dialect.
 
     source: name of the field that holds the prompt.  id_prefix: how ids of responses begin.  names: the dialect's words

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from draftwing.errors import RequestError
+from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatLogprobs, checked_functions
 from draftwing.server.conversation import Conversation
@@ -38,13 +39,13 @@ Role = Annotated[
 class ModelOptions(
     Body,
     hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
-    "numa penalize_newline use_mlock use_mmap vocab_only mirostat_eta mirostat_tau",
-    not_built="mirostat tfs_z typical_p",
+    "numa penalize_newline use_mlock use_mmap vocab_only " + SAMPLER_HINTS,
+    not_built=" ".join(NEUTRAL_SAMPLERS),
     untyped="temperature top_k top_p min_p repeat_penalty presence_penalty frequency_penalty stop",
 ):
     """How to sample, and how to load a model, which this server did when it started.
 
-    Hints are of that, of the memory and the threads that it has, or without mirostat ask for nothing.
+    Hints are of that, of the memory and the threads that it has, or of samplers that are not there.
     """
 
     seed: Any = None

@@ -50,7 +50,7 @@ class StructuredOutputs(
 class PeerFields(
     GenerationBody,
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
-    "images_config cache_prompt id_slot return_progress timings_per_token",
+    "images_config cache_prompt id_slot return_progress timings_per_token repeat_last_n repetition_penalty_range",
     not_built="ec_transfer_params kv_transfer_params logits_processors logprob_token_ids prompt_logprobs "
     "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
@@ -65,6 +65,8 @@ class PeerFields(
 
     include_stop_str_in_output: Any = sampled("no_stop_trim")
     request_id: Name | None = None
+
+    repeat_penalty: Any = sampled("repetition_penalty")  # as llama.cpp names it
 
     # In vLLM, llama.cpp (two names), and Qwen's own API.
     thinking_token_budget: Any = sampled("thinking_budget")

@@ -200,6 +200,17 @@ class ReasoningConfig(Body, not_built="exclude"):
     enabled: bool | None = None
 
 
+class ThinkingSwitch(Body, hints="clear_thinking keep display"):
+    """The field of DeepSeek's, GLM's and Kimi's APIs."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=10**9)] | None = None
+
+    @property
+    def enabled(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
 class ChatRequest(
     OpenAIBody,
     ChatLogprobs,
@@ -225,6 +236,8 @@ class ChatRequest(
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | EffortTokens | None = None
     reasoning: ReasoningConfig | None = None
+    thinking: ThinkingSwitch | None = None
+    enable_thinking: bool | None = None  # as Qwen's API has it
 
     documents: list[dict[str, Any]] | None = None
 
@@ -238,7 +251,8 @@ class ChatRequest(
             name = "add_generation_prompt"
             raise RequestError(f"{name} and continue_final_message cannot both be true", name)
         effort, budget = self._reasoning
-        enabled = None if self.reasoning is None else self.reasoning.enabled
+        switches = (self.enable_thinking, self.thinking and self.thinking.enabled)
+        enabled = next((one for one in (*switches, self.reasoning and self.reasoning.enabled) if one is not None), None)
         return Chat(
             conversation(self.messages),
             functions,
@@ -262,11 +276,14 @@ class ChatRequest(
         """Returns the effort of reasoning, and the most tokens for it."""
         asked = self.reasoning or ReasoningConfig()
         effort, budget = split_effort(asked.effort if self.reasoning_effort is None else self.reasoning_effort)
-        return effort, budget if asked.max_tokens is None else asked.max_tokens
+        switch = self.thinking or ThinkingSwitch(type="auto")
+        limits = (asked.max_tokens, switch.budget_tokens, budget)
+        return effort, next((one for one in limits if one is not None), None)
 
     @property
     def thinking_field(self) -> str:
-        return "reasoning" if self.reasoning is not None and self.reasoning_effort is None else "reasoning_effort"
+        names = ("reasoning_effort", "reasoning", "thinking", "enable_thinking")
+        return next((name for name in names if getattr(self, name) is not None), "reasoning_effort")
 
 
 DEFAULT_LENGTH = 16  # tokens of a completion
