@@ -52,7 +52,7 @@ async def test_what_a_large_response_took_is_given_back(
     bytes_sent: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[None] = []
-    monkeypatch.setattr(body_limit, "_give_back", lambda: given.append(None))
+    monkeypatch.setattr(body_limit, "give_back", lambda: given.append(None))
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         for i in range(4):
