@@ -10,7 +10,7 @@ import gguf as gguf_package
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from moe_models import quantised
+from moe_models import add_yarn, quantised
 from tiny_gguf import finish
 from torch import Tensor
 
@@ -99,6 +99,7 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    add_yarn(writer, config.rope_parameters)
     if arch != "qwen3next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)

@@ -254,6 +254,7 @@ def _attention_metadata(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    add_yarn(writer, config.rope_parameters)
 
 
 def _latent_metadata(writer: gguf_package.GGUFWriter, config: Any, joined: bool) -> None:
@@ -268,13 +269,17 @@ def _latent_metadata(writer: gguf_package.GGUFWriter, config: Any, joined: bool)
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    rope = config.rope_parameters
+    add_yarn(writer, config.rope_parameters)
+
+
+def add_yarn(writer: gguf_package.GGUFWriter, rope: Mapping[str, Any]) -> None:
     if rope["rope_type"] == "yarn":
-        assert rope["mscale"] == rope["mscale_all_dim"], "files have one of them"
+        assert rope.get("mscale") == rope.get("mscale_all_dim"), "files have one of them"
         writer.add_rope_scaling_type(gguf_package.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        if "mscale" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _converted(name: str, value: Tensor, mlp_norm: str) -> list[tuple[str, Tensor]]:

@@ -24,8 +24,8 @@ QUICK = {  # one of each way in which configs differ
 }  # fmt: skip
 WAITING = {
     "qwen3-30b-a3b-instruct-2507", "qwen3-coder-480b-a35b-instruct", "qwen3-coder-30b-a3b-instruct",
-    "qwen3-coder-30b-a3b-instruct-fp8", "qwen3-next-80b-a3b-yarn", "qwen3.5-27b-yarn", "qwen3.5-35b-a3b-yarn",
-    "glm-4.6-yarn", "llama-3.1-70b-instruct-fp8-nvidia", "qwen3-235b-a22b-nvfp4-nvidia", "deepseek-v3.1-nvfp4-nvidia",
+    "qwen3-coder-30b-a3b-instruct-fp8",
+    "llama-3.1-70b-instruct-fp8-nvidia", "qwen3-235b-a22b-nvfp4-nvidia", "deepseek-v3.1-nvfp4-nvidia",
     "qwen3-32b-fp8-static", "qwen3.6-27b-nvfp4", "gemma-4-31b-it-nvfp4", "minimax-m2.7-nvfp4",
 }  # fmt: skip
 SERVED = [

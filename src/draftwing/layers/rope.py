@@ -27,9 +27,9 @@ class RopeConfig:
 
     divisors: one factor per inverse frequency (head_dim / 2 of them) that it is divided by; a GGUF file stores the
     llama3 scaling in this form.  beta_fast, beta_slow, truncate: of YaRN (`inverse_frequencies`).  attention_factor:
-    what cosines and sines are multiplied with.  dims: elements of a head that are turned, paired among themselves as
-    `AttentionConfig.rotary` puts them; 0: all of them.  share: of pairs that are turned, of a proportional one; the
-    others are the last of the head's.
+    what cosines and sines of elements that are turned are multiplied with.  dims: elements of a head that are turned,
+    paired among themselves as `AttentionConfig.rotary` puts them; 0: all of them.  share: of pairs that are turned, of
+    a proportional one; the others are the last of the head's.
     """
 
     theta: float = 10000.0
@@ -116,8 +116,8 @@ def rope_table(
     place = np.arange(positions, dtype=np.float32)[:, None]
     blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
     cos, sin = map(np.concatenate, zip(*(cos_sin(block * freq) for block in blocks), strict=True))
-    if config.attention_factor != 1:
-        cos, sin = (part * np.float32(config.attention_factor) for part in (cos, sin))
+    for part in (cos, sin):
+        part[:, : (config.dims or head_dim) // 2] *= np.float32(config.attention_factor)  # others stay as they are
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
     table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
     return torch.from_numpy(table).to(device, dtype)
