@@ -18,6 +18,7 @@ from draftwing.cli.chat import COMMANDS as CHAT_COMMANDS
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.server.app import create_app
+from draftwing.server.unserved import unserved
 
 ROOT = Path(__file__).parent.parent
 CODE = ROOT / "src" / "draftwing"
@@ -154,6 +155,7 @@ def endpoints() -> set[str]:
 def test_endpoints(page: Path, endpoints: set[str]) -> None:
     for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
         known = endpoint in CHAT_COMMANDS or any(path.startswith(endpoint) for path in endpoints)
+        known = known or unserved(endpoint) is not None
         assert known, f"{page.name}: {endpoint}"
 
 

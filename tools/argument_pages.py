@@ -1,7 +1,8 @@
 """Writes the tables of options in docs/: `python tools/argument_pages.py`, after a change of options.
 
 docs/server_arguments.md has every option of `draftwing serve`, docs/migrating.md the names of other programs,
-docs/python.md the fields of `SamplingParams`. What stands between their marks is made of the code.
+docs/python.md the fields of `SamplingParams`, docs/routes.md the routes of other servers. What stands between their
+marks is made of the code.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from draftwing.config.fields import flag
 from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
 from draftwing.config.options import Options
 from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
+from draftwing.server.unserved import UNSERVED
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("server_arguments.md", "migrating.md", "python.md")
+PAGES = ("server_arguments.md", "migrating.md", "python.md", "routes.md")
 _DEFAULT = re.compile(r" ?\(default:? ((?:[^()]|\([^()]*\))*)\)")
 
 
@@ -36,6 +38,7 @@ def written(page: str) -> str:
         "SGLang's options": sglang_options(),
         "other names": other_names(),
         "sampling fields": sampling_fields(),
+        "routes of others": routes_of_others(),
     }
     for name, lines in parts.items():
         start, end = f"<!-- {name}: made by tools/argument_pages.py -->", f"<!-- end of {name} -->"
@@ -103,6 +106,14 @@ def sampling_fields() -> Iterator[str]:
         if field.description is not None:  # others are made of several fields
             shown = "not set" if field.default in (None, ()) else f"`{field.default}`"
             yield f"| `{name}`{other.get(name, '')} | {shown} | {cell(field.description)} |"
+
+
+def routes_of_others() -> Iterator[str]:
+    yield "| route | of | what to do here |"
+    yield "|---|---|---|"
+    for row in UNSERVED:
+        paths = ", ".join(f"`{path}`" for path in row.paths.split())
+        yield f"| {paths} | {row.whose} | {cell(row.instead)} |"
 
 
 def cell(text: str) -> str:

@@ -38,6 +38,10 @@ class RequestError(DraftwingError):
         self.code = code
 
 
+class NotFound(RequestError):
+    """A request for something that is not there: a stored item, a model (HTTP 404)."""
+
+
 class ContextError(RequestError):
     """A request that the context has no room for: tokens of its prompt, of the answer that it asks for (None: the
     prompt alone is too long), and of the context."""

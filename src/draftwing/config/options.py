@@ -106,6 +106,9 @@ class Options:
     root_path: str | None = option(
         None, SERVER, "path such as /llm under which a proxy publishes the server, whether it strips it or not"
     )
+    strict_model_name: bool = option(
+        False, SERVER, "refuse requests for other models with 404 model_not_found; else the model there is answers them"
+    )
     host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0: every interface", common=True)
     port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535, common=True)
     log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)

@@ -30,6 +30,7 @@ from draftwing.server.telemetry.collector import Collector
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
+from draftwing.server.wrong_paths import CleanPaths
 from draftwing.text.tokenizer import Tokenizer
 
 _NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something; it would not end
@@ -83,7 +84,6 @@ def create_app(
             observer.rekeyed([*keyring.keys.values()])
 
     app.state.service, app.state.reload_keys = service, reload_keys
-    install_error_handlers(app)
     chats = Chats(service)
     add_openai_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
@@ -94,6 +94,7 @@ def create_app(
     if not service.options.disable_ui:
         add_ui_routes(app, service, chats, learning)
     _add_heads(app)
+    install_error_handlers(app)
     app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
     free = _free(service.options)
     if keys:
@@ -103,8 +104,9 @@ def create_app(
 
 
 def paced(app: ASGIApp, options: Options) -> ASGIApp:
-    """Returns the application behind `ResponseThrottle`, which is to be outside of all else that answers."""
-    return ResponseThrottle(app, free=_free(options))
+    """Returns the application behind `ResponseThrottle`, which is to be outside of all else that answers, and
+    `CleanPaths`."""
+    return CleanPaths(ResponseThrottle(app, free=_free(options)))
 
 
 def _free(options: Options) -> Callable[[str], bool]:

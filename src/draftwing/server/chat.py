@@ -162,9 +162,13 @@ class Chats:
     async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
         """Returns the prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field:
         of the body, that holds the messages.  size: as of `ask`."""
+        text, ignored = await self.text(read, size)
+        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], ignored
+
+    async def text(self, read: Callable[[], Chat], size: int) -> tuple[str, tuple[str, ...]]:
+        """Returns the prompt's text, and `Chat.ignored`, as `ids`."""
         chat = await self._read(read, size)
-        text = await self._rendered(chat, _CALLED, size)
-        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], chat.ignored
+        return await self._rendered(chat, _CALLED, size), chat.ignored
 
     async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
         return await self._service.pools.run(size, lambda gone: self._render(chat, names))

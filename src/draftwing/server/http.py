@@ -21,13 +21,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.errors import GenerationError, RequestError
+from draftwing.errors import GenerationError, NotFound, RequestError
 from draftwing.requests.grammar_field import inlined
 from draftwing.server.admission_quota import RETRY_SECONDS, QueueFull
 from draftwing.server.body_refusals import body_refusal
 from draftwing.server.json_encoding import encode
 from draftwing.server.parts import MAX_PARTS, check_parts
 from draftwing.server.schema import GenerationBody
+from draftwing.server.wrong_paths import Routes
 
 if TYPE_CHECKING:
     from draftwing.server.service import Generation, Service
@@ -87,8 +88,18 @@ def dialect(path: str) -> Literal["openai", "responses", "anthropic", "ollama", 
     return "openai" if path != short or short.startswith(known) else "native"
 
 
-def error_response(request: Request, status: int, message: str, param: str | None = None, code: Any = None) -> Response:
-    return json_response(encode(error_body(request.url.path, status, message, param, code)), status)
+def error_response(
+    request: Request, status: int, message: str, param: str | None = None, code: Any = None, path: str | None = None
+) -> Response:
+    """path: that tells the dialect, where it is not the one that was asked for."""
+    path = spoken_path(request, path)
+    return json_response(encode(error_body(path, status, message, param, code)), status)
+
+
+def spoken_path(request: Request, path: str | None = None) -> str:
+    """Returns a path of the dialect in which a request is answered: Anthropic's clients say that they are."""
+    path = path or request.url.path
+    return "/v1/messages" if "anthropic-version" in request.headers and dialect(path) == "openai" else path
 
 
 def json_response(content: bytes, status: int = 200) -> Response:
@@ -138,9 +149,13 @@ DONE = "data: [DONE]\n\n"
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """To be called when the application has its routes."""
+    routes = Routes(app.routes)
+
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return error_response(request, 400, str(error), error.param, error.code)
+        status = 404 if isinstance(error, NotFound) else 400
+        return error_response(request, status, str(error), error.param, error.code)
 
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -149,8 +164,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        hint = "; /openapi.json lists what there is" if error.status_code == 404 else ""
-        message = f"{error.detail}: {request.method} {request.url.path[:200]}{hint}"
+        if error.status_code in (404, 405):  # of the router
+            refusal = routes.refusal(request.method, request.url.path)
+            response = error_response(request, refusal.status, refusal.message, path=refusal.meant)
+            if refusal.allow:
+                response.headers["allow"] = ", ".join(refusal.allow)
+            return response
+        message = f"{error.detail}: {request.method} {request.url.path[:200]}"
         response = error_response(request, error.status_code, message)
         response.headers.update(error.headers or {})
         return response
@@ -214,9 +234,10 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
     body = await request.body()
     if place is not None:  # not before: who sends slowly takes no place from others
         place.enter_context(service.preparing())
-    if len(body) <= SMALL:
-        return _read(body, model, service)
-    return await service.pools.read(lambda: _read(body, model, service))
+    inline = len(body) <= SMALL
+    found = _read(body, model, service) if inline else await service.pools.read(lambda: _read(body, model, service))
+    service.check_model(getattr(found, "model", None))
+    return found
 
 
 def _may_leave_out_its_type(request: Request) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from draftwing.core import TokenLogprobs
 from draftwing.engine.session import prepare
-from draftwing.errors import GenerationError, RequestError
+from draftwing.errors import GenerationError, NotFound, RequestError
 from draftwing.grammar.translation import Translator
 from draftwing.learn.traffic import ANONYMOUS, names_of
 from draftwing.requests.grammar_field import Grammar
@@ -325,12 +325,27 @@ class Service:
         return {"client": client, **found._asdict(), "lookups": lookups}
 
     def name_for(self, asked: str | None) -> str:
-        """Returns the model name of a response: what was asked for, since every name is served by the one model there
-        is."""
+        """Returns the model name of a response: the one that was asked for if it is served, else that of the model that
+        answers, whatever was asked for."""
         if asked is None:
             return self.model
         self.engine.observer.asked_for(asked)
         if asked not in self.names and asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
             self._strangers.add(asked)
             logger.info("a request asks for model %.200r; it is served by %r", asked, self.model)
-        return asked
+        return self.model
+
+    def _known(self, asked: str) -> bool:
+        return asked.removesuffix(":latest") in self.names  # as Ollama's clients write a name without a tag
+
+    def check_model(self, asked: Any) -> None:
+        """Raises NotFound for a model that is not served, where `--strict-model-name` asks for it."""
+        if self.options.strict_model_name and isinstance(asked, str) and not self._known(asked):
+            raise self.no_model(asked)
+
+    def no_model(self, asked: str) -> NotFound:
+        """Returns the error about a model that is not served."""
+        known = ", ".join(map(repr, self.names))
+        return NotFound(
+            f"the model {asked[:200]!r} does not exist; this server has {known}", "model", "model_not_found"
+        )

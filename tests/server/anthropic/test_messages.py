@@ -55,7 +55,7 @@ def test_a_plain_answer(client: anthropic.Anthropic, scripted: ScriptedEngine) -
     assert scripted.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
     (block,) = message.content
     assert (block.type, block.text) == ("text", "Hello, wörld!")
-    assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, "m")
+    assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, "echo")
     assert message.usage.input_tokens == len(scripted.prompt.encode())
     assert message.usage.output_tokens == len(scripted.script.encode()) + 1
     assert message.id.startswith("msg_") and message.role == "assistant"

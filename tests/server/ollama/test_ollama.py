@@ -58,7 +58,7 @@ def test_a_chat_is_the_same_in_lines_and_whole(
     scripted.script = script
     once = whole(url, "/api/chat", {"messages": HI})
     assert once["message"]["content"] == text and once["message"].get("thinking") == thinking
-    assert once["done"] is True and once["done_reason"] == "stop" and once["model"] == "m"
+    assert once["done"] is True and once["done_reason"] == "stop" and once["model"] == "echo"
     assert once["prompt_eval_count"] == len(scripted.requests[-1].prompt_ids) and once["total_duration"] >= 0
     parts = lines(url, "/api/chat", {"messages": HI})
     assert "".join(part["message"]["content"] for part in parts) == text

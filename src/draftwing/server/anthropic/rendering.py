@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
@@ -112,3 +113,13 @@ class Message:
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
         }
+
+
+def model_card(name: str, created: float, context_length: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "max_input_tokens": context_length,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+    }

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
-from draftwing.server.chat import Chat, Chats
-from draftwing.server.http import (
-    json_response,
-    read_body,
-    read_generation,
-    respond,
-    schema,
-    unless_disconnected,
-    with_ignored_header,
-)
-from draftwing.server.json_encoding import encode
-from draftwing.server.schema import ignored_fields
+from draftwing.server.chat import Chats
+from draftwing.server.counting import counted
+from draftwing.server.http import read_body, read_generation, respond, schema, unless_disconnected
 from draftwing.server.service import Service
 
 
@@ -38,11 +27,4 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
     async def count_tokens(request: Request) -> Response:
         body = await read_body(request, CountRequest)
-        size = len(await request.body())
-
-        def chat() -> Chat:
-            found = body.chat()
-            return dataclasses.replace(found, ignored=(*ignored_fields(body), *found.ignored))
-
-        ids, ignored = await unless_disconnected(request, chats.ids(chat, "messages", size))
-        return with_ignored_header(json_response(encode({"input_tokens": len(ids)})), ignored)
+        return await counted(request, chats, body, "messages", len(await request.body()))

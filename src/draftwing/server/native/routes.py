@@ -32,6 +32,7 @@ from draftwing.server.native.schema import (
     GenerateRequest,
     TokenizeRequest,
 )
+from draftwing.server.openai.schema import ChatRequest
 from draftwing.server.schema import split_prompts
 from draftwing.server.service import Generation, Service
 
@@ -114,6 +115,23 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             "has_audio_understanding": False,
             "model_type": architecture.removesuffix("ForCausalLM").lower(),
             "architectures": [architecture],
+        }
+
+    @app.get("/props")
+    async def props() -> dict[str, Any]:
+        """Returns what clients of llama.cpp read of it."""
+        options, specials = service.options, service.tokenizer.special_tokens
+        return {
+            "default_generation_settings": {"n_ctx": engine.info.context_length, "params": engine.info.sampling},
+            "total_slots": options.max_running_requests,
+            "model_alias": service.model,
+            "model_path": options.model,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": service.tokenizer.chat_template or "",
+            "bos_token": specials.get("bos_token", ""),
+            "eos_token": specials.get("eos_token", ""),
+            "build_info": f"draftwing {draftwing.__version__}",
+            "is_sleeping": False,
         }
 
     @app.get("/get_server_info", include_in_schema=False)
@@ -218,6 +236,13 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             return encode(found, large)
 
         return json_response(await service.pools.render(sum(map(len, every)), rendered))
+
+    @app.post("/apply-template", openapi_extra=schema(ChatRequest))
+    async def apply_template(request: Request) -> Response:
+        """Returns the prompt that a chat completion would have, as llama.cpp does."""
+        body = await read_body(request, ChatRequest)
+        text, _ = await unless_disconnected(request, chats.text(body.chat, len(await request.body())))
+        return json_response(await service.pools.render(len(text), partial(encode, {"prompt": text})))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

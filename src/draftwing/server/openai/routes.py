@@ -7,8 +7,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from draftwing.server.anthropic.rendering import model_card as anthropic_card
 from draftwing.server.chat import Chats
-from draftwing.server.http import error_response, json_response, read_generation, respond, schema, unless_disconnected
+from draftwing.server.counting import counted
+from draftwing.server.http import (
+    dialect,
+    json_response,
+    read_body,
+    read_generation,
+    respond,
+    schema,
+    spoken_path,
+    unless_disconnected,
+)
 from draftwing.server.json_encoding import encode
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
@@ -31,6 +42,14 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
             completion = ChatCompletion(generation, service, body, lambda: chats.reader(style))
         return await respond(request, completion, body.stream)
 
+    @app.post("/chat/completions/input_tokens", include_in_schema=False)
+    @app.post("/v1/chat/completions/input_tokens", openapi_extra=schema(ChatRequest))
+    async def input_tokens(request: Request) -> Response:
+        """Counts the tokens of the prompt, as llama.cpp does; nothing is generated."""
+        body = await read_body(request, ChatRequest)
+        size = len(await request.body())
+        return await counted(request, chats, body, "messages", size, object="response.input_tokens")
+
     @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", openapi_extra=schema(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -41,19 +60,26 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card(name: str) -> dict[str, Any]:
-        return model_card(name, int(service.started), service.engine.info.context_length)
+    def card(name: str, anthropic: bool = False) -> dict[str, Any]:
+        make = anthropic_card if anthropic else model_card
+        return make(name, int(service.started), service.engine.info.context_length)
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
+        """Returns the names that are served; to Anthropic's clients, which send `anthropic-version`, in their shape."""
+        if _anthropic(request):
+            cards = [card(name, True) for name in service.names]
+            return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
         return {"object": "list", "data": [card(name) for name in service.names]}
 
     @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if name in service.names:
-            return json_response(encode(card(name)))
-        known = ", ".join(map(repr, service.names))
-        message = f"the model {name[:200]!r} does not exist; this server has {known}"
-        return error_response(request, 404, message, "model", "model_not_found")
+        if name not in service.names:
+            raise service.no_model(name)
+        return json_response(encode(card(name, _anthropic(request))))
+
+
+def _anthropic(request: Request) -> bool:
+    return dialect(spoken_path(request)) == "anthropic"

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from draftwing.errors import RequestError
+from draftwing.errors import NotFound, RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.json_encoding import encode
 from draftwing.server.openai.responses.schema import Item, ResponsesRequest
@@ -15,10 +15,6 @@ from draftwing.server.openai.responses.store import ResponseStore, Stored
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 HOW = "finished ones are kept for an hour, in memory, unless store is false; send all items as input instead"
-
-
-class NotStored(RequestError):
-    """An item that is not there (HTTP 404)."""
 
 
 class History:
@@ -57,7 +53,7 @@ class History:
             raise RequestError(f"{where}: the item {show(item.id)} is there twice", where)
         found = store.holder(client, item.id)
         if found is None:
-            raise NotStored(f"{where}: no item {show(item.id)} is stored: {HOW}", where)
+            raise NotFound(f"{where}: no item {show(item.id)} is stored: {HOW}", where)
         return found
 
     def enter(self) -> None:

@@ -11,19 +11,21 @@ from fastapi.responses import Response
 
 from draftwing.errors import RequestError
 from draftwing.server.chat import Chats
+from draftwing.server.counting import counted
 from draftwing.server.edge.body_limit import count_as_body
 from draftwing.server.edge.keys import client_name
 from draftwing.server.http import (
     SMALL,
     error_response,
     json_response,
+    read_body,
     read_generation,
     respond,
     schema,
     unless_disconnected,
 )
 from draftwing.server.json_encoding import encode
-from draftwing.server.openai.responses.history import HOW, History, NotStored, listed, stored
+from draftwing.server.openai.responses.history import HOW, History, listed, stored
 from draftwing.server.openai.responses.rendering import ResponseObject
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.store import ResponseStore
@@ -35,17 +37,26 @@ T = TypeVar("T")
 def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     store = ResponseStore(service.options.response_store_size)
 
+    async def entered(request: Request, body: ResponsesRequest) -> int:
+        """Puts what a request goes on from into it, and returns the bytes of all that it is made of."""
+        history = History(body, store, client_name())
+        await _read(request, service, history.size, history.enter)
+        return history.size + len(await request.body())
+
+    @app.post("/responses/input_tokens", include_in_schema=False)
+    @app.post("/v1/responses/input_tokens", openapi_extra=schema(ResponsesRequest))
+    async def input_tokens(request: Request) -> Response:
+        """Counts the tokens of the prompt; nothing is generated."""
+        body = await read_body(request, ResponsesRequest)
+        size = await entered(request, body)
+        return await counted(request, chats, body, "input", size, object="response.input_tokens")
+
     @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", openapi_extra=schema(ResponsesRequest))
     async def create(request: Request) -> Response:
         client = client_name()
         async with read_generation(request, ResponsesRequest) as body:
-            try:
-                history = History(body, store, client)
-                await _read(request, service, history.size, history.enter)
-            except NotStored as error:
-                return error_response(request, 404, str(error), error.param)
-            size = history.size + len(await request.body())
+            size = await entered(request, body)
             generation, style = await unless_disconnected(request, chats.ask(body, size))
 
             def keep(response: dict[str, Any]) -> None:
