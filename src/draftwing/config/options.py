@@ -101,7 +101,10 @@ class Options:
     )
 
     served_model_name: tuple[str, ...] = option(
-        (), SERVER, "names in /v1/models, of which answers carry the first (default: the model as given)", common=True
+        (),
+        SERVER,
+        "names in /v1/models; an answer has the one that was asked for, or the first (default: the model as given)",
+        common=True,
     )
     root_path: str | None = option(
         None, SERVER, "path such as /llm under which a proxy publishes the server, whether it strips it or not"
@@ -426,7 +429,7 @@ class Options:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Returns the names of the model in the API; answers carry the first."""
+        """Returns the names of the model in the API, the main one first."""
         return self.served_model_name or (self.model,)
 
     @property

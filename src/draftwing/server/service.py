@@ -330,7 +330,9 @@ class Service:
         if asked is None:
             return self.model
         self.engine.observer.asked_for(asked)
-        if asked not in self.names and asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
+        if self._known(asked):
+            return asked
+        if asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
             self._strangers.add(asked)
             logger.info("a request asks for model %.200r; it is served by %r", asked, self.model)
         return self.model
