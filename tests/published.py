@@ -26,10 +26,10 @@ OTHER_SENSES = re.compile(r"visual|vision|audio|projector|embed_")
 class Row(NamedTuple):
     """What the index says of a config.
 
-    models: what was published with it.  source: where its keys are from.  missing: what it is refused for, None where
-    it is served.  says: a part of the refusal, "": what is missing.  stored: how its matrices are written, a key of
-    `WRITERS`.  like: the `model_type` of transformers that it is one of, where transformers has no such name.  beside:
-    JSON files of its folder that matter, by name.
+    models: what was published with it.  source: where its keys are from.  missing: what it is refused for, "": its
+    architecture, None: it is served.  says: a part of the refusal, "": what is missing.  stored: how its matrices are
+    written, a key of `WRITERS`.  like: the `model_type` of transformers that it is one of, where transformers has no
+    such name.  beside: JSON files of its folder that matter, by name.
     """
 
     name: str

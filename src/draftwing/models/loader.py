@@ -52,6 +52,7 @@ from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
+_MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quantised, if config.json does not
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
@@ -67,6 +68,8 @@ def load_config(path: str | Path) -> ModelConfig:
     if not path.is_dir():
         raise CheckpointError(f"expected a model folder or a .gguf file, found neither at {path}")
     config = read_json(path / "config.json")
+    if config.get("quantization_config") is None and (path / _MODELOPT).exists():
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json(path / _MODELOPT)}
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
     return replace(from_hf(config), suppressed=suppressed(path))

@@ -5,30 +5,97 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# Relatives that people ask for: model_type, and what they have that has no code here.
-UNSERVED = {
-    "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", "a model for images around DeepSeek-V3's"),
-    "DeepseekV4ForCausalLM": ("deepseek_v4", "sparse attention over compressed keys, and hyper-connections"),
-    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
-    "Glm5NextForConditionalGeneration": (
-        "glm5_next",
-        "sparse latent attention (DSA), delta attention with a decay for each channel (KDA), and hyper-connections",
-    ),
-    "HYV4VLForConditionalGeneration": ("hy_v4_vl", "sparse attention, and hyper-connections"),
-    "KimiLinearForCausalLM": ("kimi_linear", "delta attention with a decay for each channel (KDA)"),
-    "BailingHybridForCausalLM": ("bailing_hybrid", "delta attention with a decay for each channel (KDA)"),
-    "MiniMaxForCausalLM": ("minimax", "lightning attention"),
-    "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", "sparse attention"),
-    "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", "sparse attention"),
-    "Qwen4ExpForConditionalGeneration": ("qwen4_exp", "sparse attention (QSA), and embeddings of n-grams"),
-    "Qwen4ExpForCausalLM": ("qwen4_exp_text", "sparse attention (QSA), and embeddings of n-grams"),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", "experts that all tokens share"),
-    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),
-    "Llama4ForConditionalGeneration": ("llama4", "attention in chunks"),
-    "Llama4ForCausalLM": ("llama4_text", "attention in chunks"),
-    "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
-}
+# Models that people ask for, by what they have that has no code here: the architecture and its model_type.
+_PARTS: dict[str, dict[str, str]] = {
+    "a mixture of experts of its own": {
+        "Dots1ForCausalLM": "dots1", "OlmoeForCausalLM": "olmoe", "SolarOpenForCausalLM": "solar_open",
+    },
+    "a model for images around a language model": {
+        "Glm4vForConditionalGeneration": "glm4v", "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+        "InternVLChatModel": "internvl_chat", "InternVLForConditionalGeneration": "internvl",
+        "KimiK25ForConditionalGeneration": "kimi_k25", "Lfm2VlForConditionalGeneration": "lfm2_vl",
+        "LlavaForConditionalGeneration": "llava", "Mistral3ForConditionalGeneration": "mistral3",
+        "MllamaForConditionalGeneration": "mllama", "Qwen2VLForConditionalGeneration": "qwen2_vl",
+        "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl", "Qwen3VLForConditionalGeneration": "qwen3_vl",
+        "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    },
+    "a model for sound around a language model": {"VoxtralForConditionalGeneration": "voxtral"},
+    "an encoder": {
+        "BartForConditionalGeneration": "bart", "T5ForConditionalGeneration": "t5",
+        "WhisperForConditionalGeneration": "whisper",
+    },
+    "attention in chunks": {"Llama4ForConditionalGeneration": "llama4", "Llama4ForCausalLM": "llama4_text"},
+    "attention of two kinds of heads and a sigmoid router": {"MiMoV2FlashForCausalLM": "mimo_v2_flash"},
+    "biases by keys of its own": {"InternLM3ForCausalLM": "internlm3", "SeedOssForCausalLM": "seed_oss"},
+    "capped attention scores": {"Gemma2ForCausalLM": "gemma2"},
+    "delta attention with a decay for each channel (KDA)": {
+        "KimiLinearForCausalLM": "kimi_linear", "KimiK3ForConditionalGeneration": "kimi_k3",
+        "BailingHybridForCausalLM": "bailing_hybrid",
+    },
+    "experts that all tokens share": {"Qwen2MoeForCausalLM": "qwen2_moe"},
+    "experts that do nothing": {"LongcatFlashForCausalLM": "longcat_flash"},
+    "gates of heads, clamped gates of MLPs and windows with heads of their own": {
+        "Step3p5ForCausalLM": "step3p5", "Step3p7FlashForCausalLM": "step3p7_flash",
+        "Step3p7ForConditionalGeneration": "step3p7",
+    },
+    "layer norms with a mean (LayerNorm)": {
+        "CohereForCausalLM": "cohere", "Cohere2ForCausalLM": "cohere2", "FalconForCausalLM": "falcon",
+        "GPT2LMHeadModel": "gpt2", "GPTNeoXForCausalLM": "gpt_neox", "OPTForCausalLM": "opt", "PhiForCausalLM": "phi",
+        "PhiMoEForCausalLM": "phimoe", "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
+    },
+    "layers of different sizes": {"DeciLMForCausalLM": "nemotron-nas"},
+    "layers without rotary embeddings": {"SmolLM3ForCausalLM": "smollm3"},
+    "layers without rotary embeddings, and norms after": {"Exaone4ForCausalLM": "exaone4"},
+    "lightning attention": {"MiniMaxForCausalLM": "minimax", "MiniMaxM1ForCausalLM": "minimax_m1"},
+    "matrices with other names, or several in one": {
+        "BailingMoeForCausalLM": "bailing_moe", "BailingMoeV2ForCausalLM": "bailing_moe_v2",
+        "ExaoneForCausalLM": "exaone", "InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3",
+    },
+    "multipliers of embeddings, residuals and logits": {
+        "GraniteForCausalLM": "granite", "GraniteMoeForCausalLM": "granitemoe", "MiniCPMForCausalLM": "minicpm",
+        "MiniCPM3ForCausalLM": "minicpm3",
+    },
+    "norms after layers, and of whole queries and keys": {"Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo3"},
+    "norms as Gemma has them, none of heads and none after layers": {"GemmaForCausalLM": "gemma"},
+    "norms of heads after rotary embeddings": {
+        "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense", "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    },
+    "queries scaled by their positions": {"Ministral3ForCausalLM": "ministral3"},
+    "rotary embeddings that turn neighbours": {
+        "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5_moe", "Glm4ForCausalLM": "glm4",
+        "GlmForCausalLM": "glm",
+    },
+    "short convolutions beside experts": {"Lfm2MoeForCausalLM": "lfm2_moe"},
+    "sparse attention (QSA), and embeddings of n-grams": {
+        "Qwen4ExpForConditionalGeneration": "qwen4_exp", "Qwen4ExpForCausalLM": "qwen4_exp_text",
+    },
+    "sparse attention over compressed keys, and hyper-connections": {"DeepseekV4ForCausalLM": "deepseek_v4"},
+    "sparse attention": {
+        "MiniMaxM3ForCausalLM": "minimax_m3", "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
+        "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
+    },
+    "sparse attention, and hyper-connections": {"HYV4VLForConditionalGeneration": "hy_v4_vl"},
+    "sparse latent attention (DSA)": {
+        "DeepseekV32ForCausalLM": "deepseek_v32", "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    },
+    "sparse latent attention (DSA), delta attention with a decay for each channel (KDA), and hyper-connections": {
+        "Glm5NextForConditionalGeneration": "glm5_next",
+    },
+    "squared or learned activations": {"ApertusForCausalLM": "apertus", "ArceeForCausalLM": "arcee"},
+    "state-space layers (Mamba)": {
+        "BambaForCausalLM": "bamba", "FalconH1ForCausalLM": "falcon_h1", "FalconMambaForCausalLM": "falcon_mamba",
+        "GraniteMoeHybridForCausalLM": "granitemoehybrid", "JambaForCausalLM": "jamba", "Mamba2ForCausalLM": "mamba2",
+        "MambaForCausalLM": "mamba", "NemotronHForCausalLM": "nemotron_h", "Zamba2ForCausalLM": "zamba2",
+    },
+    "streams beside the residual one (AltUp, LAuReL)": {"Gemma3nForConditionalGeneration": "gemma3n"},
+}  # fmt: skip
+UNSERVED = {name: (kind, part) for part, names in _PARTS.items() for name, kind in names.items()}
+# Ends of architectures that write no text.
+_NO_TEXT = {
+    "ForMaskedLM": "an encoder", "ForSequenceClassification": "scores in place of text",
+    "ForTokenClassification": "scores in place of text", "RewardModel": "scores in place of text",
+    "Model": "vectors in place of text",
+}  # fmt: skip
 
 # `general.architecture` of their GGUF files.
 IN_GGUF = {
@@ -44,7 +111,8 @@ def unserved_part(architectures: Sequence[str], model_type: object) -> str | Non
     for name, (known_type, missing) in UNSERVED.items():
         if name in architectures or (not architectures and known_type == model_type):
             return missing
-    return None
+    ends = (part for end, part in _NO_TEXT.items() if any(name.endswith(end) for name in architectures))
+    return next(ends, None)
 
 
 def unserved_in_gguf(architecture: object) -> str | None:
