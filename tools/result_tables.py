@@ -5,7 +5,8 @@
 
 A page has `<!-- results: NAME -->` and `<!-- end -->`; what stands between is written here: the table of NAME.json, and
 under it what was measured, when, on what and by which command. `<!-- results: NAME headline -->` has the rows of the
-result's "headline" alone. `<!-- default trees -->` is what the drafters and the bundled heads ask for.
+result's "headline" alone. `<!-- default trees -->` is what the drafters and the bundled heads ask for, `<!-- published
+configs -->` what tests/models/published is read as, which tests/models/test_published.py sees to.
 
 A result is a JSON object:
 
@@ -26,8 +27,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PUBLISHED = ROOT / "tests" / "models" / "published"
 BLOCK = re.compile(
-    r"(<!-- (?:results: (?P<name>\w+)(?P<headline> headline)?|default trees) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (?:results: (?P<name>\w+)(?P<headline> headline)?|(?P<code>default trees|published configs)) -->\n)"
+    r".*?(<!-- end -->)",
+    re.DOTALL,
 )
 WIDTH = 120
 
@@ -81,14 +85,44 @@ def default_trees() -> str:
     return "\n" + table(["drafter", "target is a Llama", "other targets"], rows) + "\n"
 
 
+def published_configs() -> str:
+    """Which models' configs are served, by architecture and by whether they are quantised, and which are refused for
+    what."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from draftwing.models.unserved import unserved_part
+
+    index = json.loads((PUBLISHED / "index.json").read_text(encoding="utf8"))
+    served: dict[str, tuple[list[str], list[str]]] = {}
+    refused: dict[str, list[str]] = {}
+    for name, row in index.items():
+        config = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf8"))
+        (architecture,) = config["architectures"]
+        if row.get("missing") is None:
+            served.setdefault(architecture, ([], []))["stored" in row].append(row["models"])
+        else:
+            missing = row["missing"] or unserved_part([architecture], config["model_type"])
+            refused.setdefault(missing, []).append(row["models"])
+    lines = [[f"`{one}`", *map("; ".join, models)] for one, models in served.items()]
+    count, seen = sum(map(len, refused.values())), sum(row["from"].startswith("seen") for row in index.values())
+    return (
+        f"\nOf {len(index)} configs {seen} were seen; others are written from transformers' classes and what is known of them."
+        f"\n\n{len(index) - count} are served:\n\n"
+        + table(["`architectures`", "models", "quantised"], lines)
+        + f"\n{count} are refused:\n\n"
+        + table(["what is missing", "models"], [[part, "; ".join(refused[part])] for part in sorted(refused)])
+        + "\n"
+    )
+
+
 def written(page: str) -> str:
     """The text of a page with its tables as they are to be."""
 
     def block(match: re.Match[str]) -> str:
-        if match["name"] is None:
-            return match[1] + default_trees() + match[4]
+        if match["code"]:
+            made = published_configs() if match["code"] == "published configs" else default_trees()
+            return match[1] + made + match[5]
         result = json.loads((RESULTS / f"{match['name']}.json").read_text(encoding="utf8"))
-        return match[1] + result_table(result, match["headline"] is not None) + match[4]
+        return match[1] + result_table(result, match["headline"] is not None) + match[5]
 
     return BLOCK.sub(block, page)
 
