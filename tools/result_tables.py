@@ -105,8 +105,8 @@ def published_configs() -> str:
     lines = [[f"`{one}`", *map("; ".join, models)] for one, models in served.items()]
     count, seen = sum(map(len, refused.values())), sum(row["from"].startswith("seen") for row in index.values())
     return (
-        f"\nOf {len(index)} configs {seen} were seen; others are written from transformers' classes and what is known of them."
-        f"\n\n{len(index) - count} are served:\n\n"
+        f"\nOf {len(index)} configs {seen} were seen; others are written from transformers' classes and what is known "
+        f"of them.\n\n{len(index) - count} are served:\n\n"
         + table(["`architectures`", "models", "quantised"], lines)
         + f"\n{count} are refused:\n\n"
         + table(["what is missing", "models"], [[part, "; ".join(refused[part])] for part in sorted(refused)])
