@@ -181,12 +181,29 @@ def test_unsupported_metadata_is_refused_by_name(
     assert named in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("arch", "missing"),
+    [
+        ("glm-dsa", "sparse latent attention (DSA)"),
+        ("gemma2", "capped attention scores"),
+        ("falcon-h1", "state-space layers (Mamba)"),
+        ("lfm2moe", "short convolutions beside experts"),
+        ("gptneox", "layer norms with a mean (LayerNorm)"),
+        ("mistral3", "queries scaled by their positions"),
+        ("qwen3vlmoe", "a model for images around a language model"),
+        ("ernie4_5-moe", "rotary embeddings that turn neighbours"),
+    ],
+)
+def test_an_architecture_that_is_not_served_says_what_it_has(tmp_path: Path, arch: str, missing: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_config(write(tmp_path / "m.gguf", arch))
+    assert f"{arch} has {missing}, which is not served yet" in str(error.value)
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     """(tests/test_gguf_file.py has files that are broken.)"""
-    with pytest.raises(CheckpointError, match="unknown architecture 'gemma2'; expected one of llama, qwen2"):
-        load_model(write(tmp_path / "gemma.gguf", "gemma2"), torch.float32, "cpu")
-    with pytest.raises(CheckpointError, match=r"glm-dsa has sparse latent attention \(DSA\), which is not served yet"):
-        load_model(write(tmp_path / "glm.gguf", "glm-dsa"), torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match="unknown architecture 'plamo3'; expected one of llama, qwen2"):
+        load_model(write(tmp_path / "plamo.gguf", "plamo3"), torch.float32, "cpu")
     with pytest.raises(CheckpointError, match="found none"):
         load_model(tmp_path / "none.gguf", torch.float32, "cpu")
     good = write(tmp_path / "m.gguf", "llama").read_bytes()

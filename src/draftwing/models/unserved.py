@@ -97,12 +97,14 @@ _NO_TEXT = {
     "Model": "vectors in place of text",
 }  # fmt: skip
 
-# `general.architecture` of their GGUF files.
+# `general.architecture` of their GGUF files, where that is not the model_type.
 IN_GGUF = {
-    "bailingmoe3": "BailingHybridForCausalLM", "deepseek4": "DeepseekV4ForCausalLM", "glm-dsa": "GlmMoeDsaForCausalLM",
-    "glm5_next": "Glm5NextForConditionalGeneration", "kimi-linear": "KimiLinearForCausalLM",
-    "llama4": "Llama4ForCausalLM", "mimo2": "MiMoV2FlashForCausalLM", "nemotron_h": "NemotronHForCausalLM",
-    "nemotron_h_moe": "NemotronHForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen4exp": "Qwen4ExpForCausalLM",
+    "bailingmoe2": "BailingMoeV2ForCausalLM", "bailingmoe3": "BailingHybridForCausalLM", "chatglm": "GlmForCausalLM",
+    "command-r": "CohereForCausalLM", "deci": "DeciLMForCausalLM", "deepseek4": "DeepseekV4ForCausalLM",
+    "glm-dsa": "GlmMoeDsaForCausalLM", "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "mimo2": "MiMoV2FlashForCausalLM", "mistral3": "Ministral3ForCausalLM", "nemotron_h_moe": "NemotronHForCausalLM",
+    "phi2": "PhiForCausalLM", "step35": "Step3p5ForCausalLM",
 }  # fmt: skip
 
 
@@ -117,8 +119,15 @@ def unserved_part(architectures: Sequence[str], model_type: object) -> str | Non
 
 def unserved_in_gguf(architecture: object) -> str | None:
     """Returns the same of a GGUF file's `general.architecture`."""
-    name = IN_GGUF.get(architecture) if isinstance(architecture, str) else None
-    return None if name is None else UNSERVED[name][1]
+    if not isinstance(architecture, str):
+        return None
+    kind = UNSERVED[IN_GGUF[architecture]][0] if architecture in IN_GGUF else architecture
+    return next((part for known, part in UNSERVED.values() if _bare(known) == _bare(kind)), None)
+
+
+def _bare(model_type: str) -> str:
+    """Returns it without what libraries write differently."""
+    return model_type.replace("-", "").replace("_", "")
 
 
 # Keys that change the arithmetic, with the values (besides null) at which they do not.
