@@ -17,10 +17,22 @@ def cache_folder() -> Path:
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "draftwing"
 
 
+def make_private(folder: Path) -> None:
+    """Makes a folder that no other user can look into, and those above it that are missing."""
+    for one in (*reversed(folder.parents), folder):  # `parents` of mkdir has another mode
+        if not one.exists():
+            one.mkdir(mode=0o700, exist_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def lock_file(path: Path, seconds: float = 0.0) -> IO[str]:
     """Opens a file that nobody else has, until it is closed. Raises BlockingIOError where another still has it after so
     many seconds."""
-    file, until = path.open("w"), time.monotonic() + seconds
+    file = os.fdopen(_private(str(path), os.O_WRONLY | os.O_CREAT), "w")
+    until = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,11 +51,12 @@ def replace_file(partial: Path, path: Path) -> None:
     partial.replace(path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `path`, and its folder where there is none."""
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Writes `path`, and its folder where there is none. private: no other user can read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=_private if private else None) as file:
+        file.write(text)
     replace_file(partial, path)
 
 
@@ -55,6 +68,6 @@ def load_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+def write_json(path: Path, content: Any, indent: int | None = 1, private: bool = False) -> None:
     """Writes `content` as `write_text` does."""
-    write_text(path, json.dumps(content, indent=indent))
+    write_text(path, json.dumps(content, indent=indent), private)

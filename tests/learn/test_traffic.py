@@ -13,6 +13,7 @@ import pytest
 
 from draftwing.errors import ConfigError
 from draftwing.learn import segments
+from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import MAX_COPIES, Exchange, TrafficLimits, TrafficStore, client_folder
 
 
@@ -40,7 +41,30 @@ def test_exchanges_are_read_in_order_of_time_by_whoever_opens_the_folder(tmp_pat
     assert list(opened(tmp_path).read()) == expected
     assert list(store.read(100.25, 300.75)) == expected[1:3]
     assert all(path.is_relative_to(tmp_path) for path in files(tmp_path))
-    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*.jsonl")} == {0o600}
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("mask", [0o022, 0o000, 0o077])
+def test_no_other_user_can_read_a_file_or_look_into_a_folder(tmp_path: Path, there: bool, mask: int) -> None:
+    """Whatever the process lets others do, and in a folder that was there before."""
+    folder, head = tmp_path / "a" / "b", tmp_path / "head"
+    before = os.umask(mask)
+    try:
+        head.mkdir()
+        (head / "config.json").write_text("{}")
+        if there:
+            folder.mkdir(parents=True)
+        store = opened(folder, vocabulary="v")
+        assert store.add(exchange(1.0, "alice")) and store.add(exchange(2.0, ""))
+        history = HeadHistory(folder / "heads")
+        history.use(history.add(head, {"algorithm": "eagle3"}))
+    finally:
+        os.umask(before)
+    made = [path for path in folder.rglob("*") if path.is_dir()]
+    made += [] if there else [folder, folder.parent]
+    assert {path.name for path in files(folder)} > {"lock", "traffic.json", "last", "current", "head.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files(folder)} == {0o600}
 
 
 def test_each_client_has_a_folder_of_its_own() -> None:

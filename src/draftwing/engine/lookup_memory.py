@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from draftwing.core import IntArray
 from draftwing.errors import ConfigError
-from draftwing.files import lock_file, replace_file
+from draftwing.files import lock_file, make_private, replace_file
 
 log = logging.getLogger("draftwing")
 TOKENS = 1_000_000  # of all answers, as many as SUFFIX remembers by default: 4 MB, learnt again in half a second
@@ -61,7 +61,7 @@ class LookupMemory:
         self.before: dict[str, Any] = {}
         self.learnt: Callable[[], dict[str, Any]] = lambda: self.before
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self._path.parent)
             self._lock = lock_file(self._path.with_name(f"{self._path.name}.lock"))
         except BlockingIOError:
             raise ConfigError(f"speculative_memory: another process has {self._path}; name another file") from None

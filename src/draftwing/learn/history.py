@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.files import load_json, lock_file, write_json, write_text
+from draftwing.files import load_json, lock_file, make_private, write_json, write_text
 from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
 
 FACTS = "head.json"
@@ -65,10 +65,11 @@ class HeadHistory:
             partial.mkdir(mode=0o700)
             for path in _files(head):
                 shutil.copyfile(path, partial / path.name)
+                (partial / path.name).chmod(0o600)
                 with (partial / path.name).open("rb") as file:
                     os.fsync(file.fileno())
-            write_json(partial / FACTS, {**facts, "made": time.time(), "sha256": _digest(partial)})
-            write_text(self.folder / "last", f"{number}\n")
+            write_json(partial / FACTS, {**facts, "made": time.time(), "sha256": _digest(partial)}, private=True)
+            write_text(self.folder / "last", f"{number}\n", private=True)
             partial.rename(self.folder / str(number))
             sync_folder(self.folder)
             return number
@@ -138,14 +139,14 @@ class HeadHistory:
                     if client in record.data.get("clients", {}):
                         path = record.folder / FACTS
                         facts = load_json(path)
-                        write_json(path, {**facts, "deleted": sorted({*record.deleted, client})})
+                        write_json(path, {**facts, "deleted": sorted({*record.deleted, client})}, private=True)
                         found.append(number)
         return found
 
     def _locked(self) -> IO[str]:
         """Held while something changes: others wait until it is closed. Raises DraftwingError where that takes
         long."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.folder)
         try:
             return lock_file(self.folder / "lock", LOCK_SECONDS)
         except BlockingIOError:
@@ -158,7 +159,7 @@ class HeadHistory:
         record = self.get(number)
         if _digest(record.folder) != record.sha256:
             raise ConfigError(f"{record.folder} is damaged: its files have changed since it was made")
-        write_text(self.folder / "current", f"{number}\n")
+        write_text(self.folder / "current", f"{number}\n", private=True)
 
     def _folder(self, number: int) -> Path:
         if number not in self._numbers():

@@ -15,6 +15,7 @@ from pathlib import Path
 from resource import RLIM_INFINITY
 
 from draftwing.child_processes import import_environment
+from draftwing.files import make_private
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import RUN, TrafficStore
 
@@ -85,7 +86,7 @@ class IdleTraining:
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
         if not (self.out / "train.json").exists():
             words += ["--init-head", head]
-        self.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.out)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,

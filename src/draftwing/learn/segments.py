@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from draftwing.files import replace_file
+from draftwing.files import make_private, replace_file
 
 PARTIAL = ".partial"  # ends names of files and folders that are not yet, or no longer, there
 _HEAD, _IDENTITY, _ANSWER, _TAIL = b'{"at":', b'"client":', b'"answer":', b"]}\n"  # of every line, in this order
@@ -117,7 +117,7 @@ class Segments:
         if path is None or path.stat().st_size + len(line) > self._file_size:
             number = int(entry.at) if path is None else max(int(entry.at), int(path.stem) + 1)
             path = self._folder / f"{number}.jsonl"
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             self._files.append(path)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from draftwing.errors import ConfigError
-from draftwing.files import load_json, lock_file, write_json
+from draftwing.files import load_json, lock_file, make_private, write_json
 from draftwing.learn.segments import PARTIAL, Segments, count_since, entry_of, read_lines, remove_folder, remove_partial
 
 RUN = "training"  # a run of `draftwing train` in the works, with hidden states of all clients' texts
@@ -122,11 +122,11 @@ class TrafficStore:
         if self._lock is not None:
             return
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.folder)
             self._check_own()
             self._lock = lock_file(self.folder / "lock")
             if not self.vocabulary:
-                write_json(self._facts, {"version": _VERSION, "vocabulary": self._given})
+                write_json(self._facts, {"version": _VERSION, "vocabulary": self._given}, private=True)
         except BlockingIOError:
             raise ConfigError(f"another process writes to {self.folder}: stop it, or ask it") from None
         except OSError as error:
