@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftwing.process_memory import give_back
 
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
-LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
+LINGER_SECONDS = 1.0  # for a client that is refused while it sends to read why
+MAX_UNREAD = 2**18  # bytes of a body that are taken, and dropped, when its request has been answered
+CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
 _CLOSE = {"connection": "close"}
@@ -21,8 +23,8 @@ _HERE = "draftwing.body"  # in a request's scope
 class BodyLimit:
     """Raises HTTPException in whoever reads a body that is too large (413), or one too many (503).
 
-    The refusal is sent while the body still comes, and the rest is dropped for a moment before the connection is
-    closed: a client that only writes would see a broken connection instead of the reason.
+    The refusal is sent while the body still comes, and the connection is closed a moment later: a client that only
+    writes would see a broken connection instead of the reason.
     """
 
     def __init__(self, app: ASGIApp, max_size: int) -> None:
@@ -95,8 +97,13 @@ class _Body:
         await self._send(message)
 
     async def _linger(self) -> None:
+        """Waits until the client has sent all, or for some time; what comes beyond `MAX_UNREAD` is not read."""
+        left = MAX_UNREAD
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
-                message: Message = {"type": "http.request", "more_body": True}
-                while message["type"] == "http.request" and message.get("more_body", False):
+                while left > 0:
                     message = await self._receive()
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        return
+                    left -= max(len(message.get("body", b"")), CHUNK_COST)
+                await asyncio.sleep(LINGER_SECONDS)

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
+from draftwing.server.edge.body_limit import CHUNK_COST, MAX_UNREAD
 from draftwing.server.edge.throttle import A_SECOND, MAX_HELD, MAX_SECONDS, NO_DEFERRAL, Throttle
 
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
@@ -26,8 +27,6 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 16
 MAX_CHUNKS = 1024  # of a body, besides one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
 CHUNK_BYTES = 64
-MAX_UNREAD = 2**18  # bytes of a body that come when its request has been answered
-CHUNK_COST = 1024  # of these, for each chunk
 PIECE = 4096  # bytes that are read of a connection before it is another one's turn
 TURN_SECONDS = 0.001  # for what connections have sent, in one turn of the event loop
 SPARE_DESCRIPTORS = 256  # for files, the engine and what else a server opens
