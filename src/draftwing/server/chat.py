@@ -250,6 +250,7 @@ class Chats:
             parallel=chat.parallel,
             separate=chat.separate_reasoning,
             stream_reasoning=chat.stream_reasoning,
+            only_calls=chat.offers and chat.choice.mode in ("required", "named"),
         )
         if self.harmony:
             start: Start = "closed" if chat.continued else "free"

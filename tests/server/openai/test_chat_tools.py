@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import WITHOUT_TOOLS, ScriptedEngine, openai_client, serving
+from scripted import WITHOUT_TOOLS, ScriptedEngine, events, openai_client, serving, written
 
 from draftwing.text import rendering
 
@@ -277,3 +277,39 @@ def test_servers_that_cannot() -> None:
             openai_client(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
         info = httpx.get(f"{url}/model_info").json()
         assert (info["reasoning_parser"], info["tool_call_parser"]) == ("deepseek-r1", "hermes")
+
+
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 1}, {"n": 2}], ids=["", "logprobs", "n"])
+@pytest.mark.parametrize(("choice", "first"), [("required", None), (NAMED, None), ("auto", ""), ("none", "")])
+def test_a_stream_that_can_only_be_a_call_has_no_content(
+    url: str, scripted: ScriptedEngine, choice: Any, first: str | None, more: dict[str, Any]
+) -> None:
+    scripted.script = written(("now", {"a": "bcd"}))
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": choice, "stream": True, **more}
+    deltas = [
+        one["delta"]
+        for chunk in events(httpx.post(f"{url}/v1/chat/completions", json=body).text)
+        for one in chunk["choices"]
+    ]
+    assert [delta["content"] for delta in deltas if "role" in delta] == [first] * more.get("n", 1)
+    said = [delta["content"] for delta in deltas if delta.get("content") is not None]
+    assert (said == []) == (first is None)
+    assert any("tool_calls" in delta for delta in deltas) == (choice != "none")
+
+
+@pytest.mark.parametrize(("before", "behind", "text"), [
+    ("hello ", "\nbye", "hello\nbye"), ("hello ", "bye", "hello bye"), ("hello\n\n", " bye", "hello bye"),
+    ("hello", "\n\nbye\n", "hello\n\nbye\n"), ("", "\nbye", "bye"), ("hello\n", "\n", "hello"),
+])  # fmt: skip
+def test_words_around_a_call_stay_apart(
+    url: str, scripted: ScriptedEngine, before: str, behind: str, text: str
+) -> None:
+    scripted.script = f"{before}{written(('now', {}))}{behind}"
+    body = {"messages": HI, "tools": TOOLS}
+    whole = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    chunks = events(httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": True}).text)
+    streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert whole["content"] == streamed == text and len(whole["tool_calls"]) == 1

@@ -236,12 +236,13 @@ class ChatCompletion(Completion):
 
     def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
         deltas, logprobs = self._deltas(answer, text), self._logprobs(answer)
+        empty = {"content": None if self._readers[answer.index].only_calls else "", "reasoning_content": None}
         if logprobs is not None and not deltas:
-            deltas = [{"content": "", "reasoning_content": None}]
+            deltas = [empty]
         pieces: list[dict[str, Any]] = [{"delta": delta} for delta in deltas]
         if logprobs is not None:
             pieces[0]["logprobs"] = logprobs
-        role = {"delta": {"role": "assistant", "content": "", "reasoning_content": None}}
+        role = {"delta": {"role": "assistant", **empty}}
         return [role, *pieces] if first else pieces
 
     def _prompt_ids(self) -> dict[str, Any]:

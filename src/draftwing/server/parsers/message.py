@@ -45,6 +45,7 @@ class MessageStyle:
     are given out.  constrained: a grammar holds the answer, which knows calls by their marker.  separate: False leaves
     reasoning in the text, with its markers.  stream_reasoning: False gives it out at once, when it is complete.
     harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed" where an answer goes on with a text.
+    only_calls: nothing but calls can follow the reasoning.
     """
 
     reasoning: ReasoningStyle | None = None
@@ -57,6 +58,7 @@ class MessageStyle:
     separate: bool = True
     stream_reasoning: bool = True
     harmony: bool = False
+    only_calls: bool = False
 
 
 class MessageReader:
@@ -78,6 +80,10 @@ class MessageReader:
         self._written: list[str] = []  # arguments of the newest call, also where it is of a custom tool
         self._input: InputReader | None = None  # of that, where it is of a custom tool
         self._counted = False
+
+    @property
+    def only_calls(self) -> bool:
+        return self._style.only_calls
 
     @property
     def reasoning(self) -> str:

@@ -99,7 +99,8 @@ class ToolParser:
     come, and are incomplete where the answer is cut. What looked like a call before but is none is text, with its
     markers. Where arguments stop being JSON the call ends. What follows it up to the end marker, or the next call's, is
     lost then, and so is what is no call behind another one in the same list or between the same markers. Whitespace
-    around calls is dropped, and so are brackets too many, end markers too many and code fences.
+    around calls is dropped, but for that between two texts, of which the last stays: words do not run together.
+    Brackets too many, end markers too many and code fences are dropped.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class ToolParser:
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
+        self._said = False  # a text has come
+        self._gap = ""  # whitespace around calls, for the case that another text comes
         self._held: list[str] = []  # text that the next one may change
         self._idle = ""  # characters, of which more would not
         self._raw: list[str] = []  # of what may turn out to be no call
@@ -146,7 +149,12 @@ class ToolParser:
 
     def _emit(self, text: str) -> None:
         if text:
-            self._out.append(text)
+            self._out.append(self._gap + text if self._said else text)
+            self._said, self._gap = True, ""
+
+    def _part(self, blank: str) -> None:
+        """Keeps whitespace that stands before or behind a call."""
+        self._gap = "".join(filter(str.isspace, blank)) or self._gap
 
     # Each step takes text from a place on, and returns where what is left of it begins, or keeps it in `_held` and
     # returns its end.
@@ -161,8 +169,10 @@ class ToolParser:
         if self._trim or self._fresh:
             body = _end(_WHITE, text, at)
             if body == len(text):
-                return len(text) if self._trim else self._hold(text, at)
-            if self._fresh:
+                return self._hold(text, at)
+            if self._trim:
+                self._part(text[at:body])
+            else:
                 start = self._behind_fence(text, body)
                 if start == len(text):
                     return self._hold(text, at)
@@ -344,6 +354,8 @@ class ToolParser:
 
     def _announce(self, call: CallReader) -> None:
         self._announced = True
+        raw = "".join(self._raw)
+        self._part(raw[: len(raw) - len(raw.lstrip())])
         if self._parallel or self.calls == 0:
             self._out.append(CallPiece(self.calls, "", new_call_id(self._style.id_length), call.name))
         self.calls += 1
@@ -361,11 +373,12 @@ class ToolParser:
                 self._out.append(CallPiece(index, text))
 
     def _finish(self) -> None:
-        held, end = "".join(self._held), self._style.end
+        held, end = "" if self._trim else "".join(self._held), self._style.end
         if self._step == self._after:
             body = held.lstrip(_BETWEEN_CALLS)
             # A cut end marker is dropped with the whitespace before it: the call is complete.
             cut = (end and end.startswith(body)) or (self._fenced and "```".startswith(body))
+            self._part(held[: len(held) - len(body)])
             self._emit("" if cut else body)
         elif self._step == self._text and self._inside and end and end.startswith(held.strip()):
             self._emit(held if held.isspace() else "")
