@@ -313,7 +313,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "attn_output_gate": True}, "attn_output_gate = True"),
         ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
         ({**LFM2_12B, "conv_L_cache": 1}, "must be at least 2, found 1"),
-        ({"architectures": ["BertForMaskedLM"]}, "expected one of LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": ["LlamaForSomething"]}, "the nearest that are served: LlamaForCausalLM"),
         (
             {**QWEN3_30B, "num_experts": 8, "num_experts_per_tok": 9},
             "num_experts_per_tok: expected an integer from 1 to 8, found 9",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from gemma4_models import KINDS, reference, write_gguf
 from hybrid_models import Pooled, check_steps, on_two_ranks, tokens, whole_logits
 from safetensors.torch import load_file, save_file
@@ -144,6 +145,13 @@ def test_any_layer_may_have_heads_of_its_own() -> None:
     each = {**config["per_layer_config"], "2": {"head_dim": 16, "num_key_value_heads": 4}}
     made = from_hf({**config, "per_layer_config": each, "architectures": ["Gemma4ForCausalLM"]})
     assert [layer.mixer.shape for layer in made.layers] == [(4, 2, 32), (4, 1, 64), (4, 4, 16), (4, 1, 64)]
+
+
+def test_layers_are_numbered_as_libraries_write_them() -> None:
+    """A model of 12 layers has keys 05 and 11."""
+    theirs = transformers.Gemma4TextConfig(num_hidden_layers=12, architectures=["Gemma4ForCausalLM"])
+    made = from_hf(json.loads(theirs.to_json_string(use_diff=False)))
+    assert [layer.mixer.head_dim for layer in made.layers] == ([256] * 5 + [512]) * 2
 
 
 def test_stored_values_are_not_asked_for(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.heads.config import draft_config, flatten_config, resolve_aux_layers
 from draftwing.models.loader import load_config, load_model
+from draftwing.models.neutral import METADATA
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: config for name, config in vars(hf_configs).items() if name.isupper() and not name.startswith("_")
@@ -205,7 +206,7 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
         model = reference(kind)
         file = open_gguf(hybrid_gguf.write(tmp_path / "m.gguf", model.config, model.state_dict(), edit=more))
     gguf.model_config(file)
-    keys = [f"{arch}.{key}" for key in (*gguf.NEUTRAL_VALUES, "attention.sliding_window", "rope.dimension_count")]
+    keys = [f"{arch}.{key}" for key in (*METADATA, "attention.sliding_window", "rope.dimension_count")]
     keys += [key for key in file.metadata if not key.startswith("GGUF")]
     count = 0
     for key in keys:

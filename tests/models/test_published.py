@@ -23,10 +23,6 @@ QUICK = {  # one of each way in which configs differ
     "qwen2.5-7b-instruct-yarn", "qwen3-8b-awq", "qwen3-coder-480b-a35b-instruct", "qwen3-next-80b-a3b-yarn",
     "qwen3.5-27b", "vicuna-7b-v1.5-16k",
 }  # fmt: skip
-WAITING = {
-    "qwen3-30b-a3b-instruct-2507", "qwen3-coder-480b-a35b-instruct", "qwen3-coder-30b-a3b-instruct",
-    "qwen3-coder-30b-a3b-instruct-fp8",
-}  # fmt: skip
 SERVED = [
     pytest.param(row, id=row.name, marks=() if row.name in QUICK else pytest.mark.slow)
     for row in rows().values()
@@ -43,8 +39,6 @@ def test_there_is_a_file_for_each_row_of_the_index() -> None:
 @pytest.mark.parametrize("row", SERVED)
 @torch.inference_mode()
 def test_it_has_the_log_probabilities_of_transformers(tmp_path: Path, row: Row) -> None:
-    if row.name in WAITING:
-        pytest.xfail("not served yet as it should be")
     theirs = written(tmp_path, row.name)
     model = load_model(tmp_path, torch.float32, "cpu")
     ids = tokens(min(PROMPT, model.config.max_positions))

@@ -27,9 +27,10 @@ from draftwing.models.gemma4 import gemma4_keys, gemma4_layers
 from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen_layers
 from draftwing.models.language_model import language_model
 from draftwing.models.latents import LATENT
+from draftwing.models.neutral import refuse_unread
 from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
 from draftwing.models.quantised.config import METHODS, Quantization
-from draftwing.models.unserved import NEUTRAL_VALUES, unserved_part
+from draftwing.models.unserved import nearest, unserved_part
 from draftwing.parallel.ranks import Ranks
 from draftwing.plugins import import_installed
 from draftwing.requests.refusals import show
@@ -172,16 +173,12 @@ class Family(NamedTuple):
     experts: expert_fields.Kind = ""
     # Where layers differ in more than windows: makes so many of the config and of what all have in common.
     layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
-    reads: tuple[str, ...] = ()  # keys among `NEUTRAL_VALUES` whose values it knows
+    soft_cap: bool = False  # whether it reads `final_logit_softcapping`
     keys: Callable[[Fields], dict[str, Any]] | None = None  # what its config says in keys of others
     gated: bool = False  # whether attention has gates
-    rotary: float = 1.0  # share of a head that is turned, `partial_rotary_factor` when the config has none
+    turns_parts: bool = False  # whether a part of each head may be turned
+    rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none
     shared: bool = False  # whether experts have one more, for all rows, with a gate of its own
-
-    @property
-    def turns_parts(self) -> bool:
-        """Returns whether a part of each head may be turned."""
-        return "partial_rotary_factor" in self.reads
 
 
 # The group in which installed packages name the module that adds to `FAMILIES` or `FORMATS`: an entry point's name is
@@ -225,7 +222,6 @@ FAMILIES: dict[str, Family] = {
         scaled_embeddings=True,
         attention_scalar=256,
         tied=True,
-        reads=("query_pre_attn_scalar",),
     ),
     "Gemma4ForCausalLM": Family(
         "gemma4_text",
@@ -241,7 +237,7 @@ FAMILIES: dict[str, Family] = {
         experts="gemma",
         layers=gemma4_layers,
         keys=gemma4_keys,
-        reads=("attention_k_eq_v", "final_logit_softcapping", "use_bidirectional_attention"),
+        soft_cap=True,
     ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", **QWEN_HYBRID),
@@ -256,7 +252,7 @@ FAMILIES: dict[str, Family] = {
         eps=1e-5,
         rotary=0.5,
         experts="deepseek",
-        reads=("partial_rotary_factor", "use_qk_norm"),
+        turns_parts=True,
     ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", **{**LATENT, "experts": "deepseek_v2"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", **LATENT),
@@ -270,7 +266,7 @@ FAMILIES: dict[str, Family] = {
         theta=5e6,
         experts="minimax",
         keys=expert_fields.minimax_keys,
-        reads=("partial_rotary_factor", "use_qk_norm"),
+        turns_parts=True,
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2",
@@ -286,16 +282,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
+def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
+    """Returns the `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served. head: of a
+    draft head's layers, whose config has keys of others."""
     config = language_model(config)
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
-    for key, neutral in NEUTRAL_VALUES.items():
-        if not _reads(family, key):
-            fields.check(key, neutral)
     if family.keys is not None:
-        fields = Fields({**config, **family.keys(fields)}, fields.where)
+        fields = fields.overruled(family.keys(fields))
     key, known = _ACTIVATIONS[family.activation]
     activation = fields.text(key, known[0])
     if activation not in known:
@@ -329,7 +323,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
             fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
         )
         made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
-    return ModelConfig(
+    found = ModelConfig(
         architecture=name,
         hidden_size=hidden,
         vocab_size=fields.whole("vocab_size"),
@@ -338,13 +332,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
-        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0),
+        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
     )
+    refuse_unread(fields, name, known_alone=head)
+    return found
 
 
 def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
@@ -398,10 +394,10 @@ def _family(config: Fields) -> tuple[str, Family]:
             if family.model_type == config.get("model_type"):
                 return name, family
     found = ", ".join(architectures)[:200] if architectures else f"model_type {show(config.get('model_type'))}"
-    missing = unserved_part(architectures, config.get("model_type"))
+    missing = unserved_part(architectures, config.get("model_type"), dict(config.items()))
     if missing is not None:
-        raise CheckpointError(f"{found} has {missing}, which is not served yet; expected one of {', '.join(FAMILIES)}")
-    raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{found} has {missing}, which is not served yet; {nearest(found, FAMILIES)}")
+    raise CheckpointError(f"unknown architecture {found}; {nearest(found, FAMILIES)}")
 
 
 # The key that names an MLP's activation, and its names.
@@ -411,17 +407,14 @@ _ACTIVATIONS = {
 }
 
 
-def _reads(family: Family, key: str) -> bool:
-    """Returns whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
-    return key in family.reads or key in expert_fields.counts(family.experts)
-
-
 def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:
     """Returns what `quantization_config` says: a format of its own, or one that is read into any other."""
     quantization = fields.get("quantization_config")
     if quantization is None:
         return DENSE, None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method is None and isinstance(quantization, Mapping) and isinstance(quantization.get("producer"), Mapping):
+        method = quantization["producer"].get("name")  # as ModelOpt has it
     if isinstance(method, str) and method not in METHODS.keys() | FORMATS.keys():
         import_installed(ENTRY_POINTS, method)
     if isinstance(method, str) and method in FORMATS:
@@ -430,9 +423,9 @@ def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantizati
     if isinstance(method, str) and method in known:
         return DENSE, known[method](fields.inner("quantization_config"))
     raise CheckpointError(
-        f"{fields.where}: quantization_config = {show(quantization)} is not supported: expected none or quant_method "
-        f"{', '.join((*known, *FORMATS))}, found {show(method)}. Take the model's checkpoint that is not quantised, or "
-        "a .gguf file"
+        f"{fields.where}: quantization_config: expected none or quant_method {', '.join((*known, *FORMATS))}, found "
+        f"{show(quantization if method is None else method)}. Take the model's checkpoint that is not quantised, or a "
+        ".gguf file"
     )
 
 

@@ -15,11 +15,6 @@ DEEPSEEKS: tuple[Kind, ...] = ("deepseek", "deepseek_v2")
 _COUNTS = ("num_experts", "num_local_experts")  # keys of how many there are
 
 
-def counts(kind: Kind) -> tuple[str, ...]:
-    """Returns the keys that say how many experts there are."""
-    return ("n_routed_experts",) if kind in DEEPSEEKS else _COUNTS if kind else ()
-
-
 def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConfig | None:
     """Returns the experts of layers that have them, None where none has. shared: whether there is one more, for all
     rows, in keys of Qwen."""
@@ -32,7 +27,7 @@ def experts(fields: Fields, kind: Kind, shared: bool, layers: int) -> ExpertConf
     if kind in ("deepseek", "minimax"):
         return _by_sigmoids(fields, kind == "deepseek", layers)
     # One key in files of old, the other in those of newer libraries.
-    key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[kind != "qwen"])
+    key = next(iter([key for key in _COUNTS if fields.get(key) is not None]), _COUNTS[kind != "qwen"])
     count = fields.whole(key, high=max_experts(layers))
     qwen, clamped = kind == "qwen", kind == "gpt_oss"
     if clamped and fields.number("swiglu_alpha", 0, 1e3, SWIGLU_ALPHA) != SWIGLU_ALPHA:

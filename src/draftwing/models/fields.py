@@ -3,7 +3,7 @@ was expected and what was found."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,19 +28,41 @@ def max_experts(layers: int) -> int:
 class Fields:
     """The values of one object by key. A null is as good as no value.
 
-    where: what errors begin with.  prefix: of all keys.  inside: the keys of the objects that this one is in.
+    where: what errors begin with.  prefix: of all keys.  inside: the keys of the objects that this one is in.  asked:
+    paths of keys that somebody asked for, of this object and of those in it; a dot ends those of opened objects.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "", inside: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str, prefix: str = "", inside: str = "", asked: set[str] | None = None
+    ) -> None:
         self.where, self.prefix, self.inside = where, prefix, inside
+        self.asked = set() if asked is None else asked
         self._values = values
 
     def get(self, key: str) -> Any:
+        self.asked.add(f"{self.inside}{self.prefix}{key}")
         return self._values.get(self.prefix + key)
 
     def has(self, key: str) -> bool:
         """Returns whether the key is there, if only with a null."""
+        self.asked.add(f"{self.inside}{self.prefix}{key}")
         return self.prefix + key in self._values
+
+    def overruled(self, own: Mapping[str, Any], where: str | None = None) -> Fields:
+        """Returns the same object with some other values. where: of errors, None: as it is."""
+        own = {f"{self.prefix}{key}": value for key, value in own.items()}
+        return Fields({**self._values, **own}, where or self.where, self.prefix, self.inside, self.asked)
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yields path and value of each key with the prefix that nobody asked for, also of objects that were opened."""
+        for key, value in self._values.items():
+            path = f"{self.inside}{key}"
+            if not key.startswith(self.prefix) or value is None:
+                continue
+            if path not in self.asked:
+                yield path.removeprefix(self.prefix), value
+            elif f"{path}." in self.asked:
+                yield from Fields(value, self.where, inside=f"{path}.", asked=self.asked).unread()
 
     def values(self) -> Iterable[Any]:
         return self._values.values()
@@ -95,7 +117,9 @@ class Fields:
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.unlike(key, "an object")
-        return Fields(value or {}, self.where, inside=f"{self.inside}{self.prefix}{key}.")
+        inside = f"{self.inside}{self.prefix}{key}."
+        self.asked.add(inside)
+        return Fields(value or {}, self.where, inside=inside, asked=self.asked)
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Returns token ids: none, one or a list of them."""

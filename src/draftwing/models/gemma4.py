@@ -58,7 +58,8 @@ def sources(kinds: list[Any], own: int) -> list[int | None]:
 def _attention(fields: Fields, mixer: Any, kind: str, index: int) -> AttentionConfig:
     """Returns attention of layer `index`. Scores have no scale, for queries and keys have norms."""
     assert isinstance(mixer, AttentionConfig)
-    own = fields.inner("per_layer_config").inner(str(index))  # as newer libraries write it: what is not as in others
+    each = fields.inner("per_layer_config")  # as newer libraries write it, by 5 or "05": what is not as in others
+    own = each.inner(next((key for key, _ in each.items() if key.isdecimal() and int(key) == index), str(index)))
     for key, value in own.items():
         if key not in ("head_dim", "num_key_value_heads"):
             raise fields.unsupported(f"per_layer_config.{index}.{key}", value)

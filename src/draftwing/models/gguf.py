@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +23,10 @@ from draftwing.models.config import FAMILIES, Family, ModelConfig, layers_like
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields
 from draftwing.models.gguf_names import hf_name, layer_name
 from draftwing.models.latents import parts
+from draftwing.models.neutral import refuse_unread_metadata
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
-from draftwing.models.unserved import unserved_in_gguf
+from draftwing.models.unserved import nearest, unserved_in_gguf
 from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
@@ -57,25 +57,6 @@ EXPERT_TENSORS = {
 }  # fmt: skip
 MXFP4 = "MXFP4"  # GGML's name of the type
 
-# Metadata below `<architecture>.` that changes the arithmetic, with the values at which it does not.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "rope.scaling.attn_factor": (1,),
-    "rope.scaling.yarn_ext_factor": (-1, 1),
-    gguf_latents.YARN_LOG: (0,),
-    "use_parallel_residual": (False,),
-}
-
-# Of these, keys that an architecture's own code reads.
-READ = {gguf_gemma4.ARCH: "final_logit_softcapping", gguf_latents.ARCH: gguf_latents.YARN_LOG}
-
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
 END_TOKENS = (
     "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|return|>",
@@ -87,7 +68,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     """Returns the `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        missing, expected = unserved_in_gguf(arch), f"expected one of {', '.join(ARCHITECTURES)}"
+        missing, expected = unserved_in_gguf(arch), nearest(str(arch), ARCHITECTURES)
         if missing is not None:
             raise CheckpointError(f"{file.path}: {arch} has {missing}, which is not served yet; {expected}")
         raise CheckpointError(f"{file.path}: unknown architecture {show(arch)}; {expected}")
@@ -95,7 +76,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     stored = Fields(meta, str(file.path), f"{arch}.")
     fields = _OWN_FIELDS[arch](stored) if arch in _OWN_FIELDS else stored
     size, tokenizer = fields.whole, Fields(meta, str(file.path), "tokenizer.ggml.")
-    _refuse_unsupported(file, fields, arch)
+    _refuse_longrope(file)
     named = WITH_EXPERTS.get(arch, ARCHITECTURES[arch])
     if arch == gguf_latents.ARCH:
         named = gguf_latents.architecture(file, fields)
@@ -129,7 +110,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     if arch in _OWN_LAYERS:
         own = _OWN_LAYERS[arch](file, stored, layer, layers)
         made = tuple(replace(one, experts=like.experts) for one, like in zip(own, made, strict=True))
-    return ModelConfig(
+    found = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -138,12 +119,14 @@ def model_config(file: GGUFFile) -> ModelConfig:
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
-        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0),
+        soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
         tie_embeddings="output.weight" not in file.tensors,
         stop_ids=_stop_ids(tokenizer),
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
     )
+    refuse_unread_metadata(fields)
+    return found
 
 
 def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, heads: int, layers: int) -> AttentionConfig:
@@ -305,10 +288,7 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
-    for key, neutral in NEUTRAL_VALUES.items():
-        if key != READ.get(arch):
-            fields.check(key, neutral)
+def _refuse_longrope(file: GGUFFile) -> None:
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
@@ -355,7 +335,8 @@ def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
     if theta <= 1:
         raise fields.unlike("rope.freq_base", "more than 1")
     given = fields.number("rope.scaling.yarn_attn_factor", 0, 1e3, 1.0)
-    inferred = 1.0 if fields.number(gguf_latents.YARN_LOG, 0, 1e3, 0.0) else yarn_attention_factor(factor)
+    by_scores = arch == gguf_latents.ARCH and fields.number(gguf_latents.YARN_LOG, 0, 1e3, 0.0) > 0
+    inferred = 1.0 if by_scores else yarn_attention_factor(factor)
     return RopeConfig(
         theta,
         "yarn",

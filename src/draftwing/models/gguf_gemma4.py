@@ -39,8 +39,8 @@ def of_first(fields: Fields) -> Fields:
     for key in (_HEADS, _WIDTH):
         value = fields.get(key)
         if isinstance(value, np.ndarray) and len(value):
-            own[fields.prefix + key] = value[0].item()
-    return Fields({**dict(fields.items()), **own}, fields.where, fields.prefix)
+            own[key] = value[0].item()
+    return fields.overruled(own)
 
 
 def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:

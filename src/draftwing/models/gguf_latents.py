@@ -42,8 +42,7 @@ def is_copy(name: str, names: Container[str]) -> bool:
 def of_turned(fields: Fields) -> Fields:
     """Returns the metadata with heads of the elements that are turned: what is said of heads is of latents, or not."""
     turned = fields.whole("rope.dimension_count", 2, WIDEST)
-    own = {f"{fields.prefix}attention.{part}_length": turned for part in ("key", "value")}
-    return Fields({**dict(fields.items()), **own}, fields.where, fields.prefix)
+    return fields.overruled({f"attention.{part}_length": turned for part in ("key", "value")})
 
 
 def layers(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:

@@ -24,7 +24,7 @@ from urllib.request import getproxies
 from draftwing.errors import CheckpointError
 from draftwing.files import load_json
 from draftwing.models.gguf_repos import chosen, models_in
-from draftwing.models.unserved import unserved_part
+from draftwing.models.unserved import named_part
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +202,11 @@ def _fetch(repo: str, revision: str | None, weights: bool, gguf: str | None) -> 
 
 
 def _unserved(file: Path) -> str | None:
-    """Returns what `unserved_part` says of a config.json; None of one that cannot be read, which whoever loads it
+    """Returns what `named_part` says of a config.json; None of one that cannot be read, which whoever loads it
     refuses."""
     try:
         config = load_json(file)
-        return unserved_part(config.get("architectures") or (), config.get("model_type"))
+        return named_part(config.get("architectures") or (), config.get("model_type"))
     except (ValueError, AttributeError, TypeError):
         return None
 

@@ -91,5 +91,5 @@ QWEN_HYBRID: dict[str, Any] = {
     "rotary": 0.25,
     "layers": qwen_layers,
     "keys": qwen_keys,
-    "reads": ("attn_output_gate", "partial_rotary_factor"),
+    "turns_parts": True,
 }

@@ -57,7 +57,6 @@ def latent_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[Layer
 LATENT: dict[str, Any] = {
     "experts": "deepseek",
     "layers": latent_layers,
-    "reads": ("kv_lora_rank", "q_lora_rank", "rope_interleave"),
 }
 
 

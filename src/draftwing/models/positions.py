@@ -88,8 +88,9 @@ def _check_beside(fields: Fields, given: Fields) -> None:
     full = given.inner(FULL) if isinstance(given.get(FULL), Mapping) else given
     kinds = {"type": "rope_type", "rope_type": "rope_type"}
     said = {kinds.get(key, key): value for key, value in full.items()}
-    for key, value in fields.inner("rope_scaling").items():
-        if value != said.get(kinds.get(key, key)):
+    beside = fields.inner("rope_scaling")
+    for key, _ in beside.items() if beside.inside != given.inside else ():
+        if beside.get(key) != said.get(kinds.get(key, key)):
             raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
     trained, key = said.get("original_max_position_embeddings"), "original_max_position_embeddings"
     if said.get("rope_type") in ("llama3", "yarn") and fields.get(key) not in (None, trained):

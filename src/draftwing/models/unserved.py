@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # Models that people ask for, by what they have that has no code here: the architecture and its model_type.
@@ -13,11 +15,11 @@ _PARTS: dict[str, dict[str, str]] = {
     "a model for images around a language model": {
         "Glm4vForConditionalGeneration": "glm4v", "Glm4vMoeForConditionalGeneration": "glm4v_moe",
         "InternVLChatModel": "internvl_chat", "InternVLForConditionalGeneration": "internvl",
-        "KimiK25ForConditionalGeneration": "kimi_k25", "Lfm2VlForConditionalGeneration": "lfm2_vl",
-        "LlavaForConditionalGeneration": "llava", "Mistral3ForConditionalGeneration": "mistral3",
-        "MllamaForConditionalGeneration": "mllama", "Qwen2VLForConditionalGeneration": "qwen2_vl",
-        "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl", "Qwen3VLForConditionalGeneration": "qwen3_vl",
-        "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+        "KimiK25ForConditionalGeneration": "kimi_k25", "Kimi_K25ForConditionalGeneration": "kimi_k25",
+        "Lfm2VlForConditionalGeneration": "lfm2_vl", "LlavaForConditionalGeneration": "llava",
+        "Mistral3ForConditionalGeneration": "mistral3", "MllamaForConditionalGeneration": "mllama",
+        "Qwen2VLForConditionalGeneration": "qwen2_vl", "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+        "Qwen3VLForConditionalGeneration": "qwen3_vl", "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     },
     "a model for sound around a language model": {"VoxtralForConditionalGeneration": "voxtral"},
     "an encoder": {
@@ -40,8 +42,11 @@ _PARTS: dict[str, dict[str, str]] = {
     },
     "layer norms with a mean (LayerNorm)": {
         "CohereForCausalLM": "cohere", "Cohere2ForCausalLM": "cohere2", "FalconForCausalLM": "falcon",
-        "GPT2LMHeadModel": "gpt2", "GPTNeoXForCausalLM": "gpt_neox", "OPTForCausalLM": "opt", "PhiForCausalLM": "phi",
-        "PhiMoEForCausalLM": "phimoe", "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
+        "GPT2LMHeadModel": "gpt2", "GPTBigCodeForCausalLM": "gpt_bigcode", "GPTJForCausalLM": "gptj",
+        "BloomForCausalLM": "bloom", "MptForCausalLM": "mpt", "DbrxForCausalLM": "dbrx",
+        "NemotronForCausalLM": "nemotron", "GPTNeoXForCausalLM": "gpt_neox", "OPTForCausalLM": "opt",
+        "PhiForCausalLM": "phi", "PhiMoEForCausalLM": "phimoe", "PhimoeForCausalLM": "phimoe",
+        "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
     },
     "layers of different sizes": {"DeciLMForCausalLM": "nemotron-nas"},
     "layers without rotary embeddings": {"SmolLM3ForCausalLM": "smollm3"},
@@ -49,7 +54,8 @@ _PARTS: dict[str, dict[str, str]] = {
     "lightning attention": {"MiniMaxForCausalLM": "minimax", "MiniMaxM1ForCausalLM": "minimax_m1"},
     "matrices with other names, or several in one": {
         "BailingMoeForCausalLM": "bailing_moe", "BailingMoeV2ForCausalLM": "bailing_moe_v2",
-        "ExaoneForCausalLM": "exaone", "InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3",
+        "BaichuanForCausalLM": "baichuan", "ChatGLMModel": "chatglm", "ExaoneForCausalLM": "exaone",
+        "InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3",
     },
     "multipliers of embeddings, residuals and logits": {
         "GraniteForCausalLM": "granite", "GraniteMoeForCausalLM": "granitemoe", "MiniCPMForCausalLM": "minicpm",
@@ -75,27 +81,36 @@ _PARTS: dict[str, dict[str, str]] = {
         "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
     },
     "sparse attention, and hyper-connections": {"HYV4VLForConditionalGeneration": "hy_v4_vl"},
-    "sparse latent attention (DSA)": {
-        "DeepseekV32ForCausalLM": "deepseek_v32", "GlmMoeDsaForCausalLM": "glm_moe_dsa",
-    },
+    "sparse latent attention (DSA)": {"DeepseekV32ForCausalLM": "deepseek_v32", "GlmMoeDsaForCausalLM": "glm_moe_dsa"},
     "sparse latent attention (DSA), delta attention with a decay for each channel (KDA), and hyper-connections": {
         "Glm5NextForConditionalGeneration": "glm5_next",
     },
     "squared or learned activations": {"ApertusForCausalLM": "apertus", "ArceeForCausalLM": "arcee"},
     "state-space layers (Mamba)": {
         "BambaForCausalLM": "bamba", "FalconH1ForCausalLM": "falcon_h1", "FalconMambaForCausalLM": "falcon_mamba",
-        "GraniteMoeHybridForCausalLM": "granitemoehybrid", "JambaForCausalLM": "jamba", "Mamba2ForCausalLM": "mamba2",
-        "MambaForCausalLM": "mamba", "NemotronHForCausalLM": "nemotron_h", "Zamba2ForCausalLM": "zamba2",
+        "ZambaForCausalLM": "zamba", "GraniteMoeHybridForCausalLM": "granitemoehybrid", "JambaForCausalLM": "jamba",
+        "Mamba2ForCausalLM": "mamba2", "MambaForCausalLM": "mamba", "NemotronHForCausalLM": "nemotron_h",
+        "Zamba2ForCausalLM": "zamba2",
     },
-    "streams beside the residual one (AltUp, LAuReL)": {"Gemma3nForConditionalGeneration": "gemma3n"},
+    "streams beside the residual one (AltUp, LAuReL)": {
+        "Gemma3nForConditionalGeneration": "gemma3n", "Gemma3nForCausalLM": "gemma3n_text",
+    },
 }  # fmt: skip
 UNSERVED = {name: (kind, part) for part, names in _PARTS.items() for name, kind in names.items()}
 # Ends of architectures that write no text.
 _NO_TEXT = {
+    "DraftModel": "the layers of a draft head alone", "Speculator": "the layers of a draft head alone",
     "ForMaskedLM": "an encoder", "ForSequenceClassification": "scores in place of text",
     "ForTokenClassification": "scores in place of text", "RewardModel": "scores in place of text",
     "Model": "vectors in place of text",
 }  # fmt: skip
+
+# Keys that say that there is another model.
+_BESIDE = {
+    "is_encoder_decoder": "an encoder", "vision_config": "a model for images around a language model",
+    "audio_config": "a model for sound around a language model",
+}  # fmt: skip
+_EMPTY: Mapping[str, Any] = {}
 
 # `general.architecture` of their GGUF files, where that is not the model_type.
 IN_GGUF = {
@@ -108,13 +123,20 @@ IN_GGUF = {
 }  # fmt: skip
 
 
-def unserved_part(architectures: Sequence[str], model_type: object) -> str | None:
+def named_part(architectures: Sequence[str], model_type: object) -> str | None:
     """Returns what a relative that people ask for has and this package has not, None for all other models."""
     for name, (known_type, missing) in UNSERVED.items():
         if name in architectures or (not architectures and known_type == model_type):
             return missing
+    return None
+
+
+def unserved_part(architectures: Sequence[str], model_type: object, config: Mapping[str, Any] = _EMPTY) -> str | None:
+    """Returns the same of any model, also where the kind of it alone is known. config: the rest of what it says."""
+    named = named_part(architectures, model_type)
     ends = (part for end, part in _NO_TEXT.items() if any(name.endswith(end) for name in architectures))
-    return next(ends, None)
+    said = (part for key, part in _BESIDE.items() if config.get(key) not in (None, False))
+    return named or next(ends, None) or next(said, None)
 
 
 def unserved_in_gguf(architecture: object) -> str | None:
@@ -130,41 +152,15 @@ def _bare(model_type: str) -> str:
     return model_type.replace("-", "").replace("_", "")
 
 
-# Keys that change the arithmetic, with the values (besides null) at which they do not.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "alibi": (False,),
-    "attention_chunk_size": (),
-    "attention_k_eq_v": (False,),
-    "attention_multiplier": (),
-    "attention_sinks": (False,),
-    "attn_logit_softcapping": (0,),
-    "attn_output_gate": (False,),
-    "clip_qkv": (),
-    "compression_config": (),
-    "conv_bias": (False,),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (0,),
-    "is_causal": (True,),
-    "kv_lora_rank": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "n_routed_experts": (0,),
-    "no_rope_layers": ([],),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "parallel_attn": (False,),
-    "partial_rotary_factor": (1,),
-    "q_lora_rank": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rope_interleave": (False,),
-    "rope_interleaved": (False,),
-    "rotary_pct": (1,),
-    "scale_depth": (),
-    "scale_emb": (1,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
-    "use_parallel_residual": (False,),
-    "use_qk_norm": (False,),
-}
+def _letters(name: str) -> str:
+    """Returns what a family's names begin with, before the first digit."""
+    return re.sub(r"For[A-Z]\w*|Model$|[^A-Za-z].*", "", name)
+
+
+def nearest(name: str, served: Iterable[str]) -> str:
+    """Returns which of those that are served have names like this one, and where all of them are listed."""
+    letters = _letters(name)
+    related = [one for one in served if letters.startswith(_letters(one)) or _letters(one).startswith(letters)]
+    close = difflib.get_close_matches(name, related, 3, 0.0) if letters else []
+    hint = f"the nearest that are served: {', '.join(close)}; " if close else ""
+    return f"{hint}docs/models.md lists all that are"

@@ -104,7 +104,8 @@ def _config(raw: Mapping[str, Any], target: DecoderModel) -> ModelConfig:
             "num_kv_shared_layers": 0,  # what they read is the target's
             "use_double_wide_mlp": False,
             "hidden_size_per_layer_input": 0,
-        }
+        },
+        head=True,
     )
 
 

@@ -87,7 +87,8 @@ def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": layers,
             "tie_word_embeddings": False,
-        }
+        },
+        head=True,
     )
 
 
