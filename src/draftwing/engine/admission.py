@@ -41,6 +41,7 @@ class EngineInfo:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_rate: float = 0.0
     capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
+    stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.kv.row_states import state_bytes
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import model_tokenizer, resolve_model
+from draftwing.models.library import stored_as
 from draftwing.process_memory import process_memory
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
@@ -126,13 +127,19 @@ class Engine:
             made.callback(parts.executor.close)
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
-            self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
+            stop = stop_ids(path, parts.model.config, tokenizer.stop_ids)
+            self._start(tokenizer, parts, stop, defaults, stored_as(path, parts.model.config))
             if memory is not None:
                 self._remember(memory)
             made.pop_all()
 
     def _start(
-        self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int], defaults: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        parts: Parts,
+        stop: Iterable[int],
+        defaults: Mapping[str, Any] | None = None,
+        stored: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.parts = parts
@@ -152,6 +159,7 @@ class Engine:
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
             capability=parts.capability,
+            stored={**(stored or {}), "on_device": parts.executor.device.has_own_memory},
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

@@ -18,6 +18,7 @@ from draftwing.config.aliases import ALIASES, DEFAULT_MODEL
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.models.config import ModelConfig
 from draftwing.models.folder import bytes_of, read_json
 from draftwing.models.generation import sampling_defaults
 from draftwing.models.gguf_repos import models_in
@@ -170,6 +171,16 @@ def _names(model: StoredModel) -> tuple[str, ...]:
     if model.files:
         return model.name, model.name.partition(":")[0]
     return (model.name,) if alias is None or alias.hub is None else (model.name, alias.hub.repo)
+
+
+def stored_as(path: Path, config: ModelConfig) -> dict[str, Any]:
+    """Returns how a served model is stored: format, number of values (of a folder those in matrices), and the type of
+    most of them, empty where that is not said."""
+    if path.suffix != ".gguf":
+        return {"format": "safetensors", "values": config.matrix_weights, "type": ""}
+    file = open_gguf(path)
+    values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    return {"format": "gguf", "values": values, "type": _main_type(file), "bytes": file.size}
 
 
 def _main_type(file: GGUFFile) -> str:

@@ -139,6 +139,8 @@ class Body(BaseModel):
     """An object of a request's JSON. Fields that a class has no more to say of are words of its head."""
 
     # Fields whose names Python or pydantic have for something else end with a `_`, which clients do not send.
+    unknown_are_hints: ClassVar[bool] = False  # fields that a class does not have, where its config allows them
+
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
         alias_generator=lambda name: name.removesuffix("_"),
@@ -195,6 +197,8 @@ def ignored_fields(body: BaseModel) -> tuple[str, ...]:
                 continue
             model: type[BaseModel] = type(value)
             hints = hints_of(model)
+            if getattr(model, "unknown_are_hints", False):
+                named |= {f"{where}{name}" for name in value.model_extra or ()}
             for name in value.model_fields_set & model.model_fields.keys():
                 one = getattr(value, name)
                 if name in hints:

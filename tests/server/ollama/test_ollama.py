@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
 
 import httpx
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, client_of
 from timed import least_seconds
 
 from draftwing.server.ollama.schema import OllamaChatRequest
@@ -169,7 +170,7 @@ def large(name: str) -> dict[str, Any]:
     [
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"num_predict": 10**6}}, "options.num_predict"),
-        ({"options": {"mirostat": 1}}, "options.mirostat"), ({"options": {"temprature": 1}}, "options.temprature"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"format": {"type": "nonsense"}}, "format"), ({"format": "xml"}, "format"),
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.0.images"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
@@ -295,3 +296,64 @@ def test_curl_sends_json_as_a_form_and_pages_may_not(url: str) -> None:
 def test_an_unknown_path_and_a_broken_body(url: str) -> None:
     assert isinstance(httpx.post(f"{url}/api/pull", json={"model": "m"}).json()["error"], str)
     assert isinstance(httpx.post(f"{url}/api/chat", content=b"{", headers={}).json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gqa": 8}, {"rope_frequency_base": 1e6}, {"foo": [1, {"a": None}]}, {"temprature": 1, "é": 2},
+        {"rope_frequency_scale": 0.5, "embedding_only": False},
+    ],
+)  # fmt: skip
+def test_options_that_are_not_known_are_named_and_have_no_effect(
+    scripted: ScriptedEngine, url: str, options: dict[str, Any]
+) -> None:
+    scripted.script = "abc"
+    for path, prompt in (("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "hi"})):
+        body = {"model": "m", "stream": False, "options": options | {"seed": 3}} | prompt
+        response = httpx.post(f"{url}{path}", json=body)
+        named = {name.removeprefix("options.") for name in response.headers["draftwing-ignored"].split(", ")}
+        assert response.status_code == 200 and named == {name.replace("é", "") for name in options}
+        assert scripted.requests[-1].params.sampling_seed == 3
+
+
+@pytest.mark.parametrize(("given", "taken"), [(2.0, 2), (5, 5), (2.9, 2), (1e1, 10)])
+def test_floats_are_cut_where_integers_are_wanted(scripted: ScriptedEngine, url: str, given: float, taken: int) -> None:
+    scripted.script = "abcdefghijklmnop"
+    options = {"num_predict": given, "seed": given, "top_k": given}
+    once = whole(url, "/api/chat", {"messages": HI, "options": options})
+    params = scripted.requests[-1].params
+    assert (params.max_new_tokens, params.sampling_seed, params.top_k) == (taken, taken, taken)
+    assert once["eval_count"] == taken
+    assert "options.seed" in refused(url, "/api/chat", {"messages": HI, "options": {"seed": "3"}})
+    assert "options.top_k" in refused(url, "/api/chat", {"messages": HI, "options": {"top_k": 1e300}})
+
+
+def test_the_most_thinking_is_that_of_max(scripted: ScriptedEngine, url: str) -> None:
+    scripted.script = "<think>a</think>b"
+    for effort in ("low", "high", "max"):
+        for path, prompt in (("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "hi"})):
+            assert whole(url, path, prompt | {"think": effort})["done"]
+
+
+STORED = [
+    ({"format": "gguf", "values": 134_515_008, "type": "Q4_1", "bytes": 98_765}, "134.52M", "Q4_1", 98_765),
+    ({"format": "gguf", "values": 7_615_616_512, "type": "Q4_K", "bytes": 5}, "7.6B", "Q4_K", 5),
+    ({"format": "safetensors", "values": 494_032_768, "type": ""}, "494.03M", "Q8_0", 34),
+    ({}, "", "Q8_0", 34),
+]
+
+
+@pytest.mark.parametrize(("stored", "parameters", "level", "size"), STORED)
+def test_a_model_is_described_as_it_is_stored(stored: dict[str, Any], parameters: str, level: str, size: int) -> None:
+    engine = ScriptedEngine()
+    for on_device in (False, True):
+        engine.info = dataclasses.replace(engine.info, stored=stored | {"on_device": on_device})
+        with client_of(engine) as client:
+            (card,), (running,) = (client.get(f"/api/{path}").json()["models"] for path in ("tags", "ps"))
+            shown = client.post("/api/show", json={"model": "m"}).json()
+        assert card["details"] == running["details"] == shown["details"]
+        details = card["details"]
+        assert (details["parameter_size"], details["quantization_level"]) == (parameters, level)
+        assert details["format"] == stored.get("format", "safetensors") and details["families"] == [details["family"]]
+        assert running["size"] == card["size"] == size and running["size_vram"] == (size if on_device else 0)

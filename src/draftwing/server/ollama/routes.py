@@ -81,18 +81,27 @@ async def _raw(service: Service, body: OllamaGenerateRequest) -> Generation:
     return await service.complete(body, body.prompt, ignored=() if body.think is None else ("think",))
 
 
+def _rounded(parameters: int) -> str:
+    """Returns a number of parameters as Ollama writes it: 134.52M, 7.6B; empty: it is not known."""
+    for unit, letter, places in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if parameters >= unit:
+            return f"{parameters / unit:.{places if parameters % unit else 0}f}{letter}"
+    return str(parameters or "")
+
+
 def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
     info = service.engine.info
     family = info.architecture.removesuffix("ForCausalLM").lower()
-    size = sum(info.weight_bytes.values())
+    size = info.stored.get("bytes") or sum(info.weight_bytes.values())
+    stored_type = info.stored.get("type") or max(info.weight_bytes, key=info.weight_bytes.__getitem__, default="")
     started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
     details = {
         "parent_model": "",
-        "format": "gguf" if info.options.model.endswith(".gguf") else "safetensors",
+        "format": info.stored.get("format", "safetensors"),
         "family": family,
         "families": [family],
-        "parameter_size": "",  # nobody counts them
-        "quantization_level": max(info.weight_bytes, key=info.weight_bytes.__getitem__, default=""),
+        "parameter_size": _rounded(info.stored.get("values", 0)),
+        "quantization_level": stored_type,
     }
     card = {
         "name": service.model,
@@ -113,7 +122,12 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:
         far = "9999-12-31T23:59:59Z"  # it stays loaded
-        return {"models": [{**card, "expires_at": far, "context_length": info.context_length}]}
+        here = {
+            "expires_at": far,
+            "context_length": info.context_length,
+            "size_vram": size * bool(info.stored.get("on_device")),
+        }
+        return {"models": [{**card, **here}]}
 
     @app.post("/api/show", openapi_extra=schema(ShowRequest))
     async def show(request: Request) -> Response:
@@ -125,7 +139,11 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
             "parameters": "",
             "template": service.tokenizer.chat_source or "",
             "details": details,
-            "model_info": {"general.architecture": family, f"{family}.context_length": info.context_length},
+            "model_info": {
+                "general.architecture": family,
+                "general.parameter_count": info.stored.get("values", 0),
+                f"{family}.context_length": info.context_length,
+            },
             "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
             "modified_at": started,
         }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ConfigDict
 
 from draftwing.errors import RequestError
 from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS
@@ -36,20 +36,29 @@ Role = Annotated[
 ]
 
 
+Whole = Annotated[
+    Any, BeforeValidator(lambda value: int(value) if isinstance(value, float) and abs(value) < 2**63 else value)
+]  # Go's clients send floats for integers: Ollama cuts them
+
+
 class ModelOptions(
     Body,
     hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
     "numa penalize_newline use_mlock use_mmap vocab_only " + SAMPLER_HINTS,
     not_built=" ".join(NEUTRAL_SAMPLERS),
-    untyped="temperature top_k top_p min_p repeat_penalty presence_penalty frequency_penalty stop",
+    untyped="temperature top_p min_p repeat_penalty presence_penalty frequency_penalty stop",
 ):
     """How to sample, and how to load a model, which this server did when it started.
 
     Hints are of that, of the memory and the threads that it has, or of samplers that are not there.
     """
 
-    seed: Any = None
-    num_predict: Any = None
+    model_config = ConfigDict(extra="allow")
+    unknown_are_hints: ClassVar[bool] = True  # as Ollama does, which logs them
+
+    seed: Whole = None
+    num_predict: Whole = None
+    top_k: Whole = None
     repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
 
 
@@ -89,7 +98,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
     model: Name
     options: ModelOptions | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Hint = None  # the model stays loaded
     truncate: Hint = None  # a prompt that is too long is refused
 
@@ -121,7 +130,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
         return super().sampling(defaults, **fields)
 
     def _chat(self, messages: list[dict[str, Any]], **more: Any) -> Chat:
-        effort = self.think if isinstance(self.think, str) else None
+        effort = "xhigh" if self.think == "max" else self.think if isinstance(self.think, str) else None
         return Chat(messages, thinking=self.think if isinstance(self.think, bool) else None, effort=effort, **more)
 
 
