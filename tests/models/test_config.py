@@ -233,7 +233,7 @@ def test_gemma4() -> None:
     assert [layer.mixer.rotates for layer in config.layers[4:6]] == [(1, 256), (0, 512)]
     assert config.ropes == (RopeConfig(1e6, "proportional", share=0.25), RopeConfig(1e4))
     assert 30.0e9 < config.matrix_weights < 31.5e9 and config.per_layer == 0 and config.experts is None
-    assert small.per_layer == 256 and small.stop_ids == (1,)
+    assert small.per_layer == 256 and small.stop_ids == (1, 106)
     assert [layer.mixer.kv_from for layer in small.layers] == [None] * 15 + [13, 13, 13, 13, 14] * 4
     assert [layer.ffn for layer in small.layers] == [6144] * 15 + [12288] * 20
     assert 2.2e9 < small.matrix_weights < 2.5e9  # of the 5.1e9 of all

@@ -162,6 +162,23 @@ def test_other_kinds_of_models(config: dict[str, Any], said: str) -> None:
     assert said in str(error.value) and len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("name", ["gemma-3-4b-it", "gemma-4-26b-a4b-it", "qwen3.5-9b"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_the_model_around_says_counts(name: str, tied: bool) -> None:
+    config = published(name)
+    config |= {"tie_word_embeddings": tied, "eos_token_id": [1, 7]}
+    config["text_config"] |= {"tie_word_embeddings": not tied, "eos_token_id": 1}
+    found = from_hf(config)
+    assert found.tie_embeddings == tied and found.stop_ids == (1, 7)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-270m-it", "gemma-3-1b-it"])
+def test_rotary_embeddings_that_transformers_does_not_read(name: str) -> None:
+    flat = {"rope_type": "yarn", "factor": 64.0, "rope_theta": 1e6}
+    with pytest.raises(CheckpointError, match="rope_parameters: expected full_attention and sliding_attention"):
+        from_hf({**published(name), "rope_scaling": None, "rope_parameters": flat})
+
+
 def test_weights_of_modelopt(tmp_path: Path) -> None:
     """Which says so in a file beside config.json."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA32_1B))

@@ -74,7 +74,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in names or (not names and fields.get("model_type") == whole.model_type):
             own = {key: value for key, value in fields.inner("text_config").items() if value is not None}
             outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
-            return {**whole.defaults, **outer, **own, "architectures": [whole.architecture]}
+            return {**whole.defaults, **own, **outer, "architectures": [whole.architecture]}
     return config
 
 

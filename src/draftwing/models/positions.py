@@ -63,6 +63,8 @@ def ropes(
         return rope(given, theta, max_positions, partial), None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
+    if not by_kind and fields.get("rope_parameters"):  # of which transformers reads nothing then
+        raise fields.unlike("rope_parameters", f"{FULL} and {SLIDING}")
     of_all = given.inner(FULL) if by_kind else given
     return rope(of_all, theta, max_positions), rope(given.inner(SLIDING), local_theta, max_positions)
 
