@@ -234,7 +234,7 @@ def test_thinking_that_the_template_does_not_switch_on() -> None:
         (CHAT, {"thinking_budget": 1.5}, "thinking_budget"),
         (CHAT, {"reasoning_effort": "1.5"}, "reasoning_effort"),
         (CHAT, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
-        (CHAT, {"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        (CHAT, {"reasoning": {"exclude": 1}}, "reasoning.exclude"),
         (CHAT, {"thinking_budget": 5, "allowed_token_ids": [5, 6]}, "allowed_token_ids"),
         (CHAT, {"thinking_budget": 5, "bad_words": ["x</think>"]}, "bad_words"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1500}}, "thinking.budget_tokens"),

@@ -148,6 +148,8 @@ FORMATS: list[tuple[str, Any, str]] = [
      "text.format.schema"),
     ("/v1/messages", lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
      "output_config.format.schema"),
+    ("/v1/messages", lambda schema: {"output_format": {"type": "json_schema", "schema": schema}},
+     "output_format.schema"),
     ("/generate", lambda schema: {"sampling_params": {"response_format": {"type": "json_schema", "json_schema": {
         "schema": schema}}}}, "sampling_params.response_format.json_schema.schema"),
     ("/generate", lambda schema: {"sampling_params": {"json_schema": schema}}, "sampling_params.json_schema"),

@@ -83,8 +83,8 @@ def message_of(message: dict[str, Any]) -> dict[str, Any]:
         message = {**message, "content": message.get("content") or transcript, "audio": None}
     if isinstance(message.get("refusal"), str) and not message.get("content"):
         message = {**message, "content": message["refusal"]}
-    if isinstance(called, Mapping):
-        made = {"id": f"call_{called.get('name')}", "function": called}
+    if isinstance(called, Mapping) and isinstance(called.get("name"), str):
+        made = {"id": f"call_{called['name']}", "function": called}
         message = {**message, "tool_calls": message.get("tool_calls") or [made], "function_call": None}
     if message.get("role") == "function" and isinstance(name, str):
         message = {**message, "role": "tool", "tool_call_id": f"call_{name}"}

@@ -55,7 +55,7 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((0,), "data_parallel_rank routed_experts_prompt_start routed_experts_start_len top_logprobs"),
     (({},), "custom_labels mm_processor_kwargs session_params vllm_xargs"),
     (("",), "extra_key suffix system template"),
-    ((True,), "cache_prompt include_reasoning log_metrics"),
+    ((True,), "cache_prompt log_metrics"),
     ((1.0, 1), "length_penalty"),
     (([], ["direct"]), "allowed_callers"),
     (([], "auto"), "context"),

@@ -184,6 +184,8 @@ def test_required_tools_are_a_grammar(client: anthropic.Anthropic, scripted: Scr
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert '"a"' in scripted.grammar and "</think>" in scripted.grammar
+    ask(client, extra_body={"output_format": {"type": "json_schema", "schema": {"enum": ["older"]}}})
+    assert '"older"' in scripted.grammar and "</think>" in scripted.grammar
 
 
 def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
@@ -239,6 +241,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"context_management": {"edits": [{"type": "translate_20300101"}]}}, "context_management.edits.0.type"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+    ({"output_format": {"type": "json_schema", "schema": {}}, "output_config": {"format": {"type": "json_schema",
+      "schema": {}}}}, "output_format and output_config.format"),
     ({"output_config": {"effort": "extreme"}}, "output_config.effort"), ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3025 tokens > 1999 maximum"),
 ]  # fmt: skip

@@ -15,7 +15,17 @@ ECHO = "user:héllo 😀\n"  # what the template makes of it
 
 def test_chat_response_has_the_documented_keys(client: TestClient) -> None:
     data = client.post("/v1/chat/completions", json=CHAT).json()
-    assert set(data) == {"id", "object", "created", "model", "choices", "usage", "metadata", "timings"}
+    assert set(data) == {
+        "id",
+        "object",
+        "created",
+        "model",
+        "choices",
+        "usage",
+        "metadata",
+        "timings",
+        "system_fingerprint",
+    }
     assert data["object"] == "chat.completion" and data["metadata"] == {"weight_version": "default"}
     (choice,) = data["choices"]
     assert choice == {

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, events
 
 SCRIPTED = dict(reasoning="qwen3")
 HI = [{"role": "user", "content": "hi"}]
@@ -64,3 +64,21 @@ def test_budgets(url: str, scripted: ScriptedEngine, body: dict[str, Any]) -> No
 def test_wrong_values_are_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
     response = ask(url, **body)
     assert response.status_code == 400 and response.json()["param"] == param, response.text
+
+
+@pytest.mark.parametrize("body", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}], ids=json.dumps)
+def test_reasoning_can_be_left_out(url: str, scripted: ScriptedEngine, body: dict[str, Any]) -> None:
+    scripted.script = "<think>T</think>Fine."
+    whole = ask(url, **body).json()
+    assert whole["choices"][0]["message"]["content"] == "Fine." and whole["usage"]["reasoning_tokens"] > 0
+    assert whole["choices"][0]["message"]["reasoning_content"] is None
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(ask(url, **body, stream=True).text)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Fine."
+    assert not any(delta.get("reasoning_content") for delta in deltas)
+
+
+def test_what_computes_has_one_name(url: str) -> None:
+    bodies = [ask(url).json(), *events(ask(url, stream=True).text)]
+    bodies.append(httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).json())
+    (name,) = {body["system_fingerprint"] for body in bodies}
+    assert name.startswith("fp_")

@@ -126,6 +126,7 @@ class CountRequest(Body, hints="cache_control speed billing_policy"):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an older name of `output_config.format`
     mcp_servers: Hint = None
     context_management: ContextManagement | None = None
 
@@ -192,13 +193,24 @@ class MessagesRequest(
     stop_sequences: Any = sampled("stop")
     thread: Any = None  # Anthropic's tool runner sends it, and goes on without it when it gets the code below
 
+    @property
+    def _format_field(self) -> str:
+        return "output_config.format" if self.output_format is None else "output_format"
+
+    @property
+    def grammar_field(self) -> str | None:
+        return f"{self._format_field}.schema"
+
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
             raise RequestError("max_tokens is missing", "max_tokens")
         if self.thread is not None:
             message = "thread is not supported: conversations are not stored; send all messages"
             raise RequestError(message, "thread", "thread_unsupported_request")
-        form, thinking = (self.output_config or OutputConfig()).format, self.thinking
+        form, thinking, name = (self.output_config or OutputConfig()).format, self.thinking, self._format_field
+        if form is not None and self.output_format is not None:
+            raise RequestError("output_format and output_config.format cannot be given together", "output_format")
+        form = form or self.output_format
         if thinking is not None and thinking.budget_tokens is not None and thinking.type != "disabled":
             budget = thinking.budget_tokens
             if isinstance(self.max_tokens, int) and budget >= self.max_tokens:
@@ -209,7 +221,7 @@ class MessagesRequest(
             fields["thinking_budget"] = budget
         if form is not None:
             if form.schema_ is None:
-                raise RequestError("output_config.format.schema is missing", "output_config.format.schema")
+                raise RequestError(f"{name}.schema is missing", f"{name}.schema")
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().sampling(defaults, **fields)
 

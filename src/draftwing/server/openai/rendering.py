@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from draftwing import __version__
 from draftwing.core import SOURCES, TracedStep
 from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
@@ -56,6 +59,13 @@ def cached_tokens(answers: Sequence[Answer]) -> int:
     return sum(least.values())
 
 
+@functools.cache
+def _fingerprint(architecture: str, dtype: str, device: str) -> str:
+    """Returns a name of what computes answers: the same name and seed give the same text."""
+    made = "\n".join((__version__, architecture, dtype, device))
+    return f"fp_{hashlib.blake2b(made.encode(), digest_size=5).hexdigest()}"
+
+
 class Completion:
     """The response to /v1/completions: one body, or events.
 
@@ -71,6 +81,8 @@ class Completion:
         self._sent: dict[int, int] = {}  # how many token ids events had, by index of the answer
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
+        info = service.engine.info
+        self._fingerprint = _fingerprint(info.architecture, info.dtype, info.device)
 
     def body(self) -> dict[str, Any]:
         return {
@@ -213,6 +225,7 @@ class Completion:
             "object": self.objects[chunk],
             "created": int(time.time()),
             "model": self._model,
+            "system_fingerprint": self._fingerprint,
             **tier,
             **self.generation.label,
         }
@@ -229,6 +242,7 @@ class ChatCompletion(Completion):
         """reader: makes one for each answer."""
         super().__init__(generation, service, body)
         self._readers = {answer.index: reader() for answer in generation.answers}
+        self._shows_reasoning = body.shows_reasoning
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         self._deltas(answer, answer.text)
@@ -263,7 +277,7 @@ class ChatCompletion(Completion):
         reader, deltas = self._readers[answer.index], list[dict[str, Any]]()
         for part in reader.push(text, answer.finish_reason is not None, answer.token_ids):
             if isinstance(part, Thought):
-                deltas.append({"reasoning_content": part.text})
+                deltas += [{"reasoning_content": part.text}] if self._shows_reasoning else []
             elif isinstance(part, str):
                 deltas.append({"content": part, "reasoning_content": None})
             else:
@@ -277,7 +291,7 @@ class ChatCompletion(Completion):
         # An answer that is all reasoning or calls has no content; an empty one has an empty content.
         content = reader.content if reader.content or not (reader.calls or reader.reasoning) else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        message["reasoning_content"] = reader.reasoning or None
+        message["reasoning_content"] = (reader.reasoning or None) if self._shows_reasoning else None
         if reader.calls:
             message["tool_calls"] = list(map(whole_call, reader.calls))
         return message

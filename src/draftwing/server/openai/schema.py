@@ -61,8 +61,8 @@ class ToolCall(Body, hints="cache_control", bookkeeping="index extra_content pro
 class Message(
     Body,
     hints="cache_control",
-    not_built="audio images",
-    bookkeeping="id refusal annotations citations context encrypted_content executed_tools function_call logprobs "
+    not_built="audio function_call images",
+    bookkeeping="id refusal annotations citations context encrypted_content executed_tools logprobs "
     "padding parsed provider_specific_fields reasoning_details reasoning_opaque search_results thinking_blocks",
 ):
     # Clients, OpenRouter and LiteLLM among them, send answers back as they came.
@@ -192,12 +192,13 @@ class OpenAIBody(
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ReasoningConfig(Body, not_built="exclude"):
+class ReasoningConfig(Body):
     """OpenRouter's field for what `reasoning_effort` and `thinking_budget` say."""
 
     effort: Effort | EffortTokens | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=10**9)] | None = None
     enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class ThinkingSwitch(Body, hints="clear_thinking keep display"):
@@ -216,7 +217,7 @@ class ChatRequest(
     ChatLogprobs,
     hints="verbosity media_io_kwargs use_audio_in_video video_config",
     not_built="functions function_call modalities moderation audio web_search_options add_special_tokens "
-    "chat_template echo include_reasoning input_ids task",
+    "chat_template echo input_ids task",
 ):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the model's default length, or to the context
     limit."""
@@ -231,6 +232,7 @@ class ChatRequest(
     add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
@@ -279,6 +281,10 @@ class ChatRequest(
         switch = self.thinking or ThinkingSwitch(type="auto")
         limits = (asked.max_tokens, switch.budget_tokens, budget)
         return effort, next((one for one in limits if one is not None), None)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
     @property
     def thinking_field(self) -> str:
