@@ -21,6 +21,7 @@ HOST_SIDE = ("errors", "log", "core", "config", "requests", "sched")
 
 # Modules whose questions are right, and why.
 MAY_ASK = {
+    "cli.doctor": "says what is wrong with each device of a machine, before there is one",
     "engine.devices.cuda": "says whether there is a GPU",
     "engine.graphs.cpu_tape": "made where `ops.records_calls` alone",
     "engine.startup.compiler_process": "says whether something may be compiled, before there is a device",

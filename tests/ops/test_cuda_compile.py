@@ -27,7 +27,7 @@ EXPERTS = [
 
 def has_compiler() -> bool:
     try:
-        nvrtc._nvrtc()
+        nvrtc.library()
     except OSError:
         return False
     return True

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 import draftwing
 from draftwing.cli.commands import Run, add_commands, take_question
+from draftwing.cli.doctor import add_doctor
 from draftwing.config import fields
 from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, add_config_file, dashed, reads_sources
 from draftwing.config.choices import LOG_LEVELS
-from draftwing.config.foreign_names import SHORT, instead, of_others
+from draftwing.config.foreign_names import COMMANDS, SHORT, instead, of_others
 from draftwing.config.options import Options
 from draftwing.config.sources import with_sources
 from draftwing.errors import ConfigError, DraftwingError
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. 2: an option or a model that cannot work."""
     parser, runs, commands = _parser()
     words = dashed(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        parser.error(f"there is no command {words[0]!r}: {COMMANDS[words[0]]}")
     if words and words[0] in commands:
         _refuse_short(commands[words[0]], words[1:])
     known, unknown = parser.parse_known_args(words)
@@ -153,7 +156,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
     )
     add_config_file(serve)
     add_arguments(serve)
-    runs = {"serve": _serve, "train": run_train} | add_commands(commands)
+    runs = {"serve": _serve, "train": run_train} | add_commands(commands) | add_doctor(commands)
+    commands.add_parser("version", help="print the version")
+    runs["version"] = lambda arguments: print(f"draftwing {draftwing.__version__}")
     add_train(commands)
     return parser, runs, commands.choices
 

@@ -144,6 +144,24 @@ SHORT = {  # short options of llama.cpp and vLLM, and their long names
     "-pp": "pipeline_parallel_size", "-dp": "dp_size", "-q": "quantization", "-O": "compilation_config",
 }  # fmt: skip
 
+_FOREGROUND = (
+    "there is no service in the background: a server runs where `draftwing serve` was started, answers `curl "
+    "http://127.0.0.1:30000/server_info`, and ends by Ctrl-C or SIGTERM"
+)
+COMMANDS = _each({  # of other programs, and what to do
+    _FOREGROUND: "ps stop start restart status logs",
+    "it is `draftwing doctor`": "collect-env check-env info",
+    "it is `draftwing serve`": "launch-server launch_server server api-server start-server up",
+    "it is `draftwing chat`, or /v1/completions of a server": "complete generate prompt ask",
+    "it is `draftwing pull`": "download fetch",
+    "it is `draftwing list`": "models tags",
+    "it is `draftwing rm`": "delete remove",
+    "it is `draftwing bench`": "benchmark",
+    "a model is a folder, a .gguf file or a hub id; there is none to create or publish": "create push cp copy",
+    "log in with `hf auth login`": "login logout signin signout",
+    "it is POST /v1/completions with a list of prompts, or `LLM.generate` in Python": "run-batch batch",
+})  # fmt: skip
+
 _WORD, _WHOLE = 0.75, 0.93  # how alike a word and its slip are, and names without their dashes
 
 PREFIXES = ("OLLAMA_", "LLAMA_ARG_")  # of environment variables that are options of Ollama's and llama.cpp's servers

@@ -58,7 +58,7 @@ def fetch(repo: str, revision: str | None, weights: bool = True, gguf: str | Non
             return found
     try:
         with _quiet_client():
-            _connect()
+            connect()
             return _fetch(repo, revision, weights, gguf)
     except GatedRepoError as error:
         raise CheckpointError(
@@ -146,8 +146,9 @@ def wanted(repo: str, files: Sequence[str], weights: bool = True, gguf: str | No
 # ---- the hub ---------------------------------------------------------------------------------------------------------
 
 
-def _connect() -> None:
-    """Raises OSError where the hub cannot be reached, after one attempt: its client makes five of each request."""
+def connect(seconds: float | None = None) -> None:
+    """Raises OSError where the hub cannot be reached, after one attempt: its client makes five of each request.
+    seconds: in which it has to answer, `CONNECT_SECONDS` if not given."""
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)
@@ -155,7 +156,7 @@ def _connect() -> None:
         return
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+        socket.create_connection((address.hostname or "", port), seconds or CONNECT_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"{address.hostname}: {error.strerror or error}") from error
 

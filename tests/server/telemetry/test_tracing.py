@@ -138,7 +138,7 @@ def test_options() -> None:
     assert open_watchers(Options()) == []
     options = Options(log_requests=True, log_requests_level=2, otlp_traces_endpoint="http://127.0.0.1:1")
     log, tracing = open_watchers(options)
-    assert isinstance(log, RequestLog) and log.body_bytes == 4 * BEGINNING
+    assert isinstance(log, RequestLog) and log.body_bytes >= 4 * BEGINNING
     assert isinstance(tracing, Tracing)
     tracing.close()
 

@@ -153,7 +153,7 @@ def _check(driver: ctypes.CDLL, code: int) -> None:
 def compile_source(source: str, options: Sequence[str], capability: tuple[int, int]) -> bytes:
     """Returns the compiled image, from the user's cache folder where this was compiled before. Needs no device. Raises
     as `Module` does, and OSError without NVRTC."""
-    nvrtc, (major, minor) = _nvrtc(), capability
+    nvrtc, (major, minor) = library(), capability
     arch = f"sm_{major}{minor}" + ("a" if major == 9 else "")  # "a": with the instructions of warp groups
     return _compile_cached(nvrtc, source, [f"--gpu-architecture={arch}", "--std=c++17", *options])
 
@@ -197,7 +197,7 @@ def _compile(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
 
 
 @functools.cache
-def _nvrtc() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Raises OSError where there is none."""
     version = (torch.version.cuda or "13").split(".")[0]
     places = [f"libnvrtc.so.{version}"]
