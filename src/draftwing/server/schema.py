@@ -358,7 +358,7 @@ class GenerationBody(Body, hints=SAMPLER_HINTS, not_built=" ".join(NEUTRAL_SAMPL
     def renamed(self, error: RequestError) -> RequestError:
         """Returns an error of the engine, which names fields as /generate does, with the names of this dialect."""
         ours = {ours: name for name, ours in self._sampled().items()} | dict(self.names)
-        engines = ("min_new_tokens", "top_logprobs_num", "response_format")
+        engines = ("min_new_tokens", "top_logprobs_num", "token_ids_logprob", "response_format")
         names: dict[str, str] = {name: ours[name] for name in engines if name in ours}
         names["thinking_budget"] = self.budget_field
         names |= {"max_new_tokens": self.length or self.source, "input_ids": self.source, "prompt": self.source}

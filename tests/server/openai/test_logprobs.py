@@ -125,3 +125,21 @@ def test_generate_asks_for_each_prompt(client: TestClient, engine: FakeEngine) -
     assert len(first["input_token_logprobs"]) == 2 and "output_token_ids_logprobs" in first
     assert "output_token_logprobs" not in second and len(third["output_top_logprobs"]) == 2
     assert [request.logprobs is None for request in engine.requests] == [False, True, False]
+
+
+@pytest.mark.parametrize("letters", ["A", "xyz", "abcdefghijklmnopqrstuvwxyz0123456789"], ids=len)
+def test_log_probabilities_of_tokens_that_are_asked_for(client: TestClient, letters: str) -> None:
+    ids = ok(client, "/tokenize", prompt=letters, add_special_tokens=False)["tokens"]
+    asked = {letter: -float(token) for letter, token in zip(letters, ids, strict=True)}
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    chat = ok(client, "/v1/chat/completions", **body, logprob_token_ids=ids)["choices"][0]
+    assert len(chat["logprobs"]["content"]) == 3
+    for one in chat["logprobs"]["content"]:
+        assert {top["token"]: top["logprob"] for top in one["top_logprobs"]} == asked
+    text = {"prompt": "AB", "logprobs": 1, "max_tokens": 2, "logprob_token_ids": ids}
+    found = ok(client, "/v1/completions", **text)["choices"][0]["logprobs"]
+    for top, token, own in zip(found["top_logprobs"], "AB", found["token_logprobs"], strict=True):
+        assert top == asked | {token: own}
+    for wrong in ({"logprobs": None}, {"logprob_token_ids": [10**6]}, {"logprob_token_ids": []}):
+        response = client.post("/v1/completions", json=text | wrong)
+        assert response.status_code == 400 and "logprob_token_ids" in response.json()["param"], response.text

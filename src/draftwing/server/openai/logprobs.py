@@ -22,7 +22,7 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> d
     content = []
     for i in tokens:
         one = answer.logprobs[i]
-        best = [entry(*pair) for pair in one.top]
+        best = [entry(*pair) for pair in _others(answer, one)]
         content.append({**entry(one.value, answer.token_ids[i]), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
@@ -30,7 +30,8 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> d
 def text_logprobs(answer: Answer, tokens: Sequence[int], texts: TokenTexts, offset: int = 0) -> dict[str, Any]:
     """Returns `choices[].logprobs` of a text completion; offset: characters of the echoed prompt."""
     ids = [answer.token_ids[i] for i in tokens]
-    return _columns(ids, [answer.logprobs[i] for i in tokens], [offset + answer.starts[i] for i in tokens], texts)
+    starts = [offset + answer.starts[i] for i in tokens]
+    return _columns(answer, ids, [answer.logprobs[i] for i in tokens], starts, texts)
 
 
 def prompt_logprobs(
@@ -40,7 +41,7 @@ def prompt_logprobs(
     detok = IncrementalDetokenizer(tokenizer, skip_special_tokens, track=True)
     detok.push(prompt, final=True)
     assert detok.starts is not None
-    return _columns(prompt, answer.prompt_logprobs, detok.starts, texts)
+    return _columns(answer, prompt, answer.prompt_logprobs, detok.starts, texts)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +49,14 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: first[name] + second[name] for name in first}
 
 
+def _others(answer: Answer, one: TokenLogprobs) -> list[tuple[float, int]]:
+    """Returns the best tokens of a position, or those that were asked for, as (value, id)."""
+    asked = answer.wanted.token_ids if answer.wanted is not None else ()
+    return one.top + list(zip(one.wanted, asked, strict=True))
+
+
 def _columns(
-    ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int], texts: TokenTexts
+    answer: Answer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int], texts: TokenTexts
 ) -> dict[str, Any]:
     best: list[dict[str, float] | None] = []
     for token, one in zip(ids, entries, strict=True):
@@ -57,7 +64,7 @@ def _columns(
             best.append(None)
             continue
         # The token itself is there even if it is none of the best.
-        found = {texts.key(other): finite(value) for value, other in one.top}
+        found = {texts.key(other): finite(value) for value, other in _others(answer, one)}
         best.append(found | {texts.key(token): finite(one.value)})
     return {
         "tokens": [texts.key(token) for token in ids],

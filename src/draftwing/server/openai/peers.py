@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
+from draftwing.requests.request import MAX_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.schema import Body, GenerationBody, Hint, Name, sampled
 
@@ -51,7 +54,7 @@ class PeerFields(
     GenerationBody,
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
     "images_config cache_prompt id_slot return_progress timings_per_token repeat_last_n repetition_penalty_range",
-    not_built="ec_transfer_params kv_transfer_params logits_processors logprob_token_ids prompt_logprobs "
+    not_built="ec_transfer_params kv_transfer_params logits_processors prompt_logprobs "
     "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
     "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key lora_path "
@@ -73,6 +76,7 @@ class PeerFields(
     reasoning_budget_tokens: Any = sampled("thinking_budget")
     thinking_budget_tokens: Any = sampled("thinking_budget")
 
+    logprob_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_LOGPROBS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_whitespace_pattern: str | None = None
 
@@ -81,6 +85,15 @@ class PeerFields(
     @property
     def asked_id(self) -> str | None:
         return self.rid if self.rid is not None else self.request_id
+
+    def _with_token_ids(self, asked: LogprobParams | None) -> LogprobParams | None:
+        """Returns the log probabilities that are asked for, of given tokens in place of the best. Raises
+        RequestError."""
+        if self.logprob_token_ids is None:
+            return asked
+        if asked is None:
+            raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+        return asked._replace(top=0, token_ids=tuple(self.logprob_token_ids))
 
     @property
     def grammar_field(self) -> str | None:

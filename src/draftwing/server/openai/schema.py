@@ -223,7 +223,7 @@ class ChatRequest(
     limit."""
 
     source, id_prefix = "messages", "chatcmpl-"
-    names: ClassVar = {"top_logprobs_num": "top_logprobs"}
+    names: ClassVar = {"top_logprobs_num": "top_logprobs", "token_ids_logprob": "logprob_token_ids"}
 
     messages: list[Message]
     max_completion_tokens: Any = sampled("max_new_tokens")
@@ -282,6 +282,9 @@ class ChatRequest(
         limits = (asked.max_tokens, switch.budget_tokens, budget)
         return effort, next((one for one in limits if one is not None), None)
 
+    def wanted_logprobs(self) -> LogprobParams | None:
+        return self._with_token_ids(super().wanted_logprobs())
+
     @property
     def shows_reasoning(self) -> bool:
         return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
@@ -299,7 +302,7 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
     """Body of /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
 
     source, id_prefix = "prompt", "cmpl-"
-    names: ClassVar = {"top_logprobs_num": "logprobs"}
+    names: ClassVar = {"top_logprobs_num": "logprobs", "token_ids_logprob": "logprob_token_ids"}
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool | None = None
@@ -318,4 +321,5 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
         return params
 
     def wanted_logprobs(self) -> LogprobParams | None:
-        return None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)
+        asked = None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)
+        return self._with_token_ids(asked)
