@@ -312,6 +312,13 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**QWEN35_TEXT, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "are turned, found 0"),
         ({**LLAMA2_7B, "attn_output_gate": True}, "attn_output_gate = True"),
         ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
+        (
+            {**LFM2_12B, "block_auto_adjust_ff_dim": None},
+            "ff_dim: expected true or false, found None",
+        ),
+        ({**DEEPSEEK_V3, "norm_topk_prob": None}, "norm_topk_prob: expected true or false, found None"),
+        ({**GEMMA3_1B, "tie_word_embeddings": None}, "tie_word_embeddings: expected true or false, found None"),
+        ({**GLM45, "partial_rotary_factor": None}, "partial_rotary_factor: expected a number from 0 to 1, found None"),
         ({**LFM2_12B, "conv_L_cache": 1}, "must be at least 2, found 1"),
         ({"architectures": ["LlamaForSomething"]}, "the nearest that are served: LlamaForCausalLM"),
         (

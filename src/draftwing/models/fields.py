@@ -90,6 +90,9 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """Returns whether a switch is on. A null where it is on by default is refused: others read it as off."""
+        if default and self.has(key) and self.get(key) is None:
+            raise self.unlike(key, "true or false")
         return self._typed(key, bool, default, "true or false")
 
     def text(self, key: str, default: str) -> str:

@@ -76,11 +76,13 @@ def rope_fields(fields: Fields) -> Fields:
 
 def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
     """Returns how many elements of a head are turned, 0: all. share: where the config does not say."""
-    given = rope_fields(fields)
-    share = fields.number("partial_rotary_factor", 0, 1, share)
-    dims = int(head_dim * given.number("partial_rotary_factor", 0, 1, share))
+    given, key = rope_fields(fields), "partial_rotary_factor"
+    if share != 1 and fields.has(key) and fields.get(key) is None:  # others then turn all
+        raise fields.unlike(key, "a number from 0 to 1")
+    share = fields.number(key, 0, 1, share)
+    dims = int(head_dim * given.number(key, 0, 1, share))
     if not dims:
-        raise given.unlike("partial_rotary_factor", f"a share of which some of a head's {head_dim} elements are turned")
+        raise given.unlike(key, f"a share of which some of a head's {head_dim} elements are turned")
     return 0 if dims == head_dim else dims
 
 
