@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
 from typing import Any
 
 import httpx
+import mutated
 import pytest
-from fake_engine import FakeEngine, drafting_options
-from scripted import serving, wait_until
+from fake_engine import FakeEngine, drafting_options, local
+from scripted import TEMPLATE, asking, serving, wait_until
+
+from draftwing.config.options import Options
+from draftwing.server.app import create_app
+from draftwing.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +95,38 @@ def test_no_request_gives_a_5xx(requests: int) -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/abort_request", "/tokenize"} <= paths
     # It has to get past the checks, and to be stopped by them.
     assert statuses[("/v1/completions", 200)] and statuses[("/v1/completions", 400)]
+
+
+async def sent(app: Any, draws: random.Random, requests: int) -> Counter[tuple[str, int]]:
+    """Status codes by endpoint of bodies with faults, some of them at once."""
+    statuses: Counter[tuple[str, int]] = Counter()
+    turns = iter(range(requests))
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for _ in turns:
+            path, body, headers = mutated.asked(draws)
+            try:
+                response = await client.post(path, content=body, headers={k: v.encode() for k, v in headers.items()})
+            except httpx.HTTPError:
+                raise AssertionError((path, body, headers)) from None
+            statuses[(path, response.status_code)] += 1
+            assert response.status_code < 500 and "internal error" not in response.text, (path, body, response.text)
+            if response.status_code >= 400:
+                assert response.json()["error"], (path, body)
+
+    async with asking(app) as client:
+        await asyncio.gather(*(ask(client) for _ in range(8)))
+    return statuses
+
+
+@pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seed", [1])
+async def test_no_mutated_body_gives_a_5xx(seed: int, requests: int) -> None:
+    """`mutated.py` makes them up."""
+    options = Options(random_seed=7, reasoning_parser="qwen3", tool_call_parser="hermes")
+    engine = FakeEngine(options, burst=64, pause=0.0)
+    tokenizer = Tokenizer(engine.tokenizer.backend, engine.tokenizer.special_tokens, TEMPLATE)
+    statuses = await sent(create_app(local(engine), tokenizer), random.Random(seed), requests)
+    assert {path for path, _ in statuses} == {path for path, _ in mutated.BODIES}
+    for path, _ in mutated.BODIES:  # each gets past the checks, and is stopped by them
+        assert statuses[(path, 200)] and statuses[(path, 400)], (path, statuses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,3 +178,11 @@ def test_one_line_whatever_a_reader_takes_for_its_end(end: str, large: bool) -> 
     text = encode(data, large).decode()
     assert len(text.splitlines()) == 1 and json.loads(text) == data and "é😀" in text
     assert len(http.event(data, large).splitlines()) == 2 and http.event(data, large).endswith("\n\n")
+
+
+@pytest.mark.parametrize("wrap", [lambda one: [one], lambda one: {"a": [one]}, lambda one: [[one], {"b": one}][:1]])
+def test_what_is_nested_deeply_is_encoded_in_time_that_grows_with_it(wrap: Callable[[Any], Any]) -> None:
+    nested: Any = "x"
+    for _ in range(100):  # twice as long for each would take for ever
+        nested = wrap(nested)
+    assert json.loads(encode([nested, 1], large=True)) == [nested, 1]

@@ -70,5 +70,6 @@ def _size(data: Any) -> int:
     if isinstance(data, dict):
         return sum(map(_size, data.values())) + 1
     if isinstance(data, list) and data:
-        return len(data) * max(_size(data[0]), _size(data[-1]))
+        ends = data if len(data) == 1 else (data[0], data[-1])  # the same one twice would double at each depth
+        return len(data) * max(map(_size, ends))
     return 1
