@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
+from scripted import ScriptedEngine
 
 import draftwing
 from draftwing import LLM, Completion, ConfigError, RequestError, SamplingParams
@@ -286,3 +288,98 @@ def test_lists_of_text_parts(llm: LLM) -> None:
     for part in ("hi", {"type": "text"}, {"text": "a"}, {"type": "text", "text": 5}):
         with pytest.raises(RequestError, match="must be"):
             llm.chat([{"role": "user", "content": [part]}])
+
+
+# -- tools, and names of others ----------------------------------------------------------------------------------------
+
+HI = [{"role": "user", "content": "hi"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("script", "parsers", "content", "reasoning", "calls"),
+    [
+        (HERMES, (None, "hermes"), None, None, 1),
+        (f"Let me see. {HERMES}\n{HERMES}", (None, "hermes"), "Let me see.", None, 2),
+        (f"<think>\nOslo\n</think>\n\n{HERMES}", ("qwen3", "hermes"), None, "Oslo", 1),
+        (f"[TOOL_CALLS] [{CALL}]", (None, "mistral"), None, None, 1),
+        ("It rains.", (None, "hermes"), "It rains.", None, 0),
+    ],
+)
+def test_calls_of_tools(script: str, parsers: Any, content: str | None, reasoning: str | None, calls: int) -> None:
+    """As the server gives them, and back into the history."""
+    engine = ScriptedEngine(script, *parsers)
+    llm = LLM.from_engine(engine)  # type: ignore[arg-type]
+    (done,) = llm.chat(HI, {"max_tokens": 200}, tools=TOOLS)
+    assert done.message is not None and len(done.tool_calls) == calls
+    assert ((done.message["content"] or "").strip() or None, done.message.get("reasoning_content")) == (
+        content,
+        reasoning,
+    )
+    for call in done.tool_calls:
+        assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    assert "weather" in engine.tokenizer.decode(done.prompt_token_ids)
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in done.tool_calls]
+    (again,) = llm.chat([*HI, done.message, *results], {"max_tokens": 1}, tools=TOOLS)
+    said = engine.tokenizer.decode(again.prompt_token_ids)
+    assert said.count('weather {"city": "Oslo"}') == calls and said.count("by weather for") == calls
+    (*_, last) = llm.stream(HI, {"max_tokens": 200}, tools=TOOLS)
+    assert last.completion is not None and len(last.completion.tool_calls) == calls
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_has_a_grammar(choice: Any) -> None:
+    engine = ScriptedEngine(HERMES, None, "hermes")
+    LLM.from_engine(engine).chat(HI, tools=TOOLS, tool_choice=choice)  # type: ignore[arg-type]
+    assert engine.requests[-1].params.grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tools": "weather"}, "tools must be a list"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": TOOLS * 2}, "two functions"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "no function 'f'"),
+        ({"tools": TOOLS, "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_wrong_tools(options: Any, expected: str) -> None:
+    engine = ScriptedEngine(HERMES, None, "hermes")
+    with pytest.raises(RequestError, match=expected):
+        LLM.from_engine(engine).chat(HI, **options)  # type: ignore[arg-type]
+    assert not engine.requests
+
+
+def test_tools_are_for_conversations(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="tools are for conversations"):
+        llm.generate("abc", tools=TOOLS)
+    with pytest.raises(RequestError, match="knows no tools"):
+        llm.chat(HI, tools=TOOLS)
+
+
+def test_names_of_others(llm: LLM, engine: FakeEngine) -> None:
+    """A program that was written for vLLM."""
+    outputs = llm.generate(["abc", "xyz"], sampling_params=SamplingParams(n=2, max_tokens=2, seed=4))
+    assert [one.text for output in outputs for one in output.outputs] == ["ab", "ab", "xy", "xy"]
+    assert outputs[-1].prompt_token_ids == llm.get_tokenizer().encode("xyz") == llm.tokenizer.encode("xyz")
+    with pytest.raises(RequestError, match="one argument"):
+        llm.generate("abc", {}, sampling_params={})
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=rf"{name} is asked for.*return_logprob"):
+            SamplingParams(**{name: 1})
+
+
+def test_what_things_look_like(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    assert repr(params) == str(params) and eval(repr(params)) == params and "top_k" not in repr(params)
+    (done,) = llm.generate("abc", params)
+    assert "'abc'" in repr(done) and len(repr(done)) < 200
+    assert "none" in repr(llm)
+    llm.close()
+    assert "closed" in repr(llm)

@@ -79,3 +79,16 @@ def test_answers_of_small_schemas_come_to_an_end(plain, ngram):
     for answer, (schema, _) in zip(answers, [one for one in asked for _ in range(2)], strict=True):
         jsonschema.validate(json.loads(answer.text), schema)
     assert [answer.token_ids for answer in ngram.chat(prompts, params)] == [answer.token_ids for answer in answers]
+
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_from_the_start(plain, ngram, choice):
+    """With no option; the same text with drafts."""
+    asked = [{"role": "user", "content": "What is the weather in Paris?"}]
+    sampling = SamplingParams(temperature=0, max_new_tokens=40)
+    first, second = (llm.chat(asked, sampling, tools=[TOOL], tool_choice=choice)[0] for llm in (plain, ngram))
+    assert first.text == second.text and "get_weather" in plain.tokenizer.decode(first.prompt_token_ids)
+    assert choice == "auto" or first.tool_calls[0]["function"]["name"] == "get_weather"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from draftwing.config.options import Options
 from draftwing.engine.session import prepare
-from draftwing.llm import Completion, Piece, token_texts
+from draftwing.llm import Completion, Piece, described
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 
 if TYPE_CHECKING:
@@ -57,6 +57,20 @@ class AsyncLLM:
         self._draw = random.Random(engine.info.options.random_seed)
         engine.start()
         self._running = True
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of the model that runs."""
+        if not self._running:
+            raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
+        return self._service.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns `tokenizer`; the name that vLLM has for it."""
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        return described(self, self._options) + ("" if self._running else " (not running)")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -111,10 +125,11 @@ class AsyncLLM:
         request = await asyncio.to_thread(self._inputs.of_one, prompt, params, request_options, chat_template_kwargs)
         await service.check_grammars([(request.params, None)])
         (answer,) = prepare(self._engine.info, tokenizer, [request], request_options.get("speculative"), self._draw)
-        seen, texts = 0, token_texts(tokenizer, request_options)
+        seen = 0
         generation = Generation(self._engine, service.pools, [answer], answer.request.uid, len(request.prompt_ids))
         with closing(generation):
             async for _, text in generation:
-                done = Completion.of(answer, texts) if answer.finish_reason is not None else None
+                ended = answer.finish_reason is not None
+                done = Completion.of(answer, self._inputs, request_options) if ended else None
                 yield Piece(text, answer.token_ids[seen:], done)
                 seen = len(answer.token_ids)

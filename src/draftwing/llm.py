@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,7 +14,6 @@ from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
 from draftwing.text.answer import Answer
-from draftwing.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -24,18 +23,35 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Completion:
     """One answer: its text, its token ids without the prompt's, why it ended, and numbers such as
-    `meta_info["spec_accept_length"]`. `finish_reason` and `meta_info` are those of `/generate`'s response."""
+    `meta_info["spec_accept_length"]`. `finish_reason` and `meta_info` are those of `/generate`'s response.
+
+    prompt_token_ids: of the prompt.  message: of an answer to a conversation with tools, what goes into the history: a
+    dict with `content`, `tool_calls` and `reasoning_content`; else None."""
 
     text: str
     token_ids: list[int]
     finish_reason: dict[str, Any]
-    meta_info: dict[str, Any]
+    meta_info: dict[str, Any] = field(repr=False)
+    prompt_token_ids: list[int] = field(default_factory=list, repr=False)
+    message: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, answer: Answer, texts: TokenTexts | None) -> Completion:
-        """Takes over a finished answer. texts: of tokens, for log probabilities; None leaves them out."""
+    def of(cls, answer: Answer, inputs: Inputs, asked: RequestOptions) -> Completion:
+        """Takes over a finished answer of a call that asked for these options."""
         assert answer.finish_reason is not None
-        return cls(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info(texts))
+        meta = answer.meta_info(inputs.token_texts(asked))
+        ids = list(answer.request.prompt_ids)
+        return cls(answer.text, answer.token_ids, answer.finish_reason, meta, ids, inputs.message(answer, asked))
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """Returns the answer in a list, for programs that were written for vLLM: `completion.outputs[0].text`."""
+        return [self]
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Returns the calls of `message`."""
+        return (self.message or {}).get("tool_calls", [])
 
 
 @dataclass(frozen=True)
@@ -138,7 +154,19 @@ class LLM:
         """
         request = self._inputs.of_one(prompt, params, request_options, chat_template_kwargs)
         (answer,) = self._prepare([request], request_options)
-        return self._pieces(answer, token_texts(self.engine.tokenizer, request_options))
+        return self._pieces(answer, request_options)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer: `encode`, `decode`, and `render_chat` of its chat template."""
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns `tokenizer`; the name that vLLM has for it."""
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        return described(self, self.engine.info.options) + (" (closed)" if self._closed else "")
 
     def close(self) -> None:
         """Frees the model's memory. Safe to call twice."""
@@ -167,10 +195,9 @@ class LLM:
         with progress_bar(total=len(answers), desc="generating", unit="answer", disable=not shown) as bar:
             for answer, _ in self._session.stream(answers):
                 bar.update(answer.finish_reason is not None)
-        texts = token_texts(self.engine.tokenizer, request_options)
-        return [Completion.of(answer, texts) for answer in answers]
+        return [Completion.of(answer, self._inputs, request_options) for answer in answers]
 
-    def _pieces(self, answer: Answer, texts: TokenTexts | None) -> Generator[Piece, None, None]:
+    def _pieces(self, answer: Answer, asked: RequestOptions) -> Generator[Piece, None, None]:
         last, seen = "", 0
         with closing(self._session.stream([answer])) as news:
             for _, text in news:
@@ -180,9 +207,9 @@ class LLM:
                     yield Piece(text, answer.token_ids[seen:])
                     seen = len(answer.token_ids)
         # After the session is done: with the whole answer in hand, the next request may be made.
-        yield Piece(last, answer.token_ids[seen:], Completion.of(answer, texts))
+        yield Piece(last, answer.token_ids[seen:], Completion.of(answer, self._inputs, asked))
 
 
-def token_texts(tokenizer: Tokenizer, request_options: RequestOptions) -> TokenTexts | None:
-    """Texts of tokens, where a call asks for them in log probabilities."""
-    return TokenTexts(tokenizer) if request_options.get("return_text_in_logprobs") else None
+def described(llm: object, options: Options) -> str:
+    """Returns a line that says which model runs, and who drafts for it."""
+    return f"{type(llm).__name__}({options.model!r}, speculative_algorithm={options.speculative_algorithm!r})"

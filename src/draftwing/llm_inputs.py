@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from pydantic import TypeAdapter, ValidationError
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, no_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, unset
-from draftwing.server.parsers.budgets import Reasoning
+from draftwing.server.parsers.budgets import TAIL, Reasoning
 from draftwing.server.parsers.reasoning import Start, start_of
+from draftwing.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.admission import EngineInfo
+    from draftwing.server.chat import Prompts
+    from draftwing.server.parsers.grammars import Function, ToolChoice
+    from draftwing.text.answer import Answer
     from draftwing.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Mapping[str, Any]
@@ -30,6 +38,9 @@ class RequestOptions(TypedDict, total=False):
     return_text_in_logprobs: adds the tokens' texts to them.
     speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
     prediction: a text that the answers are expected to resemble; drafts are copied from it.
+    tools, tool_choice: functions that the answers to conversations may call, and which of them; as
+    /v1/chat/completions has them. `Completion.message` has the calls.
+    sampling_params: another name of the argument `params`.
     """
 
     priority: int
@@ -41,6 +52,9 @@ class RequestOptions(TypedDict, total=False):
     return_text_in_logprobs: bool
     speculative: str | Mapping[str, Any] | None
     prediction: str | None
+    sampling_params: Params | Sequence[Params] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
 
 
 class Inputs:
@@ -50,10 +64,16 @@ class Inputs:
         self._info, self._tokenizer = info, tokenizer
         self._reasoning = Reasoning(info.options, tokenizer)
 
+    def token_texts(self, asked: RequestOptions) -> TokenTexts | None:
+        """Returns texts of tokens, where a call asks for them in log probabilities."""
+        return TokenTexts(self._tokenizer) if asked.get("return_text_in_logprobs") else None
+
     def of_prompts(
         self, prompts: Any, params: Params | Sequence[Params] | None, request_options: RequestOptions
     ) -> list[GenerationRequest]:
         """Makes requests of what `LLM.generate` takes."""
+        if request_options.get("tools"):
+            raise RequestError("tools are for conversations: use `chat`, or give a list of messages", "tools")
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
         return self._requests(ids, params, request_options)
@@ -70,6 +90,10 @@ class Inputs:
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         several: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
+        if request_options.get("tools"):
+            if continue_final_message:
+                raise RequestError("tools and continue_final_message exclude each other here", "tools")
+            return self._with_tools(several, params, request_options, chat_template_kwargs)
         tokenizer, extra = self._tokenizer, dict(chat_template_kwargs or {})
         render = tokenizer.render_continued if continue_final_message else tokenizer.render_chat
         every = list(map(_messages, several))
@@ -81,6 +105,58 @@ class Inputs:
                 start_of(style, text, messages[-1]["content"]) for text, messages in zip(texts, every, strict=True)
             ]
         return self._requests(ids, params, request_options, starts)
+
+    def _with_tools(
+        self,
+        several: Sequence[Any],
+        params: Params | Sequence[Params] | None,
+        request_options: RequestOptions,
+        template: Mapping[str, Any] | None,
+    ) -> list[GenerationRequest]:
+        """Makes requests that offer tools, as /v1/chat/completions makes them."""
+        from draftwing.server.chat import CALLED, Chat
+
+        functions, choice = _tools(request_options)
+        prompts, ids, read = self._prompts, [], []
+        for conversation in several:
+            chat = Chat(_called(_messages(conversation)), functions, choice, template=dict(template or {}))
+            text = prompts.render(chat, CALLED)
+            ids.append(self._tokenizer.encode(text, add_special_tokens=False))
+            read.append((chat, prompts.message_style(chat, text)))
+        requests = self._requests(ids, params, request_options, [style.start for _, style in read], True)
+        made: list[GenerationRequest] = []
+        for request, (chat, style) in zip(requests, read, strict=True):
+            wanted, _ = prompts.constrained(chat, request.params, style, CALLED)
+            shown = wanted.skip_special_tokens and not prompts.hidden(style)
+            made.append(request._replace(params=wanted.replace(skip_special_tokens=shown)))
+        return made
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        from draftwing.server.chat import Prompts  # after the engine: it imports what only servers need
+
+        return Prompts(self._info.options, self._tokenizer, self._reasoning)
+
+    def message(self, answer: Answer, request_options: RequestOptions) -> dict[str, Any] | None:
+        """Returns a finished answer to a conversation with tools as the message that goes into its history, with
+        `tool_calls` and `reasoning_content` where there are some; None for other answers."""
+        if not request_options.get("tools"):
+            return None
+        from draftwing.server.chat import Chat
+        from draftwing.server.openai.tools import whole_call
+
+        functions, choice = _tools(request_options)
+        tail = self._tokenizer.decode(answer.request.prompt_ids[-TAIL:], skip_special_tokens=False)
+        style = self._prompts.message_style(Chat([], functions, choice), tail)
+        style = replace(style, constrained=answer.request.params.grammar is not None)
+        reader = self._prompts.reader(style)
+        reader.push(answer.text, True, answer.token_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": reader.content or None}
+        if reader.reasoning:
+            message["reasoning_content"] = reader.reasoning
+        if reader.calls:
+            message["tool_calls"] = list(map(whole_call, reader.calls))
+        return message
 
     def of_one(
         self,
@@ -121,14 +197,21 @@ class Inputs:
         params: Params | Sequence[Params] | None,
         request_options: RequestOptions,
         starts: list[Start] | None = None,
+        grammar_after: bool = False,
     ) -> list[GenerationRequest]:
-        """starts: where answers begin; None: as the prompts' ends say."""
+        """starts: where answers begin; None: as the prompts' ends say.  grammar_after: see `Reasoning.bounded`."""
+        named = request_options.get("sampling_params")
+        if named is not None and params is not None:
+            raise RequestError("sampling_params and params are one argument; give one of them", "sampling_params")
+        params = named if params is None else params
         like, context = _request_of(self._tokenizer, request_options), self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
         ]
-        return [self._reasoning.bounded(one, starts[i] if starts else None) for i, one in enumerate(asked)]
+        return [
+            self._reasoning.bounded(one, starts[i] if starts else None, grammar_after) for i, one in enumerate(asked)
+        ]
 
     def _spread(self, params: Params | Sequence[Params] | None, count: int) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters of each prompt, and whether they say how long the answer may be."""
@@ -175,6 +258,55 @@ def _messages(conversation: Any) -> list[Message]:
                 check_text(value, "messages")
         checked.append(message)
     return checked
+
+
+def _called(messages: list[Message]) -> list[dict[str, Any]]:
+    """Returns messages with the arguments of their calls as chat templates want them, and results with names."""
+    from draftwing.server.conversation import template_call
+
+    found: list[dict[str, Any]] = []
+    names: dict[Any, str] = {}
+    for i, message in enumerate(messages):
+        made, calls = dict(message), message.get("tool_calls")
+        if calls:
+            try:
+                made["tool_calls"] = [
+                    template_call(one["id"], one["function"]["name"], one["function"].get("arguments"), "messages")
+                    for one in calls
+                ]
+            except (AttributeError, KeyError, TypeError):
+                form = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
+                where = f"messages[{i}].tool_calls"
+                raise RequestError(f"{where} must be a list of {form}; found {show(calls)}", "messages") from None
+            names |= {one["id"]: one["function"]["name"] for one in calls}
+        name = names.get(made.get("tool_call_id"))
+        if made["role"] == "tool" and name is not None:
+            made.setdefault("name", name)
+        made["content"] = made.get("content") or ""
+        found.append(made)
+    return found
+
+
+def _tools(asked: RequestOptions) -> tuple[list[Function], ToolChoice]:
+    """Returns the functions of a call, and the choice among them. Raises RequestError, as over HTTP."""
+    from draftwing.server.openai.tools import ChatTool, ChosenTool, offered
+
+    tools, choice = asked.get("tools"), asked.get("tool_choice")
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise RequestError(f"tools must be a list; found {show(tools)}", "tools")
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        raise RequestError(
+            f"tool_choice must be 'auto', 'none', 'required' or a tool; found {show(choice)}", "tool_choice"
+        )
+    try:
+        read = TypeAdapter(list[ChatTool]).validate_python(tools)
+        chosen = ChosenTool.model_validate(choice) if isinstance(choice, Mapping) else choice
+    except ValidationError as error:
+        where = "tool_choice" if error.title == "ChosenTool" else "tools"
+        first = error.errors()[0]
+        found = ".".join(map(str, (where, *first["loc"])))
+        raise RequestError(f"{found}: {first['msg']}; found {show(first['input'])}", where) from None
+    return offered(read, chosen)
 
 
 def _text(parts: list[Any], where: str) -> str:

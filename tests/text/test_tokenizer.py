@@ -343,3 +343,27 @@ def test_the_template_that_comes_with_us_takes_tools(tmp_path: Path, monkeypatch
     assert TOOL[0]["function"]["name"] in said and said.endswith("<|im_start|>assistant\n")
     (tmp_path / BUNDLED_TEMPLATE).write_text("a file of this name")
     assert load_tokenizer(folder, BUNDLED_TEMPLATE).render_chat(ASKED) == "a file of this name"
+
+
+_LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (_LOOP + _NEXT, True),
+        ("{% if messages[0].role != 'system' %}<|im_start|>system\nYou help<|im_end|>\n{% endif %}" + _LOOP, True),
+        ("{{ bos_token }}" + _LOOP + _NEXT, False),
+        (_LOOP + _NEXT + "<think>\n", False),
+        ("{% for m in messages %}<s>{{ m.content }}{% endfor %}", False),
+    ],
+    ids=["plain", "a system prompt of its own", "bos", "reasoning", "no ChatML"],
+)
+def test_plain_chatml_takes_tools_from_the_start(tmp_path: Path, template: str, shown: bool) -> None:
+    """What is asked without tools is the checkpoint's own template; a template that was passed stays alone."""
+    tokenizer = load_tokenizer(save(tmp_path / "model", byte_level(), chat_template=template))
+    assert (TOOL[0]["function"]["name"] in tokenizer.render_chat(ASKED, tools=TOOL)) == shown
+    assert ("<tool_call>" in (tokenizer.chat_source or "")) == shown
+    passed = load_tokenizer(tmp_path / "model", template)
+    assert passed.render_chat(ASKED) == tokenizer.render_chat(ASKED) == passed.render_chat(ASKED, tools=TOOL)

@@ -188,6 +188,12 @@ class SamplingParams(BaseModel):
         params._read(fields, Names(names or {}, where), defaults or {})
         return params
 
+    def __repr_args__(self) -> Any:
+        return ((name, value) for name, value in super().__repr_args__() if name in self.model_fields_set)
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other values, which are not checked."""
         return self.model_copy(update=changes)
@@ -276,6 +282,10 @@ def answer_seed(seed: int, index: int) -> int:
 NOT_BUILT: Final = ("beam_width",)
 _NEUTRAL: Final = dict.fromkeys(NOT_BUILT, (1,)) | NEUTRAL_SAMPLERS
 OTHER_NAMES: Final = {"seed": "sampling_seed", "max_tokens": "max_new_tokens"}  # by what the field is called here
+_ELSEWHERE: Final = dict.fromkeys(  # of vLLM's, what is asked for beside the sampling
+    ("logprobs", "prompt_logprobs"),
+    "is asked for beside these fields: return_logprob=True, top_logprobs_num, and logprob_start_len=0 for the prompt's",
+)
 HINTS: Final = ("stream_interval",)  # how many events a stream has is left to the server; 1 asks for nothing
 
 
@@ -284,6 +294,9 @@ def _translate(given: dict[str, Any], names: Names) -> None:
     for name, neutral in _NEUTRAL.items():
         if not is_neutral(given.pop(name, None), neutral):
             raise names.error(name, not_built(name))
+    for name, said in _ELSEWHERE.items():
+        if name in given:
+            raise names.error(name, said)
     for name in (*HINTS, *SAMPLER_HINTS.split()):
         given.pop(name, None)
     for other, name in OTHER_NAMES.items():

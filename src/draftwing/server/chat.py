@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -25,7 +25,11 @@ from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 from draftwing.server.schema import GenerationBody
 from draftwing.server.service import Generation, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
-from draftwing.text.tokenizer import BUNDLED_TEMPLATE
+
+if TYPE_CHECKING:
+    from draftwing.config.options import Options
+    from draftwing.server.parsers.budgets import Reasoning
+    from draftwing.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 512  # of one request
 MAX_NAME = 256  # characters
@@ -36,7 +40,7 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversati
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
 _HARMONY_EFFORTS = {"minimal": "low", "xhigh": "high"}  # it knows low, medium and high
-_CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
+CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
 _REASONS = ("minimal", "low", "high", "xhigh")  # efforts that are not what a model does by itself
 _DEFINITION = 10  # characters of a text are tokenized while one of a grammar is read
 _PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
@@ -100,80 +104,21 @@ class ChatLogprobs(ChatBody):
         return None
 
 
-class Chats:
-    """Makes prompts. The parsers are those that the server was started with."""
+class Prompts:
+    """From conversations to prompts, and how the answers are read. The parsers are those that the engine was started
+    with."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.harmony, self.reasoning = service.reasoning.harmony, service.reasoning.style
-        named, source = service.options.tool_call_parser, service.tokenizer.chat_source
-        self.tools = None if self.harmony else TOOL_STYLES.get(named or "") or style_of(source)
-
-    async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
-        """Returns the answers to a conversation, and how they are read. Raises RequestError or EngineDead.
-
-        size: bytes that it is read from.
-        """
-        service, grammars = self._service, body.definitions
-        if grammars > MAX_CHARS:
-            raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {grammars}", "tools")
-        chat = await self._read(body.chat, max(size, _DEFINITION * grammars))
-        params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
-        service.check_room(params.n)
-        logprobs = body.wanted_logprobs()
-        called = _CALLED | dict(body.names) | {"thinking": body.thinking_field}
-        text = await self._rendered(chat, called, size)
-        style = self._message_style(chat, text)
-        params, without_effect = self._with_budget(chat, body, params, style)
-        if params.grammar is not None:
-            await service.check_grammars([(params, body.grammar_field)])
-        field = called["tools"] if chat.offers else body.grammar_field
-        params, added = self._constrained(chat, params, style, called)
-        if added:
-            try:
-                await service.check_grammars([(params, field)])
-            except RequestError:
-                await self._check_schemas(chat, params)
-                raise
-        style = dataclasses.replace(style, constrained=params.grammar is not None)
-        if self._hidden(style):
-            params = params.replace(skip_special_tokens=False)
-        (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        ignored = (*chat.ignored, *without_effect)
-        asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
-        if asks and not self.knows_effort:
-            ignored = (*ignored, called.get("effort", called["thinking"]))
-        try:
-            asked = GenerationRequest("", ids, params, logprobs=logprobs)
-            asked = service.reasoning.bounded(asked, style.start, grammar_after=True)
-        except RequestError as error:
-            raise body.renamed(error) from None
-        return await service.submit([asked], body, ignored), style
-
-    async def _read(self, read: Callable[[], Chat], size: int) -> Chat:
-        """Returns the conversation; in a thread where it is large: arguments of calls and grammars are texts to be
-        parsed."""
-        return read() if size <= MAX_SHORT_SIZE else await self._service.pools.run(size, lambda gone: read())
+    def __init__(self, options: Options, tokenizer: Tokenizer, reasoning: Reasoning) -> None:
+        self._tokenizer, self._reasoning = tokenizer, reasoning
+        self.harmony, self.reasoning = reasoning.harmony, reasoning.style
+        named = TOOL_STYLES.get(options.tool_call_parser or "")
+        self.tools = None if self.harmony else named or style_of(tokenizer.chat_source)
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
-        return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
+        return (HarmonyReader if style.harmony else MessageReader)(style, self._tokenizer)
 
-    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
-        """Returns the prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field:
-        of the body, that holds the messages.  size: as of `ask`."""
-        text, ignored = await self.text(read, size)
-        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], ignored
-
-    async def text(self, read: Callable[[], Chat], size: int) -> tuple[str, tuple[str, ...]]:
-        """Returns the prompt's text, and `Chat.ignored`, as `ids`."""
-        chat = await self._read(read, size)
-        return await self._rendered(chat, _CALLED, size), chat.ignored
-
-    async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
-        return await self._service.pools.run(size, lambda gone: self._render(chat, names))
-
-    def _render(self, chat: Chat, names: Mapping[str, str]) -> str:
+    def render(self, chat: Chat, names: Mapping[str, str]) -> str:
         """Returns the prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
         taken = _RESERVED & chat.template.keys()
         if taken:
@@ -187,13 +132,12 @@ class Chats:
         if chat.effort is not None:
             effort = _HARMONY_EFFORTS.get(chat.effort, chat.effort) if self.harmony else chat.effort
             variables = {"reasoning_effort": effort} | variables
-        tokenizer = self._service.tokenizer
+        tokenizer = self._tokenizer
         if chat.offers:
             name, about = names["tools"], f"{names['tools']}: the model's chat template"
             if not self._takes_tools:
-                chatml = "<|im_start|>" in (tokenizer.chat_source or "")
-                how = f"{BUNDLED_TEMPLATE} --tool-call-parser hermes" if chatml else "FILE, a template of it that does"
-                raise RequestError(f"{about} knows no tools; start the server with --chat-template {how}", name)
+                how = "start the server with --chat-template FILE, a template of it that does"
+                raise RequestError(f"{about} knows no tools; {how}", name)
             if not self.calls_tools:
                 how = "start the server with --tool-call-parser"
                 raise RequestError(f"{about} does not tell how it writes calls; {how}", name)
@@ -208,7 +152,7 @@ class Chats:
     @property
     def knows_effort(self) -> bool:
         """Returns whether the chat template can use how much to reason, or whether to."""
-        source = self._service.tokenizer.chat_template or ""
+        source = self._tokenizer.chat_template or ""
         return "reasoning_effort" in source or "thinking" in source
 
     @property
@@ -221,7 +165,7 @@ class Chats:
         """Returns whether the chat template shows tools to the model."""
         tools = [template_tool(Function(_PROBE), self.harmony)]
         try:
-            return _PROBE in self._service.tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
+            return _PROBE in self._tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
         except RequestError:
             return False
 
@@ -231,7 +175,7 @@ class Chats:
         """Parameters with the budget of reasoning, and the fields that a model without reasoning does not hear.
 
         What is not to reason, and would all the same, is ended at once."""
-        known, silent = self._service.reasoning.known, style.start == "closed"
+        known, silent = self._reasoning.known, style.start == "closed"
         ignored: list[str] = []
         if chat.thinking and silent and not chat.continued:
             ignored.append(body.thinking_field)
@@ -242,7 +186,7 @@ class Chats:
             ignored += [] if ignored else [body.budget_field]
         return params, ignored
 
-    def _message_style(self, chat: Chat, text: str) -> MessageStyle:
+    def message_style(self, chat: Chat, text: str) -> MessageStyle:
         functions = chat.functions if chat.offers else ()
         style = MessageStyle(
             names=tuple(function.name for function in functions),
@@ -261,7 +205,7 @@ class Chats:
             style = dataclasses.replace(style, reasoning=self.reasoning, start=start)
         return dataclasses.replace(style, tools=self.tools) if chat.offers else style
 
-    def _constrained(
+    def constrained(
         self, chat: Chat, params: SamplingParams, style: MessageStyle, names: Mapping[str, str]
     ) -> tuple[SamplingParams, bool]:
         """Parameters with the grammar of the whole answer, and whether it is not the request's own."""
@@ -290,14 +234,7 @@ class Chats:
             )
         return params.replace(grammar=grammar), True
 
-    async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
-        """Raises RequestError for the first function that a call of it is held to, and cannot be."""
-        for function in chat.functions:
-            if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name:
-                grammar = Grammar("json_schema", json.dumps(function.schema))
-                await self._service.check_grammars([(params.replace(grammar=grammar), function.field)])
-
-    def _hidden(self, style: MessageStyle) -> bool:
+    def hidden(self, style: MessageStyle) -> bool:
         """Returns whether a marker is a special token, which is not shown unless it is asked for."""
         if style.harmony:
             return True
@@ -306,8 +243,83 @@ class Chats:
             markers += [style.reasoning.begin, style.reasoning.end]
         if style.tools is not None:
             markers += style.tools.markers
-        tokenizer = self._service.tokenizer
+        tokenizer = self._tokenizer
         return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
+
+
+class Chats(Prompts):
+    """Asks the engine."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service.options, service.tokenizer, service.reasoning)
+        self._service = service
+
+    async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
+        """Returns the answers to a conversation, and how they are read. Raises RequestError or EngineDead.
+
+        size: bytes that it is read from.
+        """
+        service, grammars = self._service, body.definitions
+        if grammars > MAX_CHARS:
+            raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {grammars}", "tools")
+        chat = await self._read(body.chat, max(size, _DEFINITION * grammars))
+        params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
+        service.check_room(params.n)
+        logprobs = body.wanted_logprobs()
+        called = CALLED | dict(body.names) | {"thinking": body.thinking_field}
+        text = await self._rendered(chat, called, size)
+        style = self.message_style(chat, text)
+        params, without_effect = self._with_budget(chat, body, params, style)
+        if params.grammar is not None:
+            await service.check_grammars([(params, body.grammar_field)])
+        field = called["tools"] if chat.offers else body.grammar_field
+        params, added = self.constrained(chat, params, style, called)
+        if added:
+            try:
+                await service.check_grammars([(params, field)])
+            except RequestError:
+                await self._check_schemas(chat, params)
+                raise
+        style = dataclasses.replace(style, constrained=params.grammar is not None)
+        if self.hidden(style):
+            params = params.replace(skip_special_tokens=False)
+        (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
+        ignored = (*chat.ignored, *without_effect)
+        asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
+        if asks and not self.knows_effort:
+            ignored = (*ignored, called.get("effort", called["thinking"]))
+        try:
+            asked = GenerationRequest("", ids, params, logprobs=logprobs)
+            asked = service.reasoning.bounded(asked, style.start, grammar_after=True)
+        except RequestError as error:
+            raise body.renamed(error) from None
+        return await service.submit([asked], body, ignored), style
+
+    async def _read(self, read: Callable[[], Chat], size: int) -> Chat:
+        """Returns the conversation; in a thread where it is large: arguments of calls and grammars are texts to be
+        parsed."""
+        return read() if size <= MAX_SHORT_SIZE else await self._service.pools.run(size, lambda gone: read())
+
+    async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
+        """Returns the prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field:
+        of the body, that holds the messages.  size: as of `ask`."""
+        text, ignored = await self.text(read, size)
+        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], ignored
+
+    async def text(self, read: Callable[[], Chat], size: int) -> tuple[str, tuple[str, ...]]:
+        """Returns the prompt's text, and `Chat.ignored`, as `ids`."""
+        chat = await self._read(read, size)
+        return await self._rendered(chat, CALLED, size), chat.ignored
+
+    async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
+        return await self._service.pools.run(size, lambda gone: self.render(chat, names))
+
+    async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
+        """Raises RequestError for the first function that a call of it is held to, and cannot be."""
+        for function in chat.functions:
+            if function.strict or chat.choice.mode == "required" or chat.choice.name == function.name:
+                grammar = Grammar("json_schema", json.dumps(function.schema))
+                await self._service.check_grammars([(params.replace(grammar=grammar), function.field)])
 
 
 def template_tool(function: Function, described: bool = False) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from draftwing.text.chat_template import ChatTemplate, Message
 BUNDLED_TEMPLATE = "chatml_tools"  # a file next to this one: ChatML with tools
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Words of templates that have a place for tools, or more than the bundled one has: other beginnings, reasoning, images.
+_NOT_PLAIN = ("tool", "bos_token", "think", "reasoning", "image", "<|im_sep|>")
 _MARK = "Qcontinued{}Z"  # plain letters and digits, which no filter of a template changes
 
 
@@ -189,13 +191,8 @@ def _from_gguf(path: Path, override: str | None) -> Tokenizer:
         specials, extra = gguf_tokenizer.special_tokens(metadata), [int(i) for i in stop if i is not None]
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of a kind that nobody writes
         raise CheckpointError(f"{path}: tokenizer.ggml.*: found values of other types: {error}") from None
-    return Tokenizer(
-        backend,
-        specials,
-        override or metadata.get("tokenizer.chat_template"),
-        None if override else metadata.get("tokenizer.chat_template.tool_use"),
-        extra,
-    )
+    names = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+    return Tokenizer(backend, specials, *_for_tools(override, *map(metadata.get, names)), extra)
 
 
 def _from_folder(path: Path, override: str | None) -> Tokenizer:
@@ -218,9 +215,18 @@ def _from_folder(path: Path, override: str | None) -> Tokenizer:
             f"{path}: expected tokens and chat templates as transformers writes them in tokenizer_config.json, "
             f"added_tokens.json and chat_template.json; found something else: {type(error).__name__}: {error}"
         ) from None
+    return Tokenizer(backend, specials, *_for_tools(override, templates.get("default"), templates.get("tool_use")))
+
+
+def _for_tools(override: str | None, default: str | None, tool_use: str | None) -> tuple[str | None, str | None]:
+    """Returns the templates of conversations, and of those with tools where that is another one. A plain ChatML that
+    has no place for tools, as the default model's, gets the one that comes with us."""
     if override is not None:
-        return Tokenizer(backend, specials, override)
-    return Tokenizer(backend, specials, templates.get("default"), templates.get("tool_use"))
+        return override, None
+    plain = isinstance(default, str) and "<|im_start|>" in default and "<|im_end|>" in default
+    if tool_use is None and plain and not any(word in (default or "") for word in _NOT_PLAIN):
+        tool_use = _template_text(BUNDLED_TEMPLATE)
+    return default, tool_use
 
 
 def _read_json(file: Path) -> dict[str, Any]:

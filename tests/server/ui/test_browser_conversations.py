@@ -183,6 +183,27 @@ def test_a_stopped_answer_is_continued(url: str, open_page: Open, engine: FakeEn
     assert page.locator(".versions").get_attribute("aria-label") == "Version 2 of 2"
 
 
+@pytest.mark.parametrize("pause", [500, 1000, 1500], ids=lambda pause: f"{pause}ms")
+def test_what_came_before_the_page_was_killed_is_continued(
+    url: str, open_page: Open, engine: FakeEngine, pause: int
+) -> None:
+    page = open_page(url)
+    ask(page, LONG)
+    page.wait_for_selector(".assistant .text:has-text('goes')")
+    page.wait_for_timeout(pause)
+    again = page.context.new_page()
+    page.close(run_before_unload=False)
+    again.goto(url)
+    again.locator(".conversations .open").first.click()
+    begun = again.locator(".assistant .text").text_content()
+    assert begun and f"user:{LONG}".startswith(begun.rstrip())
+    again.get_by_role("button", name="Continue").click()
+    again.wait_for_selector("#send[data-stops]")
+    again.keyboard.press("Escape")
+    wait_for_end(again)
+    assert again.locator(".assistant .text").text_content().startswith(begun)
+
+
 # -- several answers at once -------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftwing.config.options import Options
     from draftwing.text.tokenizer import Tokenizer
 
-_TAIL = 64  # tokens of a prompt that are looked at
+TAIL = 64  # tokens of a prompt that are looked at
 _ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
 
@@ -46,7 +46,7 @@ class Reasoning:
         if params.thinking_budget is None or not self.known:
             return request
         if start is None:
-            start = self._start(self._tokenizer.decode(request.prompt_ids[-_TAIL:], skip_special_tokens=False))
+            start = self._start(self._tokenizer.decode(request.prompt_ids[-TAIL:], skip_special_tokens=False))
         if params.grammar is not None and start != "closed" and not grammar_after:
             raise RequestError(
                 "thinking_budget and a grammar, which is of the whole answer here, exclude each other; ask the server "

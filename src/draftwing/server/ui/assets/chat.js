@@ -18,7 +18,7 @@ const EXAMPLES = [
   "Repeat this three times: the quick brown fox jumps over the lazy dog.",
 ];
 const MODES = [["on", "Drafts on"], ["off", "Drafts off"], ["both", "Side by side"]];
-const KEEP = 2000; // milliseconds between two times that a growing answer is kept
+const KEEP = 500; // milliseconds between two times that a growing answer is kept: more is not lost where the page is killed
 
 export class Chat {
   constructor(facts, store, drafts) {
@@ -272,13 +272,15 @@ export class Chat {
     const visible = () => conversation === this.conversation;
     if (answer.trace && visible()) this.watch(answer);
     let begun = false;
-    let kept = performance.now();
+    let keeping = null;
+    const keep = () => {
+      keeping = null;
+      if (!this.store.conversations.includes(conversation)) return; // it was deleted meanwhile
+      fill(node);
+      this.store.save(conversation, true);
+    };
     await run(answer, body, signal, () => {
-      if (performance.now() - kept > KEEP) {
-        kept = performance.now();
-        fill(node);
-        this.store.save(conversation, true);
-      }
+      keeping ??= setTimeout(keep, node.content ? KEEP : 0); // what comes first at once
       if (!visible()) return;
       this.messages.grown(answer);
       if (!answer.trace?.steps.length) return;
@@ -286,6 +288,7 @@ export class Chat {
       else this.watch(answer);
       begun = true;
     });
+    clearTimeout(keeping);
     if (!visible()) return;
     this.messages.ended(node, answer);
     if (answer.trace && answer.trace === this.drafts.trace) this.watch(answer);
