@@ -178,7 +178,7 @@ def test_a_refused_prompt_leaves_nothing_running(llm: LLM, engine: FakeEngine) -
 
 
 def test_options_are_checked_before_the_engine_is_made() -> None:
-    with pytest.raises(ConfigError, match="nearest one is 'dtype'"):
+    with pytest.raises(ConfigError, match="nearest option is 'dtype'"):
         LLM(dtpye="float32")
     with pytest.raises(ConfigError, match="needs speculative_draft_model_path"):
         LLM("x", speculative_algorithm="EAGLE3")
