@@ -173,7 +173,9 @@ def _changed(draw: random.Random, body: Any) -> Any:
         _, field = draw.choice(places)
         holder[str(field)] = copy.deepcopy(draw.choice(VALUES))
     elif isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-        holder[key] = draw.choice((-holder[key], holder[key] + 0.5, holder[key] * 10**6, str(holder[key])))
+        number = holder[key]
+        half = number + 0.5 if abs(number) < 2**53 else 0.5
+        holder[key] = draw.choice((-number, half, number * 10**6, str(number)))
     else:
         deep: Any = holder[key]
         for _ in range(draw.choice((3, 60, 200))):

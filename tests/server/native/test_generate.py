@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import EOS, FakeEngine
-from scripted import streamed, watched_sizes
+from fake_engine import EOS, FakeEngine, local
+from scripted import asking, streamed, watched_sizes
 from starlette.testclient import TestClient
 
+from draftwing.config.options import Options
+from draftwing.server.app import create_app
 from draftwing.server.native import rendering
 
 KEYS = {
@@ -138,3 +141,20 @@ def test_snapshots_are_counted(client: TestClient, engine: FakeEngine, monkeypat
     assert "snapshots" not in usage()
     monkeypatch.setattr(engine, "stats", lambda: {**engine_stats(), "snapshots": 4, "snapshot_bytes": 80})
     assert (usage()["snapshots"], usage()["snapshot_bytes"]) == (4, 80)
+
+
+@pytest.mark.parametrize(("count", "longest"), [(32, 16_000), (100, 1_500), (3, 100_000)])
+async def test_abort_all_ends_what_runs_and_what_waits_with_its_facts(count: int, longest: int) -> None:
+    """With lengths that do not fit, as SGLang's own test asks for them, where the server cuts these."""
+    engine = FakeEngine(Options(random_seed=7, allow_auto_truncate=True), burst=1, pause=0.01)
+    sampling = {"temperature": 0, "max_new_tokens": longest, "ignore_eos": True}
+    async with asking(create_app(local(engine), engine.tokenizer)) as client:
+        body = {"text": "The capital of France is", "sampling_params": sampling}
+        asked = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(count)]
+        while len(engine.running) < min(count, 60):
+            await asyncio.sleep(0.01)
+        assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
+        for response in await asyncio.gather(*asked):
+            info = response.json()["meta_info"]
+            assert response.status_code == 200 and info["finish_reason"]["type"] == "abort"
+            assert info["prompt_tokens"] == 24 and info["id"]
