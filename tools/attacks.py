@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "server")]
 
 from attacked import attacked  # noqa: E402
-from attackers import ATTACKS, attacking, feel  # noqa: E402
+from attackers import ATTACKS, OPEN, attacking, feel  # noqa: E402
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server  # noqa: E402
 
@@ -81,10 +81,11 @@ def main(argv: list[str]) -> int:
         for name in ATTACKS:
             if args.only in name:
                 good &= line(name, port, args.seconds, args.connections, KEY)
-    if args.only in "flushes":
-        with serving(args.model, False, argv[at + 1 :]) as port:
-            feel(port, 1.0)
-            good &= line("flushes", port, args.seconds, args.connections, "")
+    for name in OPEN:
+        if args.only in name:
+            with serving(args.model, False, argv[at + 1 :]) as port:
+                feel(port, 1.0)
+                good &= line(name, port, args.seconds, args.connections, "")
     return 0 if good else 1
 
 

@@ -25,12 +25,13 @@ BLOCK = 65_536  # bytes that are sent at once, about
 
 class Attack(NamedTuple):
     """first: what a connection begins with.  unit: what it repeats then.  asks: whether it waits for an answer each
-    time.  leaves: whether the connection ends after `first`, and a new one comes."""
+    time.  leaves: whether the connection ends after `first`, and a new one comes.  reads: whether it reads at all."""
 
     first: bytes
     unit: bytes = b""
     asks: bool = False
     leaves: bool = False
+    reads: bool = True
 
     @property
     def block(self) -> bytes:
@@ -53,6 +54,7 @@ ATTACKS = {
     "a body after a 404": Attack(head("POST /nothing", JSON, CHUNKED), LARGE),
     "a body to /health": Attack(head("GET /health", CHUNKED), LARGE),
     "a stated body of 1 GB": Attack(head("POST /generate", JSON, f"content-length: {10**9}"), b" " * 4096),
+    "half a request": Attack(b"POST /generate HTTP/1.1\r\nhost: a\r\n"),
     "headers": Attack(b"GET /health HTTP/1.1\r\n", b"a: b\r\n"), "empty lines": Attack(b"", b"\r\n"),
     "nonsense": Attack(b"", b"\x00\xff\r\n"), "requests that do not wait": Attack(b"", head("GET /health")),
     "/health": Attack(b"", head("GET /health"), asks=True), "the page": Attack(b"", head("GET /"), asks=True),
@@ -60,7 +62,13 @@ ATTACKS = {
     "404": Attack(b"", head("GET /nothing"), asks=True), "connections that say nothing": Attack(b"", leaves=True),
     "connections that ask for /health and leave": Attack(head("GET /health"), leaves=True),
 }  # fmt: skip
+STREAMED = json.dumps({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}})
+# Where nobody has a key: `UNREAD` takes rows of the engine, as clients may that have one.
+UNREAD = Attack(head("POST /generate", JSON, f"content-length: {len(STREAMED)}") + STREAMED.encode(), reads=False)
 FLUSHES = Attack(head("POST /flush_cache?timeout=3600", "content-length: 0"), leaves=True)  # where nobody has a key
+
+
+OPEN = {"flushes": FLUSHES, "streams that nobody reads": UNREAD}
 
 
 class Sender:
@@ -107,11 +115,11 @@ class Sender:
     @property
     def wanted(self) -> int:
         writes = self._left or (self._attack.leaves and not self._attack.first)
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+        return (selectors.EVENT_READ if self._attack.reads else 0) | (selectors.EVENT_WRITE if writes else 0)
 
 
 def attack(name: str, port: int, seconds: float, connections: int) -> None:
-    chosen = FLUSHES if name == "flushes" else ATTACKS[name]
+    chosen = OPEN.get(name) or ATTACKS[name]
     senders = [Sender(chosen, port) for _ in range(connections)]
     end = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting:
@@ -127,6 +135,8 @@ def attack(name: str, port: int, seconds: float, connections: int) -> None:
                     sender.sock.close()
                     sender.open()
                     waiting.register(sender.sock, sender.wanted, sender)
+                elif not sender.wanted:
+                    waiting.unregister(sender.sock)
                 elif sender.wanted != key.events:
                     waiting.modify(sender.sock, sender.wanted, sender)
         for sender in senders:

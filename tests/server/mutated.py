@@ -178,7 +178,7 @@ def _changed(draw: random.Random, body: Any) -> Any:
         holder[key] = draw.choice((-number, half, number * 10**6, str(number)))
     else:
         deep: Any = holder[key]
-        for _ in range(draw.choice((3, 60, 200))):
+        for _ in range(draw.choice((3, 30, 100))):
             deep = [deep] if draw.random() < 0.5 else {"a": deep}
         holder[key] = deep
     return body
