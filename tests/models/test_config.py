@@ -312,6 +312,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**QWEN35_TEXT, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "are turned, found 0"),
         ({**LLAMA2_7B, "attn_output_gate": True}, "attn_output_gate = True"),
         ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
+        ({**MINIMAX_M2, "partial_rotary_factor": 0.25}, "partial_rotary_factor: expected 0.5, which rotary_dim says"),
         (
             {**LFM2_12B, "block_auto_adjust_ff_dim": None},
             "ff_dim: expected true or false, found None",

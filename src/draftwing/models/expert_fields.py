@@ -152,4 +152,7 @@ def minimax_keys(fields: Fields) -> dict[str, Any]:
     if fields.get("rotary_dim") is None:
         return {}
     head_dim = fields.whole("head_dim", high=WIDEST, default=MINIMAX_HEAD_DIM)
-    return {"partial_rotary_factor": fields.whole("rotary_dim", high=head_dim) / head_dim}
+    key, share = "partial_rotary_factor", fields.whole("rotary_dim", high=head_dim) / head_dim
+    if fields.get(key) not in (None, share):
+        raise fields.unlike(key, f"{share:g}, which rotary_dim says, or none")
+    return {key: share}
