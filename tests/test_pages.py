@@ -32,7 +32,7 @@ CARDS = {  # as performance.md names the heads
 ELSEWHERE = {  # flags of other programs
     "--inplace", "--worker-urls", "--policy", "--load-monitor-interval", "--disable-worker-overload-protection",
     "--head", "--address", "--backend", "--endpoint-type", "--extra-inputs", "--extra-index-url", "--torch-backend",
-    "--build-arg", "--upgrade", "--include", "--local-dir",
+    "--build-arg", "--upgrade", "--include", "--local-dir", "--from-literal",
 }  # fmt: skip
 TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
