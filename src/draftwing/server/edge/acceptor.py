@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to come in
 MAX_ACCEPTS = 64  # connections in a turn
 TAKEN = 4  # of these, at most; the others have left
+TAKEN_A_SECOND = 200  # besides, for the time since the last turn: where turns are long, one would wait behind many
 ESTABLISHED = 1  # a state of Linux's `TCP_INFO`; another one: the client has sent all that it ever will
 FULL_SECONDS = 0.5  # until the next one is tried where there are no descriptors
 LEFT_SECONDS = 0.005  # until the next one is taken where others have left: to take one costs a millisecond
@@ -28,6 +29,7 @@ class Acceptor:
         self._sock, self._protocol, self._loop = sock, protocol, asyncio.get_running_loop()
         self._entering: set[asyncio.Task[None]] = set()
         self._closed: asyncio.TimerHandle | None = None  # until it is opened again
+        self._looked = self._loop.time()  # for connections
         sock.setblocking(False)
         sock.listen(BACKLOG)
         self._open()
@@ -45,7 +47,9 @@ class Acceptor:
         self._closed = self._loop.call_later(seconds, self._open)
 
     def _take(self) -> None:
-        taken, left = 0, False
+        taken, left, now = 0, False, self._loop.time()
+        most = TAKEN + int(min(now - self._looked, 1.0) * TAKEN_A_SECOND)
+        self._looked = now
         for _ in range(MAX_ACCEPTS):
             try:
                 connection, _address = self._sock.accept()
@@ -64,7 +68,7 @@ class Acceptor:
             else:
                 connection.close()
                 left = True
-            if taken == TAKEN or (taken and left):
+            if taken == most or (taken and left):
                 break
         if left:
             self._close_for(LEFT_SECONDS)
