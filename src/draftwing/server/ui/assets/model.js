@@ -42,7 +42,7 @@ function rows(facts) {
     ["Loaded from", facts.model_path === facts.model ? "" : facts.model_path],
     ["Architecture", facts.architecture],
     ["Weights", weights.map(([kind, size]) => `${kind} ${bytes(size)}`).join(", ")],
-    ["Computed in", facts.dtype],
+    ["Activations", facts.device === "cpu" && /^Q\d/.test(weights[0]?.[0]) ? `${facts.dtype}, in products with weights 8 bits` : facts.dtype],
     ["Context", `${number(facts.context_length)} tokens`],
     ["KV cache", `${number(facts.max_total_tokens)} tokens for all requests together`],
     ["Drafter", algorithm === "none" ? "no speculation: every step gives one token" : algorithm],
