@@ -89,10 +89,12 @@ def distinct(ids: Sequence[int], size: int = 4) -> float:
 
 
 def measured(llm: LLM, setting: str, texts: Sequence[str], tokens: int) -> tuple[Quality, list[Completion]]:
-    given: dict[str, Any] = {name: float(value) for name, _, value in (s.partition("=") for s in setting.split(","))}
+    given: dict[str, Any] = {
+        name: json.loads(value) for name, _, value in (s.partition("=") for s in setting.split(","))
+    }
     params = {**given, "max_new_tokens": tokens, "sampling_seed": 0}
     # Explicit neutral values, so that defaults of the model do not come in.
-    params = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, **params}
+    params = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "dry_multiplier": 0.0, **params}
     chats = [[{"role": "user", "content": text}] for text in texts]
     answers = llm.chat(chats, params, return_logprob=True)
     lengths = [len(answer.token_ids) for answer in answers]

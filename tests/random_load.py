@@ -54,6 +54,8 @@ def asked(harness: Any, rng: random.Random, number: int, prompt: list[int]) -> A
     edits: dict[str, Any] = {"stop_token_ids": tuple(rng.sample(range(vocab), rng.choice((0, 0, 2))))}
     if rng.random() < 0.2:
         edits |= {"frequency_penalty": rng.uniform(-1, 2), "repetition_penalty": rng.uniform(0.7, 1.6)}
+    if rng.random() < 0.2:
+        edits |= {"dry_multiplier": rng.uniform(0.1, 3), "dry_allowed_length": rng.randint(1, 3)}
     params = harness.greedy(tokens, **edits) if rng.random() < 0.5 else harness.seeded(tokens, seed=number, **edits)
     wanted = LogprobParams(rng.choice((0, 2)), (), rng.choice((-1, 0))) if rng.random() < 0.2 else None
     return Asked(prompt, params, rng.randrange(99) if rng.random() < 0.25 else None, wanted)

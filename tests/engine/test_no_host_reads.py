@@ -249,7 +249,8 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(on_cpu, drafte
     rig = h.Rig(h.tiny_model(), shapes=(shape,), drafter=drafter, book=book, fake_device=device)
     rig.executor.launch, rig.executor.commit = watch.around(rig.executor.launch), watch.around(rig.executor.commit)
     edited = h.seeded(
-        10, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(40)),
+        10, frequency_penalty=0.5, repetition_penalty=1.2, dry_multiplier=0.5, logit_bias=((3, 1.0),),
+        allowed_token_ids=tuple(range(40)),
         bad_words=("x",), top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3,
     )  # fmt: skip
     rig.submit("edited", [1, 2, 3], edited, stop_ids=(5,), bad_word_ids=((4,), (6, 7, 8)))

@@ -46,6 +46,8 @@ def random_request(h, draw: random.Random, number: int):
         frequency_penalty=maybe(0.3, lambda: draw.uniform(-1, 2), 0.0),
         presence_penalty=maybe(0.3, lambda: draw.uniform(-1, 2), 0.0),
         repetition_penalty=maybe(0.3, lambda: draw.uniform(0.7, 1.6), 1.0),
+        dry_multiplier=maybe(0.3, lambda: draw.uniform(0.1, 3), 0.0),
+        dry_allowed_length=draw.randint(1, 3),
         logit_bias=maybe(0.3, lambda: tuple((i, draw.uniform(-8, 8)) for i in sorted(some_ids(5))), ()),
         allowed_token_ids=maybe(0.2, lambda: tuple(some_ids(20)), ()),
         bad_words=maybe(0.3, lambda: ("named by ids",), ()),

@@ -344,8 +344,8 @@ def edited_draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tens
     depth = torch.arange(nodes).expand(rows, -1)
     edits = Edits(
         every, table.tokens, made.ints(0, 40, rows + 1), made.some([0.4, 1.0, 1.7], rows + 1, 3),
-        made.ints(0, vocab, rows + 1, 9), made.some([-3.0, 0.0, 2.5], rows + 1, 9), made.ints(0, 60, rows, nodes),
-        path, depth + 1,
+        made.ints(0, vocab, rows + 1, 9), made.some([-3.0, 0.0, 2.5], rows + 1, 9),
+        made.some([0.0, 0.3, 2.0], rows + 1, 9), made.ints(0, 60, rows, nodes), path, depth + 1,
     )  # fmt: skip
     logits = made.floats(dtype, rows, nodes, vocab, scale=3.0)
     hidden, weight = made.floats(dtype, rows, nodes, 96), made.floats(dtype, vocab, 96)

@@ -30,6 +30,14 @@ ASKED = [
     {"logit_bias": {3: 4.0, 11: -100.0, 40: 0.5}},
     {"repetition_penalty": 1.1, "frequency_penalty": -0.5, "logit_bias": {7: 1.5, 8: -1.5}},
     {"presence_penalty": 2.0},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {
+        "dry_multiplier": 0.7,
+        "dry_base": 3.0,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "logit_bias": {4: 2.0},
+    },
 ]
 
 
@@ -50,8 +58,8 @@ class Case(NamedTuple):
     def row_edits(self) -> Edits:
         edits, table = self.edits, self.table
         return Edits(
-            self.rows, table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, self.tokens,
-            self.tree.path, self.tree.path_len,
+            self.rows, table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs,
+            self.tokens, self.tree.path, self.tree.path_len,
         )  # fmt: skip
 
     def drawn(self, ops: CpuOps, rescored: bool, edits: bool = True) -> Tensor:

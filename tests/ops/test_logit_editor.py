@@ -21,7 +21,7 @@ ASKED = [
     {"repetition_penalty": 0.8, "frequency_penalty": 0.7, "presence_penalty": -0.4},
     {"logit_bias": {3: 4.0, 11: -100.0, 40: 0.5, 80: 3.0}},
     {"repetition_penalty": 1.1, "frequency_penalty": -0.5, "logit_bias": {7: 1.5, 8: -1.5}},
-    {},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 1},  # which drafts do not know of
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.ops.reference.tree import Tree, derive
 from draftwing.ops.torch.sampling import SamplingOps, SamplingRows
-from draftwing.requests.sampling_params import SamplingParams
+from draftwing.requests.sampling_params import MAX_REPEAT, SamplingParams
 from draftwing.sampling.edits import Edited, EditTable, Features, Nodes
 
 ROWS, LENGTH = 6, 40
@@ -31,6 +31,13 @@ def reference(
         x[i] -= params.frequency_penalty * answer.count(i) + params.presence_penalty
     for i, value in params.logit_bias:
         x[i] += value
+    longest: dict[int, int] = {}  # tokens of the answer's end that each token has followed before
+    for i, token in enumerate(answer[1:], 1):
+        same = [n for n in range(1, min(i, MAX_REPEAT) + 1) if answer[i - n : i] == answer[-n:]]
+        longest[token] = max(longest.get(token, 0), *same, 0)
+    for token, n in longest.items():
+        if n >= params.dry_allowed_length:
+            x[token] -= params.dry_multiplier * params.dry_base ** (n - params.dry_allowed_length)
     for i in range(len(x)):
         if (params.allowed_token_ids and i not in params.allowed_token_ids) or (may is not None and i not in may):
             x[i] = -math.inf
@@ -49,6 +56,9 @@ def random_params(rng: random.Random, vocab: int, kind: str) -> tuple[SamplingPa
         frequency_penalty=rng.choice([0.3, -0.7]) if has("count") else 0.0,
         presence_penalty=rng.choice([0.5, -1.1]) if has("count") else 0.0,
         repetition_penalty=rng.choice([1.3, 0.8]) if has("repetition") else 1.0,
+        dry_multiplier=rng.choice([0.4, 3.0]) if has("repeats") else 0.0,
+        dry_base=rng.choice([1.0, 1.75]),
+        dry_allowed_length=rng.choice([1, 1, 2]),
         logit_bias=tuple((i, rng.uniform(-5, 5)) for i in rng.sample(range(vocab), 5)) if has("bias") else (),
         allowed_token_ids=tuple(rng.sample(range(vocab), vocab // 2)) if has("allowed") else (),
         bad_words=tuple("w" for _ in words),
@@ -116,7 +126,7 @@ class Case:
         return reference(self.logits[b, n].double().tolist(), *args)
 
 
-KINDS = ["count", "repetition", "bias", "allowed", "bad", "none", "all"]
+KINDS = ["count", "repetition", "repeats", "bias", "allowed", "bad", "none", "all"]
 
 
 @pytest.mark.slow
@@ -219,3 +229,24 @@ def test_rows_without_edits_need_nothing() -> None:
     assert table.features([0, 1, 2]) == Features(counts=True, biases=2, bad_words=1, bad_tokens=3)
     table.write(1, SamplingParams(repetition_penalty=2.0), 4, [])
     assert table.features([1], guided=True) == Features(seen=True, masks=True)
+    table.write(1, SamplingParams(dry_multiplier=0.5), 4, [])
+    assert table.features([1]) == Features(repeats=True)
+
+
+@pytest.mark.parametrize(("period", "allowed"), [(1, 3), (3, 2), (7, 20), (5, 31)])
+def test_what_a_loop_goes_on_with_is_the_only_token_that_costs_more(period: int, allowed: int) -> None:
+    """A text of all different tokens, then a loop: its next token gets what `MAX_REPEAT` tokens cost, at most."""
+    table = EditTable(1, 400, torch.device("cpu"))
+    params = SamplingParams(dry_multiplier=0.25, dry_base=1.25, dry_allowed_length=allowed)
+    table.write(0, params, 5, [])
+    for repeated in range(1, 50):
+        text = [*range(5, 40), *range(100, 100 + period)]
+        text += [100 + i % period for i in range(repeated)]
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        last = len(text) - 1
+        nodes = Nodes(zero[0], torch.tensor([text]), zero[0] + last, last, zero, zero[..., None], zero + 1)
+        found = table.apply(torch.zeros(1, 1, 400), table.features([0]), nodes).logits[0, 0]
+        length = min(repeated, MAX_REPEAT)
+        cost = 0.25 * 1.25 ** (length - allowed) if length >= allowed else 0
+        assert found[100 + repeated % period].item() == pytest.approx(-cost, rel=1e-5)
+        assert found.count_nonzero() == (length >= allowed)

@@ -29,7 +29,7 @@ NEUTRAL = [
 ]  # fmt: skip
 OTHERS = [
     ("typical_p", 0.9, "top_p"), ("typical_p", True, "top_p"), ("tfs_z", 0.5, "min_p"), ("top_a", 0.2, "top_k"),
-    ("mirostat", 2, "temperature"), ("mirostat", False, "temperature"), ("dry_multiplier", 0.8, "repetition_penalty"),
+    ("mirostat", 2, "temperature"), ("mirostat", False, "temperature"), ("no_repeat_ngram_size", 3, "dry_multiplier"),
     ("xtc_probability", 0.5, "min_p"), ("dynatemp_range", 1, "temperature"), ("samplers", ["top_k"], "order"),
     ("do_sample", False, "temperature: 0"), ("n_probs", 3, "top_logprobs"), ("guidance_scale", 1.5, "leave it out"),
 ]  # fmt: skip
@@ -48,8 +48,8 @@ def test_what_a_sampler_needs_is_named_but_no_fault(client: TestClient, place: s
     path, body, inside = PLACES[place]
     if inside == "sampling_params":
         return  # where hints have no names but one
-    response = client.post(path, json=body | ({inside: {"dry_base": 2}} if inside else {"dry_base": 2}))
-    name = f"{inside}.dry_base" if inside else "dry_base"
+    response = client.post(path, json=body | ({inside: {"mirostat_eta": 2}} if inside else {"mirostat_eta": 2}))
+    name = f"{inside}.mirostat_eta" if inside else "mirostat_eta"
     assert response.headers["draftwing-ignored"] == name, response.text
 
 
@@ -63,6 +63,20 @@ def test_other_values_are_refused_with_what_there_is(
     assert response.status_code == 400, response.text
     message = json.dumps(response.json())
     assert (f"{inside}.{name}" if inside else name) in message and instead in message, message
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_repetitions_are_penalised_in_every_dialect(client: TestClient, engine: Any, place: str) -> None:
+    """As in llama.cpp, whose windows and breakers ask for nothing here."""
+    path, body, inside = PLACES[place]
+    given = {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_sequence_breakers": ["\n"]}
+    response = client.post(path, json=body | ({inside: given} if inside else given))
+    assert response.status_code == 200, response.text
+    params = engine.requests[-1].params
+    assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length) == (0.8, 2.0, 3)
+    for name, value in (("dry_multiplier", -1), ("dry_base", 0.5), ("dry_allowed_length", 32)):
+        response = client.post(path, json=body | ({inside: {name: value}} if inside else {name: value}))
+        assert response.status_code == 400 and name in response.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -199,7 +199,7 @@ SAID = {"messages": [{"role": "user", "content": "a"}], "model": "m"}
     ],
 )  # fmt: skip
 def test_greedy_is_the_likeliest_token_unless_the_request_has_penalties(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngine(defaults={"repetition_penalty": 1.1, "top_k": 5, "temperature": 0.7})
+    engine = FakeEngine(defaults={"repetition_penalty": 1.1, "dry_multiplier": 0.8, "top_k": 5, "temperature": 0.7})
     place, penalty = {"/generate": "sampling_params"}.get(path, "options"), "repetition_penalty"
     nested = path == "/generate" or path.startswith("/api")
     with client_of(engine) as client:
@@ -209,9 +209,9 @@ def test_greedy_is_the_likeliest_token_unless_the_request_has_penalties(path: st
             if path == "/v1/messages":  # has no such field
                 asked.pop(penalty, None)
             ok(client, path, **body, **({place: asked} if nested else asked))
-    found = [(r.params.temperature, r.params.repetition_penalty) for r in engine.requests]
+    found = [(r.params.temperature, r.params.repetition_penalty, r.params.dry_multiplier) for r in engine.requests]
     own = 1.0 if path == "/v1/messages" else 1.2
-    assert found == [(0.7, 1.1), (0.0, 1.0), (0.0, own), (0.4, 1.1)]
+    assert found == [(0.7, 1.1, 0.8), (0.0, 1.0, 0.0), (0.0, own, 0.0), (0.4, 1.1, 0.8)]
 
 
 def test_a_length_of_the_model_holds_where_nothing_else_limits_the_answer() -> None:

@@ -23,7 +23,7 @@ from draftwing.files import cache_folder
 Run = Callable[[dict[str, Any]], None]
 Emit = Callable[[dict[str, Any]], None]
 Lines = Callable[[Mapping[str, Any]], list[str]]  # of a record, for people
-PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "dry_multiplier": 0.0}
 
 
 def add_commands(commands: Any) -> dict[str, Run]:

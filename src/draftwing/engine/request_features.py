@@ -136,7 +136,7 @@ class RequestFeatures:
         edits = self.edits
         return Edits(
             drawn.rows, self.table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values,
-            drawn.tokens, drawn.path, drawn.path_len,
+            edits.costs, drawn.tokens, drawn.path, drawn.path_len,
         )  # fmt: skip
 
     def draft_edits(self, plan: Plan | None) -> DraftEdits | None:

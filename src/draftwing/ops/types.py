@@ -202,6 +202,7 @@ class Edits(NamedTuple):
     penalties: Tensor  # [R + 1, 3] float32: frequency, presence, repetition
     bias_ids: Tensor  # [R + 1, S] int64
     bias_values: Tensor  # [R + 1, S] float32, 0 where there is no bias
+    costs: Tensor  # [R + 1, longest + 1] float32: of repetitions of so many tokens
     tokens: Tensor  # [B, N] int64: the nodes' own
     path: Tensor  # [B, N, D + 1] int64, as in `Tree`
     path_len: Tensor  # [B, N] int64

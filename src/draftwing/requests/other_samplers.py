@@ -9,7 +9,7 @@ from typing import Any, Final
 
 _TAILS = "use top_p, top_k and min_p"
 _HEAT = "use temperature and min_p"
-_REPEATS = "use repetition_penalty, frequency_penalty and presence_penalty"
+_REPEATS = "use dry_multiplier, repetition_penalty, frequency_penalty and presence_penalty"
 _ORDER = "the order of samplers is fixed"
 _TABLE: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     ((1,), _TAILS, "typical_p typical tfs_z tfs"),
@@ -18,7 +18,7 @@ _TABLE: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     ((0,), _HEAT, "dynatemp_range smoothing_factor xtc_probability mirostat mirostat_mode"),
     ((False,), _HEAT, "dynamic_temperature"),
     ((0, -1), _HEAT, "adaptive_target"),
-    ((0,), _REPEATS, "dry_multiplier no_repeat_ngram_size penalty_alpha"),
+    ((0,), _REPEATS, "no_repeat_ngram_size penalty_alpha"),
     ((1,), _REPEATS, "encoder_repetition_penalty"),
     (([], ""), _ORDER, "samplers sampler_priority sampler_order"),
     ((False,), _ORDER, "temperature_last"),
@@ -31,10 +31,10 @@ _TABLE: tuple[tuple[tuple[Any, ...], str, str], ...] = (
 )
 NEUTRAL_SAMPLERS: Final = {name: values for values, _, names in _TABLE for name in names.split()}
 INSTEAD: Final = {name: instead for _, instead, names in _TABLE for name in names.split()}
-# Of these samplers: they ask for nothing without them.
+# Of these samplers: they ask for nothing without them. DRY looks at the whole answer, without breakers.
 SAMPLER_HINTS: Final = (
-    "adaptive_decay dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
-    "dynatemp_high dynatemp_low min_keep mirostat_eta mirostat_tau smoothing_curve xtc_threshold"
+    "adaptive_decay dry_penalty_last_n dry_sequence_breakers dynatemp_exponent dynatemp_high dynatemp_low min_keep "
+    "mirostat_eta mirostat_tau smoothing_curve xtc_threshold"
 )
 
 

@@ -36,7 +36,8 @@ MAX_BIASES: Final = 1024  # distinct token ids
 MAX_BAD_WORDS: Final = 128  # token sequences
 MAX_BAD_WORD_TOKENS: Final = 16  # of one sequence
 MAX_BAD_WORD: Final = 512  # characters
-EDITING: Final = ("repetition_penalty",)  # defaults of models that change logits
+EDITING: Final = ("repetition_penalty", "dry_multiplier")  # defaults of models that change logits
+MAX_REPEAT: Final = 32  # tokens of a repetition that count
 GREEDY_BELOW: Final = 1e-6  # a temperature that no float32 logit difference survives
 _INT32: Final = 2**31 - 1
 
@@ -155,6 +156,11 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(
         1.0, ge=0.01, le=2, description="above 1: makes tokens of prompt and answer less likely"
     )
+    dry_multiplier: float = Field(
+        0.0, ge=0, le=10, description="above 0: makes tokens less likely by which the answer goes on repeating itself"
+    )
+    dry_base: float = Field(1.75, ge=1, le=4, description="by how much more with each further token that was repeated")
+    dry_allowed_length: int = Field(2, ge=1, lt=MAX_REPEAT, description="tokens that may repeat before that")
     logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
     allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")
     bad_words: Words = Field(
@@ -230,9 +236,8 @@ class SamplingParams(BaseModel):
     @property
     def penalised(self) -> bool:
         """Returns whether there are penalties or biases."""
-        return bool(
-            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-        )
+        added = self.frequency_penalty or self.presence_penalty or self.dry_multiplier
+        return bool(added or self.repetition_penalty != 1.0 or self.logit_bias)
 
     @property
     def guided(self) -> bool:

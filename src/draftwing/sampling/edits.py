@@ -5,7 +5,11 @@ and itself. Nothing is counted ahead: counts are made of the token history in ev
 cached prefix or a rejected draft leaves nothing to correct.
 
 The order is that of Hugging Face and vLLM: repetition penalty (prompt and answer), then frequency and presence
-penalties (answer only) and biases as one sum, then bans.
+penalties and that of repetitions (answer only) and biases as one sum, then bans.
+
+The penalty of repetitions is DRY ("don't repeat yourself"): where the last n tokens of an answer have been in it
+before, what followed them there loses dry_multiplier * dry_base ** (n - dry_allowed_length), for the longest n, from
+dry_allowed_length to `MAX_REPEAT`.
 
 A row that is edited by its masks alone needs an `EditTable.write` too: it resets what an earlier request left in the
 row. Stop ids below min_new_tokens are the sampler's.
@@ -21,7 +25,13 @@ import torch
 from torch import Tensor
 
 from draftwing.core import IntArray
-from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams
+from draftwing.requests.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_REPEAT,
+    SamplingParams,
+)
 
 _BEFORE: Final = -2  # the token before the beginning of an answer: equal to none, and to no padding
 
@@ -31,6 +41,7 @@ class Features(NamedTuple):
 
     counts: bool = False  # frequency or presence penalty
     seen: bool = False  # repetition penalty
+    repeats: bool = False  # penalty of repetitions
     biases: int = 0  # the most of a row
     allowed: bool = False
     bad_words: int = 0  # the most of a row
@@ -61,6 +72,7 @@ class _Rows(NamedTuple):
     counts: Tensor | None  # [b, V] float32: how often the committed answer has the token
     seen: Tensor | None  # [b, V] float32: 1 where committed tokens have it, else 0
     bias: Tensor | None  # [b, V] float32
+    repeats: Tensor | None  # [b, N, V] float32: what repetitions cost a token
     bits: Tensor | None  # [b, 1 or N, W] int32: the tokens that may come
     below: Tensor | None  # [b, N, D] int64: drafts from the root's child to the node itself, -1 past it
     bad_last: Tensor | None  # [b, S] int64: what a bad word ends with, -1 for none
@@ -81,6 +93,7 @@ class EditTable:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
         self.penalties = full(3, dtype=torch.float32)  # frequency, presence, repetition
+        self.costs = full(MAX_REPEAT + 1, dtype=torch.float32)  # of repetitions of so many tokens
         self.penalties[:, 2] = 1
         self.prompt_len = full()
         self.bias_ids = full(MAX_BIASES)  # padded with (0, 0.0), which adds nothing
@@ -105,10 +118,14 @@ class EditTable:
         assert len(biases) <= MAX_BIASES and len(words) <= MAX_BAD_WORDS
         assert all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words)
         penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        ids, floats = np.zeros(MAX_BIASES, np.int64), np.zeros(4 + MAX_BIASES, np.float32)
+        ids, floats = np.zeros(MAX_BIASES, np.int64), np.zeros(4 + MAX_BIASES + MAX_REPEAT, np.float32)
         floats[:3] = penalties
         ids[: len(biases)] = [id_ for id_, _ in biases]
         floats[4 : 4 + len(biases)] = [value for _, value in biases]
+        further = np.arange(MAX_REPEAT - params.dry_allowed_length + 1)
+        floats[3 + MAX_BIASES + params.dry_allowed_length :][: len(further)] = (
+            params.dry_multiplier * params.dry_base**further
+        )
         before = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1), -1, np.int64)
         last = np.full(MAX_BAD_WORDS, -1, np.int64)
         for s, word in enumerate(words):
@@ -119,7 +136,8 @@ class EditTable:
         packed = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
         sent = packed[0].view(torch.float32)
         self.penalties[row].copy_(sent[:3])
-        self.bias_values[row].copy_(sent[4:])
+        self.bias_values[row].copy_(sent[4 : 4 + MAX_BIASES])
+        self.costs[row, 1:].copy_(sent[4 + MAX_BIASES :])
         self.bias_ids[row].copy_(packed[1])
         self.bad_before[row].copy_(packed[2].view(before.shape))
         self.bad_last[row].copy_(packed[3])
@@ -127,6 +145,7 @@ class EditTable:
         self._features[row] = Features(
             counts=bool(params.frequency_penalty or params.presence_penalty),
             seen=params.repetition_penalty != 1.0,
+            repeats=params.dry_multiplier > 0,
             biases=len(biases),
             allowed=bool(params.allowed_token_ids),
             bad_words=len(words),
@@ -161,7 +180,7 @@ class EditTable:
         """
         assert (masks is not None) == features.masks
         here, drafts, path = self._gather(features, nodes, masks), nodes.drafts, nodes.path
-        x = _edited(logits, here, here.counts, here.seen, here.bias)
+        x = _edited(logits, here, here.counts, here.seen, here.bias, here.repeats)
         if x is logits:
             x = logits.clone()
         if features.counts or features.seen:  # what is on the path below the root counts for that node alone
@@ -177,7 +196,7 @@ class EditTable:
         return Edited(x, here)
 
     def _gather(self, features: Features, nodes: Nodes, masks: Tensor | None) -> _Rows:
-        count, seen, bias, below, bad_last, active = None, None, None, None, None, None
+        count, seen, bias, below, repeats, bad_last, active = None, None, None, None, None, None, None
         rows, drafts, path = nodes.rows, nodes.drafts, nodes.path
         prompt_len = self.prompt_len.index_select(0, rows)[:, None]
         if features.counts or features.seen:
@@ -196,6 +215,8 @@ class EditTable:
             ids, values = (x[:, : features.biases].index_select(0, rows) for x in (self.bias_ids, self.bias_values))
             bias = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
             bias.scatter_add_(1, ids, values)
+        if features.repeats:
+            repeats = _repeats(nodes, prompt_len, self.costs.index_select(0, rows), self.vocab)
         if features.bad_words:
             bad_last = self.bad_last[:, : features.bad_words].index_select(0, rows)  # [b, S]
             active = (bad_last >= 0)[:, None].expand(-1, drafts.shape[1], -1)  # [b, N, S]
@@ -208,7 +229,7 @@ class EditTable:
         if features.allowed and self.allowed is not None:
             allowed = self.allowed.index_select(0, rows)[:, None]  # [b, 1, W]
             bits = allowed if masks is None else masks & allowed
-        return _Rows(self.penalties.index_select(0, rows), count, seen, bias, bits, below, bad_last, active)
+        return _Rows(self.penalties.index_select(0, rows), count, seen, bias, repeats, bits, below, bad_last, active)
 
     def banned(self, bits: Tensor) -> Tensor:
         """Returns what may not come, [b, n, V] bool; bits [b, n, W] int32."""
@@ -237,7 +258,9 @@ class Edited:
         return _edited_at(values, ids, rows)
 
 
-def _edited(x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, bias: Tensor | None) -> Tensor:
+def _edited(
+    x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, bias: Tensor | None, repeats: Tensor | None
+) -> Tensor:
     """Applies penalties and biases. x [b, N, K] float32; the others [b, N, K], or [b, K] for all nodes alike."""
     penalties = rows.penalties[:, None, :, None]  # [b, 1, 3, 1]
 
@@ -255,6 +278,8 @@ def _edited(x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, b
         # Products and sums one by one: a fused kernel's rounding may depend on the tensor's shape.
         penalty = count.clamp(max=1).mul_(penalties[:, :, 1]).add_(count * penalties[:, :, 0])
         delta = penalty.neg_() if delta is None else penalty.neg_().add_(delta)
+    if repeats is not None:
+        delta = -repeats if delta is None else delta - repeats
     return x if delta is None else x + delta
 
 
@@ -270,7 +295,8 @@ def _edited_at(values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
         on_path = (ids[..., None] == rows.below[:, :, None]).sum(-1)  # [b, N, K]
         count = None if count is None else count + on_path
         seen = None if seen is None else (seen + on_path).clamp_(max=1)
-    x = _edited(values, rows, count, seen, pick(rows.bias))
+    repeats = None if rows.repeats is None else rows.repeats.gather(-1, ids)
+    x = _edited(values, rows, count, seen, pick(rows.bias), repeats)
     if rows.bits is not None:
         words = rows.bits.expand(-1, ids.shape[1], -1).gather(-1, ids >> 5)
         x = x.masked_fill((words >> (ids & 31)) & 1 == 0, -torch.inf)
@@ -291,3 +317,20 @@ def _recent(length: int, nodes: Nodes, prompt_len: Tensor) -> Tensor:
     at = path.gather(-1, level.clamp(0, path.shape[-1] - 1))
     drafted = drafts.gather(1, at.flatten(1)).view_as(at)
     return torch.where(level > 0, drafted, committed).masked_fill_(position < prompt_len[..., None], _BEFORE)
+
+
+def _repeats(nodes: Nodes, prompt_len: Tensor, costs: Tensor, vocab: int) -> Tensor:
+    """Returns what each token costs at every node since the answer would go on repeating itself, [b, N, vocab] float32.
+    prompt_len [b, 1]; costs [b, MAX_REPEAT + 1]."""
+    longest = nodes.bound + nodes.path.shape[-1]
+    recent = _recent(longest, nodes, prompt_len)  # [b, N, L]
+    known = torch.nn.functional.pad(recent, (0, MAX_REPEAT), value=_BEFORE)
+    same = recent[..., 1:] >= 0  # whether what ends so many tokens before is that of the node, up to here
+    length = torch.zeros_like(same, dtype=torch.int64)  # [b, N, L - 1]
+    for back in range(min(MAX_REPEAT, longest)):
+        same = same & (known[..., 1 + back : longest + back] == recent[..., back, None])
+        same = same & (recent[..., back, None] >= 0)
+        length += same
+    costs = costs[:, None].expand(-1, length.shape[1], -1).gather(-1, length)  # [b, N, L - 1]
+    zeros = torch.zeros(*length.shape[:2], vocab, dtype=torch.float32, device=costs.device)
+    return zeros.scatter_reduce_(-1, recent[..., :-1].clamp(min=0), costs, "amax")

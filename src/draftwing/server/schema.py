@@ -228,7 +228,12 @@ def characters(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-class GenerationBody(Body, hints=SAMPLER_HINTS, not_built=" ".join(NEUTRAL_SAMPLERS)):
+class GenerationBody(
+    Body,
+    hints=SAMPLER_HINTS,
+    not_built=" ".join(NEUTRAL_SAMPLERS),
+    sampling="dry_multiplier dry_base dry_allowed_length",
+):
     """Body of a request for answers, in any dialect.
 
     source: name of the field that holds the prompt.  id_prefix: how ids of responses begin.  names: the dialect's words

@@ -210,6 +210,7 @@ ASKED = {
     "filters": {"top_p": 0.9, "min_p": 0.05},
     "bans": {"min_new_tokens": 8},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
+    "repetitions": {"dry_multiplier": 2.0, "dry_allowed_length": 1},
     "all": {"repetition_penalty": 0.8, "min_p": 0.1, "min_new_tokens": 6},
 }
 

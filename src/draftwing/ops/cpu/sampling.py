@@ -188,6 +188,6 @@ def _arguments_of(edits: Edits) -> tuple[Any, ...]:
     """Returns how edits are passed to the C kernel; their tensors are contiguous."""
     (_, nodes, width), biases = edits.path.shape, edits.bias_ids.shape[1]
     assert edits.tokens.shape[1] == nodes and edits.penalties.shape[1] == 3
-    rows, history, prompt_len, penalties, bias_ids, bias_values, tokens, path, path_len = edits
+    rows, history, prompt_len, penalties, bias_ids, bias_values, costs, tokens, path, path_len = edits
     read = rows, history, history.shape[1], prompt_len, penalties, bias_ids, bias_values, biases
-    return *read, tokens, nodes, path, width, path_len
+    return *read, tokens, nodes, path, width, path_len, costs, costs.shape[1] - 1

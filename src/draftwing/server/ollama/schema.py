@@ -28,6 +28,9 @@ SAMPLED = {
     "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
+    "dry_multiplier": "dry_multiplier",
+    "dry_base": "dry_base",
+    "dry_allowed_length": "dry_allowed_length",
     "stop": "stop",
 }
 Role = Annotated[
@@ -46,7 +49,7 @@ class ModelOptions(
     hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
     "numa penalize_newline use_mlock use_mmap vocab_only " + SAMPLER_HINTS,
     not_built=" ".join(NEUTRAL_SAMPLERS),
-    untyped="temperature top_p min_p repeat_penalty presence_penalty frequency_penalty stop",
+    untyped="temperature top_p min_p repeat_penalty presence_penalty frequency_penalty dry_multiplier dry_base stop",
 ):
     """How to sample, and how to load a model, which this server did when it started.
 
@@ -59,6 +62,7 @@ class ModelOptions(
     seed: Whole = None
     num_predict: Whole = None
     top_k: Whole = None
+    dry_allowed_length: Whole = None
     repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
 
 

@@ -498,19 +498,22 @@ typedef struct {
     const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
     const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
     const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
-    int64_t length, biases, nodes, width, from, to;
+    const float *costs; /* [R, longest + 1]: of repetitions of so many tokens, longest < 64; not of drafts */
+    int64_t length, biases, nodes, width, from, to, longest;
 } Edits;
 typedef struct {
     float factor, delta;
 } Edit;
 INLINE float edited(float x, Edit e) { return (x > 0.0f ? x / e.factor : x * e.factor) + e.delta; }
-HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any */
+HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any but what repetitions cost */
+HIDDEN int repeats_cost(const Edits *e, int64_t b); /* whether repetitions do, which drafts do not know of */
 /* counts [vocab] are zeros before; newest: position of the row's root, up to which its text counts. found [vocab]: the
    tokens that are counted or have a bias, each once. Returns how many these are. */
 HIDDEN int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, int32_t *found);
-/* before [width]: what is put back. */
-HIDDEN void count_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, int32_t *before);
-HIDDEN void forget_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, const int32_t *before);
+/* newest: as above; before [width]: what is put back. */
+HIDDEN void count_path(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts, int32_t *before);
+HIDDEN void forget_path(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts,
+                        const int32_t *before);
 HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id);
 /* x [vocab] as floats of the node's logits: the tokens that have an edit, when all is counted. */
 HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct,

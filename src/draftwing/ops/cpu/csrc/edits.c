@@ -7,7 +7,9 @@
 /* In a token's count: */
 #define SEEN (1 << 30)   /* the text has it */
 #define BIASED (1 << 29) /* it has a bias */
-#define TIMES (BIASED - 1)
+#define MARK 23          /* from this bit on: tokens of the longest repetition that it would go on with */
+#define MARKS (63 << MARK)
+#define TIMES ((1 << MARK) - 1)
 
 INLINE const float *penalties_of(const Edits *e, int64_t b) { return e->penalties + e->rows[b] * 3; }
 INLINE const float *biases_of(const Edits *e, int64_t b) { return e->bias_values + e->rows[b] * e->biases; }
@@ -26,6 +28,9 @@ int is_edited(const Edits *e, int64_t b) {
     for (int64_t k = 0; !found && k < e->biases; k++) found = value[k] != 0.0f;
     return found;
 }
+
+INLINE const float *costs_of(const Edits *e, int64_t b) { return e->costs + e->rows[b] * (e->longest + 1); }
+int repeats_cost(const Edits *e, int64_t b) { return costs_of(e, b)[e->longest] > 0.0f; }
 
 int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, int32_t *found) {
     const int64_t *text = text_of(e, b), *ids = biased_ids(e, b), answer = e->prompt_len[e->rows[b]];
@@ -49,14 +54,48 @@ int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, i
 INLINE int64_t on_path(const Edits *e, int64_t b, int64_t node, int64_t k) {
     return e->tokens[b * e->nodes + e->path[(b * e->nodes + node) * e->width + k]];
 }
-void count_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, int32_t *before) {
+
+/* -- repetitions --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Edits *e;
+    const int64_t *text;
+    int64_t b, node, before; /* the answer's tokens before the path */
+} Answer;
+INLINE int64_t said(const Answer *a, int64_t i) {
+    return i < a->before ? a->text[i] : on_path(a->e, a->b, a->node, i - a->before + 1);
+}
+
+/* Marks each token that followed where the answer's end has been before with how many tokens of that end were there, or
+   takes such marks away. */
+static void mark_repeats(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts, int on) {
+    const int64_t first = e->prompt_len[e->rows[b]];
+    const int64_t before = newest + 1 > first ? newest + 1 - first : 0;
+    const Answer a = {e, text_of(e, b) + first, b, node, before};
+    const int64_t end = before + e->path_len[b * e->nodes + node] - 2; /* the node itself */
+    if (end < 1) return;
+    const int64_t last = said(&a, end);
+    for (int64_t i = 0; i < end; i++) {
+        if (said(&a, i) != last) continue;
+        int64_t n = 1;
+        while (n < e->longest && n <= i && said(&a, i - n) == said(&a, end - n)) n++;
+        if (costs_of(e, b)[n] == 0.0f) continue;
+        int32_t *count = &counts[said(&a, i + 1)];
+        const int32_t mark = (int32_t)n << MARK, had = *count & MARKS;
+        *count = (*count & ~MARKS) | (on ? (mark > had ? mark : had) : 0);
+    }
+}
+
+void count_path(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts, int32_t *before) {
     for (int64_t k = 1; k < e->path_len[b * e->nodes + node]; k++) {
         int32_t *count = &counts[on_path(e, b, node, k)];
         before[k] = *count;
         *count = (*count | SEEN) + 1;
     }
+    if (repeats_cost(e, b)) mark_repeats(e, b, node, newest, counts, 1);
 }
-void forget_path(const Edits *e, int64_t b, int64_t node, int32_t *counts, const int32_t *before) {
+void forget_path(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts, const int32_t *before) {
+    if (repeats_cost(e, b)) mark_repeats(e, b, node, newest, counts, 0);
     for (int64_t k = e->path_len[b * e->nodes + node] - 1; k > 0; k--) counts[on_path(e, b, node, k)] = before[k];
 }
 
@@ -69,7 +108,9 @@ Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id) {
     float bias = 0.0f;
     for (int64_t k = 0; found & BIASED && k < e->biases; k++)
         if (place_of(e, ids[k]) == id) bias += value[k];
-    return (Edit){found & SEEN ? p[2] : 1.0f, bias - (present + times)};
+    float delta = bias - (present + times);
+    if (found & MARKS) delta -= costs_of(e, b)[(found & MARKS) >> MARK];
+    return (Edit){found & SEEN ? p[2] : 1.0f, delta};
 }
 
 /* Of the logits as they were, so that it may be done twice. */

@@ -387,7 +387,7 @@ static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int h
     to_floats(x, logits, d->vocab, (int)half);
     if (has_edits) {
         turn_to(d, who, row);
-        count_path(d->edits, row, node, counts, before);
+        count_path(d->edits, row, node, newest_of(d, row), counts, before);
         edit_node(d->edits, row, node, found, who->distinct, counts, logits, (int)half, x);
     }
     for (int64_t k = 0; is_banned && k < d->bans; k++)
@@ -396,7 +396,7 @@ static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int h
     if (!has_edits) return;
     for (int64_t j = i * d->count; j < (i + 1) * d->count; j++)
         d->edit[j] = edit_of(d->edits, row, counts, d->ids[j] & TOKEN_PART);
-    forget_path(d->edits, row, node, counts, before);
+    forget_path(d->edits, row, node, newest_of(d, row), counts, before);
 }
 
 static void draw_some(void *data) {
@@ -406,7 +406,7 @@ static void draw_some(void *data) {
     for (int64_t i; (i = take(&d->next, 1)) < d->rows;) {
         const int64_t row = i / d->nodes;
         const int is_banned = d->ban_until && d->positions[i] + 1 < d->ban_until[row];
-        const int has_edits = d->edits && is_edited(d->edits, row);
+        const int has_edits = d->edits && (is_edited(d->edits, row) || repeats_cost(d->edits, row));
         for (int64_t j = i * d->count; d->edits && j < (i + 1) * d->count; j++) d->edit[j] = (Edit){1.0f, 0.0f};
         if (is_banned || has_edits) draw_own(d, i, &who, is_banned, has_edits);
         else if (d->half) draw_half(d, i, i * d->vocab, who.scratch);
@@ -435,9 +435,9 @@ PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-#define EDITS 13
+#define EDITS 15
 /* Of rows, text, its length, prompt_len, penalties, ids and values of biases, how many, tokens, nodes, path, its width,
-   path_len */
+   path_len, costs, longest */
 static Edits edits_of(const int64_t *n) {
     return (Edits){.rows = POINTER(n[0]),
                    .text = POINTER(n[1]),
@@ -451,7 +451,9 @@ static Edits edits_of(const int64_t *n) {
                    .nodes = n[9],
                    .path = POINTER(n[10]),
                    .width = n[11],
-                   .path_len = POINTER(n[12])};
+                   .path_len = POINTER(n[12]),
+                   .costs = POINTER(n[13]),
+                   .longest = n[14]};
 }
 
 /* ids, noise, count, logits, half, rows, nodes, vocab, positions, depth, seed, temperature, filtered, top_k, top_p,
