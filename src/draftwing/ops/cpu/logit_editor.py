@@ -19,7 +19,7 @@ class CpuLogitEditor:
     """A `LogitEditor`. Each call counts the text again, which takes less than the logits of a node."""
 
     def __init__(
-        self, raw: Any, workers: Workers, scratch: Callable[[int, int], Tensor], table: RowTensors, rows: Tensor,
+        self, raw: Any, workers: Workers, scratch: Callable[[int, int], int], table: RowTensors, rows: Tensor,
         edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None,
     ) -> None:  # fmt: skip
         """raw: the extension module; scratch: as `CpuSamplingOps._scratch`; the others as for

@@ -20,7 +20,7 @@ class CpuSamplingOps(SamplingOps):
     """Overrides all of `SamplingOps`."""
 
     raw: Any
-    scratches: dict[tuple[int, int], Tensor]
+    scratches: dict[tuple[int, int], Any]  # arrays
     workers: Workers
     draws_by_row = True
     edits_by_row = True
@@ -147,13 +147,13 @@ class CpuSamplingOps(SamplingOps):
         )  # fmt: skip
         return ids, noise, changes
 
-    def _scratch(self, threads: int, size: int) -> Tensor:
-        """Returns memory of the sampler [threads, size] int32. All calls share it, also those that are recorded: it is
-        large, and in the caches where rows have edits or filters. One call at a time."""
+    def _scratch(self, threads: int, size: int) -> int:
+        """Returns the address of memory of the sampler [threads, size] int32. All calls share it, also those that are
+        recorded: it is large, and in the caches where rows have edits or filters. One call at a time."""
         if (threads, size) not in self.scratches:
-            # As an array: what torch makes while calls are recorded is of that step alone.
-            self.scratches[threads, size] = torch.from_numpy(np.empty((threads, size), np.int32))
-        return self.scratches[threads, size]
+            # No tensor: what torch makes while calls are recorded is of that step alone.
+            self.scratches[threads, size] = np.empty((threads, size), np.int32)
+        return int(self.scratches[threads, size].ctypes.data)
 
     def best_candidate(self, ids: Tensor, noise: Tensor, logits: Tensor, changes: Tensor | None = None) -> Tensor:
         """ids [B, N, K] int64, noise, logits [B, N, K] float32, changes [B, N, K, 2] float32 or None: factor and
