@@ -150,6 +150,18 @@ def test_calls_of_other_servers_come_back(client: TestClient) -> None:
     ok(client, CHAT, messages=[*HI, said, result], max_tokens=5)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("name", ["timings_per_token", "return_progress", "verbose"])
+def test_what_llama_cpp_tells_of_each_step_is_not_told(client: TestClient, path: str, name: str) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    prompt = {COMPLETION: "prompt", "/v1/responses": "input"}.get(path, "messages")
+    body = {"model": "m", prompt: HI if prompt == "messages" else "hi", limit: 8}
+    for value, ignored in ((False, None), (True, name)):
+        response = client.post(path, json=body | {name: value})
+        assert response.status_code == 200, response.text
+        assert response.headers.get("draftwing-ignored") == ignored
+
+
 def test_what_an_answer_held_beside_text_is_refused(client: TestClient) -> None:
     for name, value in (("images", [{"image_url": {"url": "x"}}]), ("audio", {"id": "a"}), ("function_call", {})):
         messages = [*HI, {"role": "assistant", "content": "hm", name: value}, *HI]
@@ -231,7 +243,11 @@ def test_tokens_by_the_peers_names(client: TestClient) -> None:
     assert said["tokens"] == ok(client, "/tokenize", prompt="abc")["tokens"]
     assert len(said["token_strs"]) == len(said["tokens"])
     back = ok(client, "/detokenize", tokens=said["tokens"])
-    assert back["text"] == back["prompt"] == "abc"
+    assert back["text"] == back["prompt"] == back["content"] == "abc"
+    plain, special = (ok(client, "/tokenize", prompt="abc", add_special_tokens=on)["tokens"] for on in (False, True))
+    for value, expected in ((None, plain), (False, plain), (True, special)):
+        assert ok(client, "/tokenize", content="abc", add_special=value)["tokens"] == expected
+    assert ok(client, "/tokenize", prompt="abc", add_special=None)["tokens"] == special
     ok(client, "/tokenize", messages=HI, add_generation_prompt=False)
     ok(client, "/tokenize", messages=[*HI, {"role": "assistant", "content": "a"}], continue_final_message=True)
     assert client.get("/version").json()["version"]

@@ -59,6 +59,9 @@ class Stub:
 
     __ror__ = __or__
 
+    def __radd__(self, other):  # options of theirs, at the end of a list
+        return other
+
     def __enter__(self):
         return self
 

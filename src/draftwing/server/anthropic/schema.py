@@ -175,7 +175,7 @@ class CountRequest(Body, hints="cache_control speed billing_policy"):
 class MessagesRequest(
     CountRequest,
     ChatBody,
-    hints="metadata service_tier fallbacks fallback_credit_token diagnostics",
+    hints="metadata service_tier fallbacks fallback_credit_token diagnostics return_progress timings_per_token verbose",
     not_built="compaction container inference_geo",
     sampling="temperature top_p top_k seed",  # the last one as in the other APIs
 ):

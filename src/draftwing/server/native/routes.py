@@ -263,7 +263,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
         asked = service.detokenize(every, "tokens", body.skip_special_tokens is not False)
         texts = await unless_disconnected(request, asked)
         text = texts if batched else texts[0]
-        return json_response(encode({"text": text, "prompt": text}))  # as SGLang and as vLLM name it
+        return json_response(encode(dict.fromkeys(("text", "prompt", "content"), text)))  # SGLang, vLLM, llama.cpp
 
 
 def _names(rid: str | list[str] | None, prompts: int) -> list[str]:

@@ -158,6 +158,7 @@ class TokenizeRequest(Body):
     content: str | None = None  # as llama.cpp names the prompt
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None  # as llama.cpp names it, where a text has none of them by default
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -167,6 +168,8 @@ class TokenizeRequest(Body):
     def _named(self) -> TokenizeRequest:
         if self.prompt is None:
             self.prompt = self.content
+        if self.add_special_tokens is None:
+            self.add_special_tokens = bool(self.add_special) if self.content is not None else self.add_special
         return self
 
     def chat(self) -> Chat:

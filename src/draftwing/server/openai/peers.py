@@ -53,7 +53,8 @@ class StructuredOutputs(
 class PeerFields(
     GenerationBody,
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
-    "images_config cache_prompt id_slot return_progress timings_per_token repeat_last_n repetition_penalty_range",
+    "images_config cache_prompt id_slot return_progress timings_per_token verbose repeat_last_n "
+    "repetition_penalty_range",
     not_built="ec_transfer_params kv_transfer_params logits_processors prompt_logprobs "
     "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "

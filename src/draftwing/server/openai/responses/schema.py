@@ -112,7 +112,8 @@ class StreamOptions(Body, hints="include_obfuscation"):
 
 class ResponsesRequest(
     ChatBody,
-    hints="client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier",
+    hints="client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
+    "return_progress timings_per_token verbose",
     not_built="access_programs background context_management conversation image moderation prompt top_logprobs",
     sampling="temperature top_p seed top_k min_p stop stop_token_ids ignore_eos skip_special_tokens "
     "frequency_penalty presence_penalty repetition_penalty logit_bias thinking_budget",
