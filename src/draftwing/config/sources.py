@@ -99,8 +99,10 @@ def _parsed(path: Path, text: str) -> Mapping[Any, Any]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"--config {str(path)!r} is not valid YAML: {said}") from None
+        # Its own message quotes lines, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        where = f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"--config {str(path)!r} is not valid YAML{where}") from None
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"--config {str(path)!r} must have lines such as port: 8080; found a {type(values).__name__}")
     return values or {}
