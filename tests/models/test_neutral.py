@@ -35,6 +35,9 @@ SERVED = [name for name, row in rows().items() if row.missing is None]
         (QWEN35_9B, "mamba_ssm_dtype", "float32"),
         (GPT_OSS_20B, "initial_context_length", 4096),
         (LLAMA32_1B, "partial_rotary_factor", 1.0),
+        (LLAMA32_1B, "qk_norm", False),
+        (LLAMA32_1B, "pad_token", "<pad>"),
+        (QWEN3_8B, "gradient_checkpointing_kwargs", {"use_reentrant": False}),
     ],
 )
 def test_what_an_architecture_does_anyway(config: dict[str, Any], key: str, value: object) -> None:
@@ -46,6 +49,8 @@ def test_what_an_architecture_does_anyway(config: dict[str, Any], key: str, valu
     [
         (LLAMA32_1B, "use_qk_norm", True),
         (QWEN3_30B, "use_qk_norm", False),
+        (QWEN3_30B, "qk_norm", False),
+        (LLAMA32_1B, "qk_norm", True),
         (QWEN3_30B, "shared_expert_intermediate_size", 512),
         (QWEN3_8B, "dual_chunk_attention_config", {"chunk_size": 262144}),
         (QWEN3_8B, "final_logit_softcapping", 30.0),
@@ -99,6 +104,12 @@ def test_published_configs_with_a_key_too_many(name: str) -> None:
         from_hf(config)
 
 
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_weights_quantised_by_mlx(keys: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError, match=r"expected none or quant_method .*Take the model's checkpoint"):
+        from_hf({**LLAMA32_1B, **{key: {"bits": 4, "group_size": 64} for key in keys}})
+
+
 def test_heads_may_have_keys_of_their_own() -> None:
     config = {**LLAMA32_1B, "eagle_version": 9, "draft_vocab_size": 7}
     assert config_of_layers(config, 1).num_layers == 1
@@ -113,6 +124,8 @@ def test_heads_may_have_keys_of_their_own() -> None:
         ("tensor_data_layout", "Meta AI original pth", True),
         ("attention.causal", True, True),
         ("rope.scaling.finetuned", True, True),
+        ("expert_used_count", 0, True),
+        ("expert_used_count", 2, False),
         ("attention.causal", False, False),
         ("attention.scale", 0.5, False),
         ("logit_scale", 8.0, False),

@@ -411,6 +411,8 @@ def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantizati
     """Returns what `quantization_config` says: a format of its own, or one that is read into any other."""
     quantization = fields.get("quantization_config")
     if quantization is None:
+        quantization = fields.get("quantization")  # as MLX has it
+    if quantization is None:
         return DENSE, None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if method is None and isinstance(quantization, Mapping) and isinstance(quantization.get("producer"), Mapping):

@@ -43,6 +43,9 @@ BOOKKEEPING = {
     "num_mtp_modules", "use_mtp", "mtp_loss_scaling_factor", "vision_config", "audio_config", "image_token_id",
     "image_token_index", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id",
     "eoa_token_id", "eoa_token_index", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
+    "base_model_name_or_path", "keys_to_ignore_at_inference", "gradient_checkpointing_kwargs", "neftune_noise_alpha",
+    "bos_token", "eos_token", "pad_token", "unk_token", "padding_side", "tokenizer_padding_side", "trust_remote_code",
+    "attn_dropout", "embd_dropout", "embed_dropout", "resid_dropout", "residual_dropout",
 }  # fmt: skip
 TOOLS = ("_", "unsloth_", "mergekit_", "axolotl_", "quark_version")  # how keys of tools begin
 
@@ -75,6 +78,7 @@ EVERYWHERE: dict[str, Values] = {
     "parallel_attn": (False,),
     "partial_rotary_factor": (1,),
     "q_lora_rank": (),
+    "qk_norm": (False,),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
     "rope_interleave": (False,),
@@ -172,6 +176,7 @@ METADATA: dict[str, Values] = {
     "embedding_scale": (0, 1),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
+    "expert_used_count": (0,),
     "expert_weights_norm": (True,),
     "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
