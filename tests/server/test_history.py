@@ -93,6 +93,7 @@ CHAT = [  # a message, and what the model sees of the history
     ({"content": [*TEXTS, {"type": "reference", "reference_ids": [1]}]}, PLAIN.format("T")),
     ({"content": None, "audio": {"id": "a", "data": "aGk=", "expires_at": 1, "transcript": "a"}}, PLAIN.format("a")),
     ({"content": "a", "audio": None, "function_call": None, "tool_calls": None, "refusal": None}, PLAIN.format("a")),
+    ({"content": [{"type": "text", "text": "a", "citations": [{"url": "u"}]}]}, PLAIN.format("a")),
     ({"content": None, "refusal": "I cannot."}, PLAIN.format("I cannot.")),
     ({"content": None, "function_call": {"name": "f", "arguments": "{}"}}, PLAIN.format("<call call_f>f {}")),
     ({"content": None}, PLAIN.format("")), ({}, PLAIN.format("")), ({"content": []}, PLAIN.format("")),

@@ -76,7 +76,7 @@ def test_repetitions_are_penalised_in_every_dialect(client: TestClient, engine: 
     assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length) == (0.8, 2.0, 3)
     for name, value in (("dry_multiplier", -1), ("dry_base", 0.5), ("dry_allowed_length", 32)):
         response = client.post(path, json=body | ({inside: {name: value}} if inside else {name: value}))
-        assert response.status_code == 400 and name in response.text
+        assert response.status_code == 400 and name in response.text and " from " in response.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -160,7 +160,7 @@ class SamplingParams(BaseModel):
         0.0, ge=0, le=10, description="above 0: makes tokens less likely by which the answer goes on repeating itself"
     )
     dry_base: float = Field(1.75, ge=1, le=4, description="by how much more with each further token that was repeated")
-    dry_allowed_length: int = Field(2, ge=1, lt=MAX_REPEAT, description="tokens that may repeat before that")
+    dry_allowed_length: int = Field(2, ge=1, le=MAX_REPEAT - 1, description="tokens that may repeat before that")
     logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
     allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")
     bad_words: Words = Field(

@@ -36,7 +36,7 @@ from draftwing.server.schema import (
 class TextPart(
     Part,
     hints="cache_control prompt_cache_breakpoint",
-    bookkeeping="id annotations logprobs signature provider_specific_fields",
+    bookkeeping="id annotations citations logprobs signature provider_specific_fields",
 ):
     pass
 
