@@ -44,10 +44,10 @@ def test_a_replica_has_long_to_drain() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"modell": "a/b"}, "unknown option 'modell'; the nearest one is 'model'"),
-        ({"num_replicas": "many"}, "num_replicas must be a int; found 'many'"),
+        ({"modell": "a/b"}, "unknown option 'modell'; the nearest option is 'model'"),
+        ({"num_replicas": "many"}, "num_replicas must be an int; found 'many'"),
         ({"num_replicas": 0}, "num_replicas must be at least 1; found 0"),
-        ({"disable_ui": "yes"}, "disable_ui must be true or false; found 'yes'"),
+        ({"disable_ui": "maybe"}, "disable_ui must be true or false; found 'maybe'"),
         ({"port": "80"}, "port is Ray Serve's own: serve start --http-port, or http_options of a configuration file"),
         ({"model": "a", "model_path": "b"}, "option 'model' is given twice"),
     ],

@@ -78,7 +78,7 @@ def from_text(name: str, kind: Kind, text: str) -> Any:
     try:
         values = tuple(single(word) for word in (text.split() if kind.many else [text]))
     except ValueError:
-        raise ConfigError(f"{name} must be a {single.__name__}; found {text!r}") from None
+        raise ConfigError(f"{name} must be {_a(single)}; found {text!r}") from None
     return values if kind.many else values[0]
 
 
@@ -112,11 +112,15 @@ def from_python(kind: Kind, value: Any) -> Any:
     return value
 
 
+def _a(kind: type[Any]) -> str:
+    return f"{'an' if kind is int else 'a'} {kind.__name__}"
+
+
 def _check(name: str, meta: Mapping[str, Any], kinds: tuple[type[Any], ...], value: Any) -> None:
     allowed = (int, float) if kinds == (float,) else kinds
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
         found = "another type" if name in SECRETS else repr(value)
-        raise ConfigError(f"{name} must be a {kinds[0].__name__}; found {found}")
+        raise ConfigError(f"{name} must be {_a(kinds[0])}; found {found}")
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{name} must be one of {', '.join(meta['choices'])}; found {value!r}")
     if value == "":
