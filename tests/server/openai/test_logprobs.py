@@ -143,3 +143,38 @@ def test_log_probabilities_of_tokens_that_are_asked_for(client: TestClient, lett
     for wrong in ({"logprobs": None}, {"logprob_token_ids": [10**6]}, {"logprob_token_ids": []}):
         response = client.post("/v1/completions", json=text | wrong)
         assert response.status_code == 400 and "logprob_token_ids" in response.json()["param"], response.text
+
+
+@pytest.mark.parametrize(("text", "count"), [("abc", 0), ("a\u00e9b", 2), ("one two", 5), ("x y", 20)])
+def test_prompt_logprobs_are_those_of_generate(client: TestClient, text: str, count: int) -> None:
+    one = ok(client, COMPLETION, prompt=text, prompt_logprobs=count, logprobs=1)["choices"][0]
+    assert one["logprobs"] == ok(client, COMPLETION, prompt=text, logprobs=1)["choices"][0]["logprobs"]
+    alone = ok(client, COMPLETION, prompt=text, prompt_logprobs=count, n=2)["choices"]
+    assert all(choice["prompt_logprobs"] == one["prompt_logprobs"] and choice["logprobs"] is None for choice in alone)
+    chat = {"messages": [{"role": "user", "content": text}], "return_token_ids": True}
+    data = ok(client, CHAT, **chat, prompt_logprobs=count)
+    assert data["choices"][0]["logprobs"] is None
+    for ids, found in (
+        (ok(client, "/tokenize", prompt=text)["tokens"], one["prompt_logprobs"]),
+        (data["prompt_token_ids"], data["prompt_logprobs"]),
+    ):
+        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": count}
+        asked["return_text_in_logprobs"] = True
+        info = ok(client, "/generate", input_ids=ids, **asked)["meta_info"]
+        best = info.get("input_top_logprobs") or [[] for _ in ids]
+        assert found[0] is None and len(found) == len(ids)
+        for entry, (logprob, token, shown), top in zip(
+            found[1:], info["input_token_logprobs"][1:], best[1:], strict=True
+        ):
+            expected = {str(token): {"logprob": logprob, "decoded_token": shown, "rank": None}}
+            for rank, (logprob, token, shown) in enumerate(top, 1):
+                expected[str(token)] = {"logprob": logprob, "decoded_token": shown, "rank": rank}
+            assert entry == expected
+
+
+@pytest.mark.parametrize("wrong", [{"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"stream": True}], ids=str)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_prompt_logprobs_that_are_refused(client: TestClient, path: str, wrong: dict[str, Any]) -> None:
+    prompt: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "a"}
+    response = client.post(path, json={**prompt, "prompt_logprobs": 1} | wrong)
+    assert response.status_code == 400 and response.json()["param"] == "prompt_logprobs", response.text

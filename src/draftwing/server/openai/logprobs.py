@@ -12,8 +12,8 @@ from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
 
-def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> dict[str, Any]:
-    """Returns `choices[].logprobs` of a chat; tokens: indices into the answer's."""
+def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts, top: int | None = None) -> dict[str, Any]:
+    """Returns `choices[].logprobs` of a chat; tokens: indices into the answer's. top: the most best tokens to show."""
 
     def entry(value: float, token: int) -> dict[str, Any]:
         raw = texts.raw(token)
@@ -22,26 +22,50 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> d
     content = []
     for i in tokens:
         one = answer.logprobs[i]
-        best = [entry(*pair) for pair in _others(answer, one)]
+        best = [entry(*pair) for pair in _others(answer, one, top)]
         content.append({**entry(one.value, answer.token_ids[i]), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(answer: Answer, tokens: Sequence[int], texts: TokenTexts, offset: int = 0) -> dict[str, Any]:
+def text_logprobs(
+    answer: Answer, tokens: Sequence[int], texts: TokenTexts, top: int, offset: int = 0
+) -> dict[str, Any]:
     """Returns `choices[].logprobs` of a text completion; offset: characters of the echoed prompt."""
     ids = [answer.token_ids[i] for i in tokens]
     starts = [offset + answer.starts[i] for i in tokens]
-    return _columns(answer, ids, [answer.logprobs[i] for i in tokens], starts, texts)
+    return _columns(answer, ids, [answer.logprobs[i] for i in tokens], starts, texts, top)
 
 
-def prompt_logprobs(
-    answer: Answer, prompt: Sequence[int], tokenizer: Tokenizer, texts: TokenTexts, skip_special_tokens: bool
+def echo_logprobs(
+    answer: Answer, prompt: Sequence[int], tokenizer: Tokenizer, texts: TokenTexts, skip_special_tokens: bool, top: int
 ) -> dict[str, Any]:
     """Makes `choices[].logprobs` of an echoed prompt."""
     detok = IncrementalDetokenizer(tokenizer, skip_special_tokens, track=True)
     detok.push(prompt, final=True)
     assert detok.starts is not None
-    return _columns(answer, prompt, answer.prompt_logprobs, detok.starts, texts)
+    return _columns(answer, prompt, answer.prompt_logprobs, detok.starts, texts, top)
+
+
+def prompt_logprobs(answer: Answer, texts: TokenTexts, top: int) -> list[dict[str, dict[str, Any]] | None]:
+    """Returns vLLM's `prompt_logprobs`: by token id, each token of the prompt and the best ones at its place.
+
+    A rank is known of the best alone; the engine counts no others.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = []
+    for token, one in zip(answer.request.prompt_ids, answer.prompt_logprobs, strict=False):  # none after an abort
+        if one is None:
+            found.append(None)
+            continue
+        best = one.top[:top]
+        ranks = {other: rank for rank, (_, other) in enumerate(best, 1)}
+        values = {token: one.value} | {other: value for value, other in best}
+        found.append(
+            {
+                str(other): {"logprob": finite(value), "rank": ranks.get(other), "decoded_token": texts.text(other)}
+                for other, value in values.items()
+            }
+        )
+    return found
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -49,14 +73,19 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: first[name] + second[name] for name in first}
 
 
-def _others(answer: Answer, one: TokenLogprobs) -> list[tuple[float, int]]:
+def _others(answer: Answer, one: TokenLogprobs, top: int | None) -> list[tuple[float, int]]:
     """Returns the best tokens of a position, or those that were asked for, as (value, id)."""
     asked = answer.wanted.token_ids if answer.wanted is not None else ()
-    return one.top + list(zip(one.wanted, asked, strict=True))
+    return one.top[:top] + list(zip(one.wanted, asked, strict=True))
 
 
 def _columns(
-    answer: Answer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int], texts: TokenTexts
+    answer: Answer,
+    ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    offsets: list[int],
+    texts: TokenTexts,
+    top: int,
 ) -> dict[str, Any]:
     best: list[dict[str, float] | None] = []
     for token, one in zip(ids, entries, strict=True):
@@ -64,7 +93,7 @@ def _columns(
             best.append(None)
             continue
         # The token itself is there even if it is none of the best.
-        found = {texts.key(other): finite(value) for value, other in _others(answer, one)}
+        found = {texts.key(other): finite(value) for value, other in _others(answer, one, top)}
         best.append(found | {texts.key(token): finite(one.value)})
     return {
         "tokens": [texts.key(token) for token in ids],

@@ -12,7 +12,7 @@ from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import MAX_LOGPROBS, LogprobParams
+from draftwing.requests.request import MAX_COMPLETION_LOGPROBS, MAX_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.schema import Body, GenerationBody, Hint, Name, sampled
 
@@ -55,7 +55,7 @@ class PeerFields(
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
     "images_config cache_prompt id_slot return_progress timings_per_token verbose repeat_last_n "
     "repetition_penalty_range",
-    not_built="ec_transfer_params kv_transfer_params logits_processors prompt_logprobs "
+    not_built="ec_transfer_params kv_transfer_params logits_processors "
     "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
     "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key lora_path "
@@ -78,6 +78,7 @@ class PeerFields(
     thinking_budget_tokens: Any = sampled("thinking_budget")
 
     logprob_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_whitespace_pattern: str | None = None
 
@@ -86,6 +87,19 @@ class PeerFields(
     @property
     def asked_id(self) -> str | None:
         return self.rid if self.rid is not None else self.request_id
+
+    def answer_logprobs(self) -> LogprobParams | None:
+        """Returns those that the answer is to have. Raises RequestError."""
+        return None
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        asked = self.answer_logprobs()
+        if self.prompt_logprobs is None:
+            return asked
+        if self.stream:
+            raise RequestError("prompt_logprobs is not for stream: true", "prompt_logprobs")
+        asked = asked or LogprobParams()
+        return asked._replace(top=max(asked.top, self.prompt_logprobs), start=0)
 
     def _with_token_ids(self, asked: LogprobParams | None) -> LogprobParams | None:
         """Returns the log probabilities that are asked for, of given tokens in place of the best. Raises

@@ -12,7 +12,7 @@ from typing import Any
 from draftwing import __version__
 from draftwing.core import SOURCES, TracedStep
 from draftwing.server.http import event
-from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
+from draftwing.server.openai.logprobs import chat_logprobs, echo_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import ChatRequest, OpenAIBody
 from draftwing.server.openai.timings import timings_and_metrics
 from draftwing.server.openai.tools import call_deltas, whole_call
@@ -79,6 +79,8 @@ class Completion:
         self.generation, self._asked, self._echo = generation, body, echo
         self._echoed: dict[int, str] = {}  # prompts by index of the answer
         self._sent: dict[int, int] = {}  # how many token ids events had, by index of the answer
+        wanted = body.answer_logprobs()
+        self._top = None if wanted is None else wanted.top  # best tokens that an answer shows, if any
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
         info = service.engine.info
@@ -142,7 +144,7 @@ class Completion:
     def _whole(self, answer: Answer) -> dict[str, Any]:
         """Returns a finished answer."""
         text, logprobs = self._shown(answer, answer.text, first=True)
-        return {"text": text, "logprobs": logprobs}
+        return {"text": text, "logprobs": logprobs, **self._of_prompt(answer)}
 
     def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
         """Returns what events have of the next piece of text."""
@@ -162,13 +164,14 @@ class Completion:
         first."""
         before, request = self._before(answer), answer.request
         shown = before + text if first else text
-        if answer.wanted is None:
+        if self._top is None:
             return shown, None
         tokens = answer.take_shown()
-        logprobs = text_logprobs(answer, tokens, self._texts, len(before))
-        if first and answer.wanted.start == 0 and answer.prompt_logprobs:
+        logprobs = text_logprobs(answer, tokens, self._texts, self._top, len(before))
+        if first and self._echo and answer.prompt_logprobs:
             skip = request.params.skip_special_tokens
-            logprobs = joined(prompt_logprobs(answer, request.prompt_ids, self._tokenizer, self._texts, skip), logprobs)
+            echoed = echo_logprobs(answer, request.prompt_ids, self._tokenizer, self._texts, skip, self._top)
+            logprobs = joined(echoed, logprobs)
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
     def _before(self, answer: Answer) -> str:
@@ -191,8 +194,13 @@ class Completion:
             return {}
         return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
 
+    def _of_prompt(self, answer: Answer) -> dict[str, Any]:
+        """Returns the log probabilities of the prompt, where they were asked for."""
+        top = self._asked.prompt_logprobs
+        return {} if top is None else {"prompt_logprobs": prompt_logprobs(answer, self._texts, top)}
+
     def _prompt_ids(self) -> dict[str, Any]:
-        """Returns the token ids of the prompt, where all answers have one: vLLM's clients look for them here."""
+        """Returns what was asked of the prompt, where all answers have one: vLLM's clients look for it here."""
         return {}
 
     def _new_ids(self, answer: Answer) -> dict[str, Any]:
@@ -260,8 +268,9 @@ class ChatCompletion(Completion):
         return [role, *pieces] if first else pieces
 
     def _prompt_ids(self) -> dict[str, Any]:
-        asked = self._asked.return_token_ids
-        return {"prompt_token_ids": self.generation.answers[0].request.prompt_ids} if asked else {}
+        first = self.generation.answers[0]
+        ids = {"prompt_token_ids": first.request.prompt_ids} if self._asked.return_token_ids else {}
+        return ids | self._of_prompt(first)
 
     def _nothing(self) -> dict[str, Any]:
         return {"delta": {}}
@@ -298,10 +307,10 @@ class ChatCompletion(Completion):
 
     def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
         """Returns log probabilities of what the newest text is made of. empty: also where that is nothing."""
-        if answer.wanted is None:
+        if self._top is None:
             return None
         tokens = answer.take_shown()
-        return chat_logprobs(answer, tokens, self._texts) if tokens or empty else None
+        return chat_logprobs(answer, tokens, self._texts, self._top) if tokens or empty else None
 
 
 def _traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:

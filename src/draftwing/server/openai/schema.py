@@ -282,8 +282,8 @@ class ChatRequest(
         limits = (asked.max_tokens, switch.budget_tokens, budget)
         return effort, next((one for one in limits if one is not None), None)
 
-    def wanted_logprobs(self) -> LogprobParams | None:
-        return self._with_token_ids(super().wanted_logprobs())
+    def answer_logprobs(self) -> LogprobParams | None:
+        return self._with_token_ids(ChatLogprobs.wanted_logprobs(self))
 
     @property
     def shows_reasoning(self) -> bool:
@@ -320,6 +320,6 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
             )
         return params
 
-    def wanted_logprobs(self) -> LogprobParams | None:
+    def answer_logprobs(self) -> LogprobParams | None:
         asked = None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)
         return self._with_token_ids(asked)
