@@ -81,11 +81,15 @@ def test_a_prompt_counts_once(client: TestClient) -> None:
     assert [counts(COMPLETION, usage) for usage in usages] == [(6, 0), (6, 4)]
 
 
-def test_before_the_end_of_a_stream_nothing_is_said_of_the_cache(client: TestClient) -> None:
+@pytest.mark.parametrize("limit", [1, 8])
+def test_usage_of_a_stream_before_its_end(client: TestClient, limit: int) -> None:
+    """The role comes before all tokens; of the cache nothing is known yet."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    long = {"messages": [{"role": "user", "content": "a prompt" * 50}], "stream_options": options}
+    long = {"messages": [{"role": "user", "content": "a prompt" * 50}], "stream_options": options, "max_tokens": limit}
     first, *_, last, total = events(client, CHAT, long)
     assert first["usage"]["prompt_tokens_details"] is None
+    assert first["choices"][0]["delta"]["role"] and first["usage"]["completion_tokens"] == 0
+    assert first["usage"]["total_tokens"] == first["usage"]["prompt_tokens"] == total["usage"]["prompt_tokens"]
     assert last["usage"]["prompt_tokens_details"] == total["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 

@@ -313,3 +313,15 @@ def test_words_around_a_call_stay_apart(
     chunks = events(httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": True}).text)
     streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert whole["content"] == streamed == text and len(whole["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("tools", [None, [], TOOLS[:1], TOOLS])
+def test_tokens_of_a_conversation_with_tools(tools: list[Any] | None) -> None:
+    """/tokenize has the prompt of the chat completion, as vLLM's clients count it."""
+    scripted = ScriptedEngine("x", "qwen3", "qwen25")
+    with serving(scripted) as url:
+        body: dict[str, Any] = {"messages": HI} | ({} if tools is None else {"tools": tools})
+        said = httpx.post(f"{url}/tokenize", json=body).json()
+        assert httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 2}).status_code == 200
+    assert said["tokens"] == scripted.requests[-1].prompt_ids and said["token_strs"] is None
+    assert ("get_weather" in scripted.prompt) == bool(tools)

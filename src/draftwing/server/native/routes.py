@@ -227,6 +227,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             "tokens": every if batched else every[0],
             "count": [len(ids) for ids in every] if batched else len(every[0]),
             "max_model_len": service.engine.info.context_length,
+            "token_strs": None,
         }
 
         def rendered(large: bool) -> bytes:

@@ -13,7 +13,7 @@ from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import HINTS, Budget, SamplingParams, field_schemas
 from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.chat import Chat
-from draftwing.server.openai.schema import Message, conversation
+from draftwing.server.openai.schema import ChatTool, Message, conversation, offered
 from draftwing.server.schema import (
     MAX_PROMPTS,
     Body,
@@ -163,6 +163,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: list[ChatTool] | None = None
 
     @model_validator(mode="after")
     def _named(self) -> TokenizeRequest:
@@ -176,6 +177,7 @@ class TokenizeRequest(Body):
         """Returns the conversation. Raises RequestError for what it cannot be."""
         return Chat(
             conversation(self.messages or []),
+            offered(self.tools or (), None)[0],
             template=self.chat_template_kwargs or {},
             continued=bool(self.continue_final_message),
             prompted=self.add_generation_prompt is not False,

@@ -132,7 +132,9 @@ class Completion:
         top = self._prompt_ids() if "prompt_token_ids" in ids else {}
         data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}], **top}
         if asked.continuous_usage:
-            data["usage"] = usage(len(answer.request.prompt_ids), [answer], ended=answer.finish_reason is not None)
+            told = [] if "role" in content.get("delta", ()) else [answer]  # the role is before all tokens
+            ended = bool(told) and answer.finish_reason is not None
+            data["usage"] = usage(len(answer.request.prompt_ids), told, ended=ended)
         elif asked.include_usage:
             data["usage"] = None
         if ending is not None and not asked.include_usage:
