@@ -118,7 +118,11 @@ def test_python(page: str, model: str, capsys: pytest.CaptureFixture[str]) -> No
     programs = [block for block in blocks if "LLM(" in block]
     assert programs
     for program in programs:
-        named, count = re.subn(r'LLM\((model=)?("smollm2"(, )?)?', f"LLM({model!r}, max_total_tokens=4096, chat_template='chatml_tools', ", program)
+        named, count = re.subn(
+            r'LLM\((model=)?("smollm2"(, )?)?',
+            f"LLM({model!r}, max_total_tokens=4096, chat_template='chatml_tools', ",
+            program,
+        )
         assert count == 1
         exec(compile(named, page, "exec"), {})
         assert capsys.readouterr().out.strip()

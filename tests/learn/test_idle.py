@@ -175,7 +175,7 @@ def test_nothing_of_a_run_is_left_when_a_clients_traffic_is_deleted(tmp_path: Pa
 
 
 def test_too_little_memory_is_said_in_a_sentence(tmp_path: Path) -> None:
-    megabytes = 150  # with which torch can be loaded, and no more; with less, libraries may end the process themselves
+    megabytes = 200  # with which torch can be loaded, and no more; with less, libraries may end the process themselves
     limit = str(megabytes * 10**6)
     words = ["train", "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--model", "smollm2"]
     found = subprocess.run(

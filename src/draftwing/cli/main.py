@@ -74,7 +74,7 @@ def _take_positional_model(arguments: dict[str, Any]) -> None:
     """Makes `draftwing serve MODEL` the same as `--model MODEL`."""
     given = arguments.pop(POSITIONAL_MODEL, None)
     if given is not None and arguments.setdefault("model", given) != given:
-        raise ConfigError(fields.twice("model", given, arguments["model"]))
+        raise ConfigError(fields.two_models(given, arguments["model"]))
 
 
 def _refuse_empty(words: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], known: Mapp
     """Exits with the usage of the command whose arguments these are, and what to write instead."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None and POSITIONAL_MODEL in known and "question" not in known and not unknown[0].startswith("-"):
-        parser.error(fields.twice("model", known[POSITIONAL_MODEL], unknown[0]))
+        parser.error(fields.two_models(known[POSITIONAL_MODEL], unknown[0]))
     if flag is None:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     _refuse_name(parser, flag, _name(flag))

@@ -150,26 +150,19 @@ def as_typed(message: str, *classes: type[Any]) -> str:
     return re.sub(r"""(?<![\w./'"-])\w+(?![\w/'"-]|\.\w)""", typed, message)
 
 
-class _Once(argparse.Action):
-    """Takes a value, and no other one after it."""
+class _OneModel(argparse.Action):
+    """Takes a model, and no other one after it. Of other options the last one counts: scripts override them so."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest, value)
         if before != value:
-            raise argparse.ArgumentError(self, twice(self.dest, before, value))
+            raise argparse.ArgumentError(self, two_models(before, value))
         setattr(namespace, self.dest, value)
 
 
-def twice(name: str, one: Any, other: Any) -> str:
-    """Returns a sentence about two values of an option that takes one."""
-    if name in SECRETS:
-        return "given twice, with different values"
-    what = (
-        "several models: a server has one; start one for each, on a port of its own"
-        if name == "model"
-        else "given twice"
-    )
-    return f"{what}; found {one!r} and {other!r}"
+def two_models(one: object, other: object) -> str:
+    """Returns a sentence about two models where one is served."""
+    return f"several models: a server has one; start one for each, on a port of its own; found {one!r} and {other!r}"
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:
@@ -185,7 +178,11 @@ def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}
             settings["action"] = "store_true"
         else:
             choices = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.singles[0].__name__.upper()
-            settings |= {"action": _Once, "type": kind.singles[0], "metavar": meta["metavar"] or choices}
+            settings |= {
+                "action": _OneModel if spec.name == "model" else "store",
+                "type": kind.singles[0],
+                "metavar": meta["metavar"] or choices,
+            }
             if kind.many:
                 settings["nargs"] = "+"
             if default not in (None, ()) and "(default" not in text:

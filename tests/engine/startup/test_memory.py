@@ -263,8 +263,8 @@ def test_a_step_that_does_not_fit(rig, monkeypatch):
 def test_tables_for_wishes_are_counted_at_their_largest():
     """The columns of `EditTable` and `PredictedOutput`, named here once more."""
     rows, vocab, length = 5, 1000, 5000
-    biases, words, before = 1024 * (8 + 4), 128 * 8, 128 * 15 * 8
-    row = 3 * 4 + 8 + biases + words + before + 32 * 4 + 2 * 8 * length + 4 * 8
+    biases, words, before, costs = 1024 * (8 + 4), 128 * 8, 128 * 15 * 8, 33 * 4
+    row = 3 * 4 + 8 + biases + words + before + 32 * 4 + 2 * 8 * length + 4 * 8 + costs
     assert sizing.request_bytes(rows, vocab, length) == rows * row + 256 * 8
 
 

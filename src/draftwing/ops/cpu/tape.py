@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 T = TypeVar("T")
 Calls = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -90,7 +90,8 @@ class StepMemory:
         if chunk == len(self.chunks):
             self.chunks.append(_aligned(max(size, self.CHUNK), self.ALIGNED))
         self.next = Place(chunk, math.ceil((byte + size) / self.ALIGNED) * self.ALIGNED)
-        return torch.from_numpy(self.chunks[chunk][byte : byte + size]).view(like.dtype).view(like.shape)
+        with _disable_current_modes():  # memory is no work of the step
+            return torch.from_numpy(self.chunks[chunk][byte : byte + size]).view(like.dtype).view(like.shape)
 
 
 def _aligned(size: int, alignment: int) -> Any:
