@@ -21,8 +21,11 @@ pytestmark = pytest.mark.slow
 
 WORKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/chat/completions/input_tokens": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": "abc"},
     "/v1/responses": {"input": "hello"},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/apply-template": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/messages": {"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
     "/api/chat": {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
