@@ -40,7 +40,8 @@ def test_server_info_by_both_names(client: TestClient, engine: FakeEngine) -> No
 def test_tokenize_and_back(client: TestClient) -> None:
     for prefix in ("", "/v1"):
         one = client.post(f"{prefix}/tokenize", json={"model": "m", "prompt": "héllo"}).json()
-        assert set(one) == {"tokens", "count", "max_model_len"} and one["count"] == len(one["tokens"]) == 6
+        assert set(one) == {"tokens", "count", "max_model_len", "token_strs"} and one["token_strs"] is None
+        assert one["count"] == len(one["tokens"]) == 6
         assert client.post(f"{prefix}/detokenize", json={"tokens": one["tokens"]}).json()["text"] == "héllo"
         many = client.post(f"{prefix}/tokenize", json={"prompt": ["a", "bc", ""]}).json()
         assert many["count"] == [1, 2, 0]
