@@ -76,10 +76,11 @@ def test_a_line_does_not_follow_a_bar_in_the_same_line(monkeypatch: pytest.Monke
 
 
 def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    loggers = [logging.getLogger(name) for name in ("draftwing", "uvicorn")]
+    loggers = [logging.getLogger(name) for name in ("draftwing", "uvicorn", "uvicorn.access")]
     before = [(one, one.handlers, one.level, one.propagate) for one in loggers]
     try:
         configure_logging("debug", "json")
+        loggers[2].propagate = True  # a server of an earlier test may have turned it off
         logger = logging.getLogger("draftwing.some.module")
         logger.debug("a number %d\nand %s", 3, HOSTILE)
         token = current.set(SimpleNamespace(id="req-1"))

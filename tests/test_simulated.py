@@ -44,15 +44,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("head")
-    (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1, "draft_vocab_size": 100}))
+    """A folder of an EAGLE-3 head, and in it that of a draft model."""
+    folder, small = tmp_path_factory.mktemp("head"), {**MODEL, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**small, "draft_vocab_size": 100}))
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(small))
     return str(folder)
 
 
 def drafting(algorithm: str, head: str, steps: int = 4, topk: int = 1, nodes: int = 5) -> dict[str, Any]:
     return {
         "speculative_algorithm": algorithm,
-        "speculative_draft_model_path": head,
+        "speculative_draft_model_path": f"{head}/model" if algorithm == "STANDALONE" else head,
         "speculative_num_steps": steps,
         "speculative_eagle_topk": topk,
         "speculative_num_draft_tokens": nodes,

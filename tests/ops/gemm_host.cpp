@@ -354,12 +354,18 @@ static const unsigned char* swizzled(u64 rows, int row, int byte) {
 static u64 rows_at(const void* p) { return (uintptr_t)p >> 4; }
 #ifdef FP8
 typedef unsigned char Operand;
-static float value_of(u64 rows, int row, int k) {
-    const unsigned char code = *swizzled(rows, row, k);
+static float value_of_code(int code) {
     const int power = code >> 3 & 15, part = code & 7;
     const float size = power ? ldexpf(8 + part, power - 10) : ldexpf(part, -9);
-    return code & 128 ? -size : (code & 127) == 127 ? NAN : size;
+    return (code & 127) == 127 ? NAN : code & 128 ? -size : size;
 }
+static struct Codes {
+    float values[256];
+    Codes() {
+        for (int code = 0; code < 256; ++code) values[code] = value_of_code(code);
+    }
+} codes;
+static float value_of(u64 rows, int row, int k) { return codes.values[*swizzled(rows, row, k)]; }
 #else
 typedef u16 Operand;
 static float value_of(u64 rows, int row, int k) { return to_float(*(const u16*)swizzled(rows, row, k * 2)); }

@@ -253,6 +253,7 @@ def histories() -> dict[str, tuple[str, Callable[[Maker], dict[str, Any]]]]:
     vllm = create_model("VLLMMessage", __base__=openai.types.chat.ChatCompletionMessage, reasoning=(str | None, ...))
     for kind in (vllm, LlamaCppMessage, SGLangMessage, CopilotMessage, OpenRouterMessage, MistralMessage):
         found[kind.__name__] = completions, chat(kind)
-    with contextlib.suppress(ImportError):  # it is in `draftwing[clients]`
+    # It is in `draftwing[clients]`; without it, tests/server/ollama is a package of that name.
+    with contextlib.suppress(ImportError, AttributeError):
         found["ollama"] = "/api/chat", ollama(importlib.import_module("ollama").Message)
     return found

@@ -97,12 +97,13 @@ class StepCost:
 
     def _speed(self, bucket: int) -> float:
         """Of fewer threads, as long as nothing is known, as if they shared all work alike."""
-        usual = self._factors[1.0].speed.get(bucket, 0.0)
-        return self._factors_now.speed.get(bucket, usual - math.log(self.threads))
+        known = self._factors_now.speed.get(bucket)
+        return self._factors[1.0].speed.get(bucket, 0.0) - math.log(self.threads) if known is None else known
 
     def _own(self, shape: TreeShape, bucket: int) -> float:
-        usual = self._factors[1.0].own.get((shape, bucket), (0.0, 0))
-        return self._factors_now.own.get((shape, bucket), usual)[0]
+        step = shape, bucket
+        known = self._factors_now.own.get(step) or self._factors[1.0].own.get(step)
+        return known[0] if known else 0.0
 
     @property
     def _factors_now(self) -> _Factors:
