@@ -8,9 +8,11 @@ good; clients leave in the middle of an answer, or do not read it; no file can b
 these must hold, or the exit code is 1:
 
 - all slots and rows are back;
-- resident memory, descriptors and threads of engine and server are those of the end of the first third: memory within
-  2%, in less than twenty minutes those of the end of the second third, and 16 MB more; the KV pool and the store of
-  responses, which take memory as they fill, are small unless options say otherwise, so that they are full by then;
+- memory, descriptors and threads of engine and server are those of the end of the first third: memory within 2%, in
+  less than twenty minutes those of the end of the second third, and 16 MB more. Memory is the least of what is
+  allocated, and of what is resident, in a quarter of a third: a step takes 100 MB for a moment, and what it frees goes
+  back once a minute. The KV pool, the store of responses and the memories of `NGRAM` and `SUFFIX`, which take memory as
+  they fill, are small unless options say otherwise, so that they are full by then;
 - nothing in the log looks like a bug; else all that it says of the minute before is printed, with whole traces;
 - answers of a sample equal those of a fresh server without drafts. On a GPU that is promised in deterministic mode
   alone: there `--enable-deterministic-inference` is among the options.
@@ -42,7 +44,8 @@ import httpx
 import torch
 from soak_traffic import KINDS, TOOL, Outcome, answer_of, many, one_client, short
 
-GROWTH = 0.02  # of resident memory since the first third, in shorter soaks since the second
+GROWTH = 0.02  # of memory since the first third, in shorter soaks since the second
+JUDGED = 170.0  # seconds of a soak from which on memory is judged
 WARM = 1200.0  # seconds of a soak after which all has been used that takes memory once
 SLACK = 16e6  # bytes that a process may grow by beyond that in a shorter one
 HANG = 5.0  # the watchdog's seconds
@@ -144,19 +147,20 @@ def bugs(log: str) -> tuple[list[str], list[str]]:
 
 @dataclass
 class Size:
-    """Of a process: resident bytes, descriptors and threads."""
+    """Of a process: resident bytes, those that its allocator has given out, descriptors and threads."""
 
     pid: int
-    bytes: int
+    resident: int
+    allocated: int  # 0 where nobody said
     files: int
     threads: int
 
     @classmethod
-    def of(cls, pid: int | None) -> Size | None:
+    def of(cls, pid: int | None, allocated: int) -> Size | None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # one that has ended has no VmRSS
             status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             resident = int(status["VmRSS"].split()[0]) * 1024
-            return cls(int(str(pid)), resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
+            return cls(int(str(pid)), resident, allocated, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
         return None
 
 
@@ -233,15 +237,17 @@ async def by_kind(client: httpx.AsyncClient, count: int, clients: int, seed: int
             print(f"{kind:12} engine {grown[0]:+9.1f}, server {grown[1]:+9.1f} KB per 1,000 requests", flush=True)
 
 
-async def sizes(server: Server, end: float, out: Outcome) -> Sizes:
+async def sizes(server: Server, client: httpx.AsyncClient, end: float, out: Outcome) -> Sizes:
     """Tells every minute how it goes: who looks at a soak that was cut off sees how far it came."""
     found: Sizes = []
     began = shown = time.monotonic()
     while time.monotonic() < end and not server.ended:
-        found.append((time.monotonic(), Size.of(server.engine), Size.of(server.process.pid)))
+        said = await parts(client)
+        engine, own = (said.get(name, {}).get("allocated", 0) for name in ("engine", "server"))
+        found.append((time.monotonic(), Size.of(server.engine, engine), Size.of(server.process.pid, own)))
         if found[-1][0] >= shown + TELL:
             shown = found[-1][0]
-            memory = " and ".join("none" if size is None else f"{size.bytes / 1e6:.0f} MB" for size in found[-1][1:])
+            memory = " and ".join("none" if size is None else f"{size.resident / 1e6:.0f} MB" for size in found[-1][1:])
             print(f"{(shown - began) / 60:.0f} min: {memory}, {counted(out)}, {len(out.problems)} problems", flush=True)
         await asyncio.sleep(min(5.0, max(end - time.monotonic(), 0.1)))
     return found
@@ -274,23 +280,31 @@ def judge_memory(found: Sizes, began: float, seconds: float, out: Outcome) -> No
         steady = [
             size for when, size in whole if size is not None and when > seconds / 3 and size.pid == late[-1][1].pid
         ]
-        begin, first, last = (
-            sorted(size.bytes for size in some)[part // 2]
-            for some in (steady[:part], [size for _, size in late[:part]], [size for _, size in late[-part:]])
-        )
-        long = seconds >= WARM
-        growth = last / (begin if long else first) - 1
-        print(f"{name}: {begin / 1e6:.0f} MB after a third, {first / 1e6:.0f} MB after two thirds, "
-              f"{last / 1e6:.0f} MB at the end ({growth:+.1%}), "
-              f"{late[-1][1].files} descriptors, {late[-1][1].threads} threads")  # fmt: skip
-        if seconds >= 170 and growth > GROWTH + (0 if long else SLACK / first):
-            out.problems.append(f"the {name} grew by {growth:.1%}")
+        windows = (steady[:part], [size for _, size in late[:part]], [size for _, size in late[-part:]])
+        for kind in ("allocated", "resident"):
+            least = [min((b for size in some if (b := getattr(size, kind))), default=0) for some in windows]
+            if problem := grown(f"{name}, {kind}", least, seconds):
+                out.problems.append(problem)
+        print(f"{name}: {late[-1][1].files} descriptors, {late[-1][1].threads} threads")
         files = [sorted(size.files for _, size in some)[part // 2] for some in (late[:part], late[-part:])]
         if files[1] > files[0] + 16:
             out.problems.append(f"the {name} had {files[0]} descriptors, then {files[1]}")
         threads = {s.threads for _, s in late}
         if max(threads) - min(threads) > 8:
             out.problems.append(f"the {name} has {min(threads)} to {max(threads)} threads")
+
+
+def grown(what: str, least: list[int], seconds: float) -> str | None:
+    """Prints the least bytes after a third, after two and at the end, 0: not known; returns what is wrong with them."""
+    begin, first, last = least
+    if not all(least):
+        return f"the memory of {what} is not known throughout: {least}" if seconds >= JUDGED else None
+    long = seconds >= WARM
+    growth = last / (begin if long else first) - 1
+    print(f"{what}: {begin / 1e6:.1f} MB after a third, {first / 1e6:.1f} MB after two thirds, "
+          f"{last / 1e6:.1f} MB at the end ({growth:+.1%})")  # fmt: skip
+    too_much = seconds >= JUDGED and growth > GROWTH + (0 if long else SLACK / first)
+    return f"the memory of {what} grew by {growth:.1%}" if too_much else None
 
 
 async def judge_pool(client: httpx.AsyncClient, out: Outcome) -> None:
@@ -314,7 +328,7 @@ async def soak(args: argparse.Namespace) -> Outcome:
             end = began + seconds
             make_client = partial(one_client, server.url, lambda: server.ended, args.longest, tools, end, out)
             clients = [make_client(args.seed * 1000 + i) for i in range(args.clients)]
-            watching = asyncio.ensure_future(sizes(server, end, out))
+            watching = asyncio.ensure_future(sizes(server, client, end, out))
             broken = began + seconds / (6 if seconds >= WARM else 3)
             breaking = faults(server, client, args.seed, broken, out) if args.faults else asyncio.sleep(0)
             looking = asyncio.ensure_future(thirds(client, began, seconds))
@@ -390,6 +404,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--log", action="store_true", help="print the server's log")
     args = parser.parse_args(argv[:at])
     small = ["--max-total-tokens", "4096", "--response-store-size", str(2**20)]
+    for name in ("ngram", "suffix"):
+        if name.upper() in argv[at + 1 :]:
+            small += [f"--speculative-{name}-capacity", str(2**16)]
     args.serve = ["--tool-call-parser", "hermes", *small, *argv[at + 1 :]]
     if torch.cuda.is_available():
         args.serve.append("--enable-deterministic-inference")

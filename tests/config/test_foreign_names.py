@@ -25,7 +25,7 @@ def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
 @pytest.mark.parametrize(
     ("option", "ours"),
     [
-        ("--max-model-len", "--context-length"), ("--max_model_len=4096", "--context-length"),
+        ("--num_ctx=4096", "--context-length"),
         ("--gpu-memory-utilization", "--mem-fraction-static"), ("--max-num-seqs", "--max-running-requests"),
         ("--ctx-size", "--context-length"), ("--n-gpu-layers", "--device"), ("--enable-lora", "LoRA"),
         ("--speculative-config", "--speculative-algorithm"), ("--mmproj", "images are not supported"),
@@ -48,6 +48,14 @@ def test_keywords_are_answered_alike() -> None:
         Options.from_kwargs(enable_lora=True)
     with pytest.raises(ConfigError, match="field of each request"):
         Options.from_kwargs(n_predict=3)
+
+
+def test_a_name_of_the_same_thing_is_read() -> None:
+    assert Options.from_kwargs(max_model_len=4096) == Options.from_kwargs(context_length=4096)
+    with pytest.raises(ConfigError, match="given twice"):
+        Options.from_kwargs(max_model_len=4096, context_length=4096)
+    with pytest.raises(ConfigError, match="context_length must be an int"):
+        Options.from_kwargs(max_model_len="8k").resolve()
 
 
 @pytest.mark.parametrize("option", ["-n", "--n-predict", "--num-predict"])

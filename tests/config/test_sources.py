@@ -92,7 +92,7 @@ def test_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ("name", "text", "said"),
     [
         ("a.toml", "\nprot = 1", "a.toml, line 2: unknown option 'prot'; the nearest option is 'port'"),
-        ("a.toml", "port = 1\nmax-model-len = 9", "a.toml, line 2: .*'max_model_len'; here it is 'context_length'"),
+        ("a.toml", "port = 1\nnum-ctx = 9", "a.toml, line 2: .*'num_ctx'; here it is 'context_length'"),
         ("a.toml", "temperature = 1", "a.toml, line 1: .*'temperature'.* field of each request"),
         ("a.toml", "enable_lora = true", "a.toml, line 1: .*'enable_lora'; adapters"),
         ("a.toml", "port = '8080'", "a.toml, line 1: port must be an int; found '8080'"),
@@ -143,7 +143,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path, capsys: pytest.Capt
         ("DISABLE_UI", "maybe", "DRAFTWING_DISABLE_UI: disable_ui must be true or false; found 'maybe'"),
         ("API_KEY", "", "DRAFTWING_API_KEY: api_key must not be empty"),
         ("PROT", "80", "DRAFTWING_PROT: unknown option 'prot'; the nearest option is 'port'"),
-        ("MAX_MODEL_LEN", "80", "DRAFTWING_MAX_MODEL_LEN: .*here it is 'context_length'"),
+        ("NUM_CTX", "80", "DRAFTWING_NUM_CTX: .*here it is 'context_length'"),
     ],
 )
 def test_what_is_wrong_in_the_environment(name: str, text: str, said: str) -> None:

@@ -130,8 +130,10 @@ def test_copies_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fields_by_their_other_names() -> None:
     assert SamplingParams(max_tokens=8).max_new_tokens == 8 and SamplingParams(max_tokens=None).max_new_tokens is None
     assert SamplingParams(seed=5).sampling_seed == 5 and SamplingParams(seed=None).sampling_seed is None
+    assert SamplingParams(min_tokens=3).min_new_tokens == 3 and SamplingParams(min_tokens=None).min_new_tokens == 0
     for given, param in (({"max_tokens": 8, "max_new_tokens": 9}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
-                         ({"seed": 1, "sampling_seed": 2}, "seed")):  # fmt: skip
+                         ({"seed": 1, "sampling_seed": 2}, "seed"), ({"min_tokens": -1}, "min_tokens"),
+                         ({"min_tokens": 1, "min_new_tokens": 2}, "min_tokens")):  # fmt: skip
         with pytest.raises(RequestError) as error:
             SamplingParams(**given)
         assert error.value.param == param

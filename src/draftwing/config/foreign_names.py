@@ -19,7 +19,7 @@ def _each(table: Mapping[str, str]) -> dict[str, str]:
 
 
 OURS = _each({  # our name of the same thing
-    "context_length": "max_model_len ctx_size num_ctx",
+    "context_length": "ctx_size num_ctx",
     "mem_fraction_static": "gpu_memory_utilization",
     "max_running_requests": "max_num_seqs parallel num_parallel",
     "chunked_prefill_size": "max_num_batched_tokens batch_size ubatch_size",

@@ -94,8 +94,9 @@ class Options:
         aliases=("expert_parallel",),
     )  # fmt: skip
     context_length: int | None = option(
-        None, MODEL, "most tokens of prompt and answer (default: the model's)", minimum=2, common=True
-    )
+        None, MODEL, "most tokens of prompt and answer (default: the model's)", aliases=("max_model_len",), minimum=2,
+        common=True,
+    )  # fmt: skip
     random_seed: int | None = option(
         None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1
     )

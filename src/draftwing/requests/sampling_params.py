@@ -116,7 +116,7 @@ class SamplingParams(BaseModel):
     defaults hold where it has some (`model_fields_set` has which were set), else those below; None as
     `max_new_tokens` is no limit. The constructor also takes:
 
-    - `seed` and `max_tokens`, other names of `sampling_seed` and `max_new_tokens`;
+    - `seed`, `max_tokens` and `min_tokens`, other names of `sampling_seed`, `max_new_tokens` and `min_new_tokens`;
     - one grammar: `json_schema`, `regex`, `ebnf`, `structural_tag` or `response_format`;
     - `custom_logit_processor` and `custom_params`, the name and the parameters of a logits processor.
 
@@ -286,7 +286,7 @@ def answer_seed(seed: int, index: int) -> int:
 
 NOT_BUILT: Final = ("beam_width",)
 _NEUTRAL: Final = dict.fromkeys(NOT_BUILT, (1,)) | NEUTRAL_SAMPLERS
-OTHER_NAMES: Final = {"seed": "sampling_seed", "max_tokens": "max_new_tokens"}  # by what the field is called here
+OTHER_NAMES: Final = {"seed": "sampling_seed", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _ELSEWHERE: Final = dict.fromkeys(  # of vLLM's, what is asked for beside the sampling
     ("logprobs", "prompt_logprobs"),
     "is asked for beside these fields: return_logprob=True, top_logprobs_num, and logprob_start_len=0 for the prompt's",
