@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from draftwing.server.parsers.message import MessageReader, Part, Thought
@@ -29,7 +30,9 @@ class ContentBlocks(ABC):
         """Returns events of the next piece of text."""
         events: list[Event] = []
         final = answer.finish_reason is not None
-        for part in self.reader.push(text, final, answer.token_ids):
+        parts = self.reader.push(text, final, answer.token_ids)
+        self.came(parts)
+        for part in parts:
             if type(part) is not self._open or (isinstance(part, CallPiece) and part.name is not None):
                 events += [*self._end(), *self._begin(part)]
             events += self.grew(part)
@@ -50,6 +53,9 @@ class ContentBlocks(ABC):
     @property
     def last(self) -> int:
         return len(self.blocks) - 1
+
+    def came(self, parts: Sequence[Part]) -> None:  # noqa: B027 (most need not know)
+        """Hears of all parts that came together, before the first one is added."""
 
     @abstractmethod
     def make(self, part: Part) -> dict[str, Any]: ...

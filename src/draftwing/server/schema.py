@@ -52,7 +52,7 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
         "container defer_loading diagnostics inference_geo input_examples mcp_servers metadata output_schema store",
     ),
     (([],), "audio_data functions image_data images logits_processors video_data"),
-    ((0,), "data_parallel_rank routed_experts_prompt_start routed_experts_start_len top_logprobs"),
+    ((0,), "data_parallel_rank routed_experts_prompt_start routed_experts_start_len"),
     (({},), "custom_labels mm_processor_kwargs session_params vllm_xargs"),
     (("",), "extra_key suffix system template"),
     ((True,), "cache_prompt log_metrics"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,42 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts, top:
         best = [entry(*pair) for pair in _others(answer, one, top)]
         content.append({**entry(one.value, answer.token_ids[i]), "top_logprobs": best})
     return {"content": content, "refusal": None}
+
+
+class TextTokens:
+    """Tells which tokens of an answer the texts are made of that were read from it, one after the other: an answer has
+    markers, reasoning and calls besides. For answers with log probabilities."""
+
+    def __init__(self, answer: Answer, texts: TokenTexts) -> None:
+        self._answer, self._texts = answer, texts
+        self._end = self._next = 0  # of the text before: its end in characters, and the token after its last one
+
+    def take(self, read: Sequence[str]) -> list[range]:
+        """Returns indices of the tokens of each text that was read since the last call, a token of two texts with the
+        first one. They are looked for from the end: who reads gives out all that it can, and markers come before."""
+        whole, limit, begins = self._answer.text, len(self._answer.text), list[int]()
+        for text in reversed(read):
+            begins.append(whole.rfind(text, self._end, limit))
+            limit = begins[-1] if begins[-1] >= 0 else limit  # a call's arguments may have been written anew
+        if begins and whole.startswith(read[0], self._end):  # it goes on where the text before ended
+            begins[-1] = self._end
+        return [self._tokens(begin, len(text)) for begin, text in zip(reversed(begins), read, strict=True)]
+
+    def _tokens(self, begin: int, length: int) -> range:
+        starts = self._answer.starts
+        if begin < 0 or not length or not starts:
+            return range(self._next, self._next)
+        self._end = begin + length
+        # Tokens of one character have one start, and so has a marker that is not shown with what comes after it.
+        first = max(bisect_left(starts, starts[max(bisect_right(starts, begin) - 1, 0)]), self._next)
+        last = max(bisect_left(starts, self._end), first)
+        while first + 1 < last and starts[first] == starts[first + 1] and self._hidden(first):
+            first += 1
+        self._next = last
+        return range(first, last)
+
+    def _hidden(self, token: int) -> bool:
+        return self._texts.special(self._answer.token_ids[token])
 
 
 def text_logprobs(

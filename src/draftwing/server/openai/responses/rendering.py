@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.content_blocks import ContentBlocks, Event, text_of, why_aborted
 from draftwing.server.http import named_event
+from draftwing.server.openai.logprobs import TextTokens, chat_logprobs
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.responses.tools import Toolbox, shown_tools
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
+from draftwing.text.token_text import TokenTexts
 
 
 class _Items(ContentBlocks):
     """The output of one answer: items of reasoning, messages and calls."""
 
-    def __init__(self, reader: MessageReader, toolbox: Toolbox) -> None:
+    def __init__(self, reader: MessageReader, toolbox: Toolbox, answer: Answer, texts: TokenTexts) -> None:
         super().__init__(reader)
-        self._toolbox = toolbox
+        self._toolbox, self._answer, self._texts = toolbox, answer, texts
+        self._tokens = None if answer.wanted is None else TextTokens(answer, texts)
+        self._ranges: Iterator[range] = iter(())  # of tokens, of the parts that came last
+        self._read = 0  # of `Answer.entries`
 
     def push(self, text: str, answer: Answer) -> list[Event]:
         events = super().push(text, answer)
         if answer.finish_reason is not None and not self.blocks:  # an empty answer is an empty message
             events = [*self._begin(""), *self._end(answer)]
         return events
+
+    async def read(self, generation: Generation, text: str, answer: Answer) -> list[Event]:
+        size, self._read = len(text) + answer.entries - self._read, answer.entries
+        return await generation.render(size, lambda _: self.push(text, answer))
+
+    def came(self, parts: Sequence[Part]) -> None:
+        if self._tokens is not None:
+            self._ranges = iter(self._tokens.take(list(map(text_of, parts))))
 
     def make(self, part: Part) -> dict[str, Any]:
         if isinstance(part, CallPiece):
@@ -48,17 +62,21 @@ class _Items(ContentBlocks):
         if "content" not in item:
             return [("response.output_item.added", {"output_index": self.last, "item": dict(item)})]
         empty = ("response.output_item.added", {"output_index": self.last, "item": {**item, "content": []}})
-        return [empty, self._event("response.content_part.added", content_index=0, part=dict(item["content"][0]))]
+        part = copy.deepcopy(item["content"][0])
+        return [empty, self._event("response.content_part.added", content_index=0, part=part)]
 
     def grew(self, part: Part) -> list[Event]:
-        text = text_of(part)
+        text, tokens = text_of(part), next(self._ranges, ())
         if isinstance(part, CallPiece):
             field, kind = _grows(self.blocks[-1])
             self.blocks[-1][field] += text
             return [self._event(f"response.{kind}.delta", delta=text)] if text else []
         content = self.blocks[-1]["content"][0]
         content["text"] += text
-        more: dict[str, Any] = {} if isinstance(part, Thought) else {"logprobs": []}
+        more: dict[str, Any] = {}
+        if "logprobs" in content:
+            more["logprobs"] = chat_logprobs(self._answer, tokens, self._texts)["content"] if tokens else []
+            content["logprobs"] += more["logprobs"]
         return [self._event(f"response.{content['type']}.delta", content_index=0, delta=text, **more)]
 
     def ended(self, answer: Answer | None) -> list[Event]:
@@ -70,7 +88,7 @@ class _Items(ContentBlocks):
             given = {"name": item["name"]} if field == "arguments" else {}
             return [self._event(f"response.{kind}.done", **given, **{field: item[field]}), done]
         part = item["content"][0]
-        more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
         return [
             self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more),
             self._event("response.content_part.done", content_index=0, part=part),
@@ -91,14 +109,15 @@ class ResponseObject:
         reader: MessageReader,
         body: ResponsesRequest,
         model: str,
+        texts: TokenTexts,
         size: int,
         keep: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """size: bytes of the request, which the response repeats.  keep: stores the response, when it is finished."""
         self._size, self._keep = size, keep
         self.generation, self._body, self._model = generation, body, model
-        self._items = _Items(reader, body.toolbox)
         self._answer = generation.answers[0]
+        self._items = _Items(reader, body.toolbox, self._answer, texts)
         self._created = time.time()
         self._number = -1
 
@@ -128,7 +147,8 @@ class ResponseObject:
                 self._stored(response)
             return self._numbered(name or f"response.{response['status']}", {"response": response}, large)
 
-        return await self.generation.render(self._size + len(self._answer.text), made)
+        answer = self._answer
+        return await self.generation.render(self._size + len(answer.text) + answer.entries, made)
 
     def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
         if self._keep is not None and response["status"] in ("completed", "incomplete"):
@@ -169,7 +189,7 @@ class ResponseObject:
             "text": _text_config(body),
             "tool_choice": _tool_choice(body),
             "tools": shown_tools(body.tools or ()),
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,

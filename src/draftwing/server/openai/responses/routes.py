@@ -66,7 +66,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
             if keeps:
                 store.watch()
             reader, model = chats.reader(style), service.name_for(body.model)
-            response = ResponseObject(generation, reader, body, model, size, keep if keeps else None)
+            response = ResponseObject(generation, reader, body, model, service.texts, size, keep if keeps else None)
         return await respond(request, response, body.stream, size)
 
     @app.get("/responses/{id}", include_in_schema=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import no_text, show
+from draftwing.requests.request import MAX_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody
 from draftwing.server.conversation import Conversation, only
@@ -26,7 +27,9 @@ from draftwing.server.schema import (
 
 # What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
 # server would run: these ask for nothing more.
+LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
+    LOGPROBS,
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
@@ -114,7 +117,7 @@ class ResponsesRequest(
     ChatBody,
     hints="client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
     "return_progress timings_per_token verbose",
-    not_built="access_programs background context_management conversation image moderation prompt top_logprobs",
+    not_built="access_programs background context_management conversation image moderation prompt",
     sampling="temperature top_p seed top_k min_p stop stop_token_ids ignore_eos skip_special_tokens "
     "frequency_penalty presence_penalty repetition_penalty logit_bias thinking_budget",
 ):
@@ -125,6 +128,7 @@ class ResponsesRequest(
         "min_new_tokens": "max_output_tokens",
         "response_format": "text.format",
         "thinking": "reasoning.effort",
+        "top_logprobs_num": "top_logprobs",
     }
 
     model: Name | None = None
@@ -140,6 +144,7 @@ class ResponsesRequest(
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
@@ -170,6 +175,10 @@ class ResponsesRequest(
     def go_on(self, earlier: list[Item], items: list[Item]) -> None:
         """Takes the stored conversation before the input, and the input without references to what is stored."""
         self._earlier, self.input = earlier, items
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        asked = self.top_logprobs or LOGPROBS in (self.include or ())
+        return LogprobParams(self.top_logprobs or 0) if asked else None
 
     def chat(self) -> Chat:
         self._check()

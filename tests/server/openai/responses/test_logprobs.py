@@ -1,0 +1,74 @@
+"""Log probabilities of /v1/responses: of the tokens of output_text, and of no marker, reasoning or call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from scripted import ScriptedEngine
+
+SCRIPTED = dict(reasoning="qwen3", tools="qwen25")
+LOGPROBS: list[Any] = ["message.output_text.logprobs"]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "the"}}\n</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "name": "now", "parameters": None, "strict": None}]
+
+
+def text(entries: Any) -> str:
+    return bytes(byte for entry in entries for byte in entry.bytes).decode()
+
+
+@pytest.mark.parametrize("more", [{"include": LOGPROBS}, {"include": LOGPROBS, "top_logprobs": 2}, {"top_logprobs": 2}])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("é😀 one two", ["é😀 one two"]),
+        ("<think>\nsay the think\n</think>\n\nthe end of think", ["the end of think"]),
+        ("k\n" + CALL, ["k"]),
+        ("<think>\nthe\n</think>\n\nthe " + CALL + " tool_call the", ["the", " tool_call the"]),
+        (CALL, []),
+        ("<think>\nnever closed", []),
+        ("", [""]),
+    ],
+)
+def test_entries_are_those_of_the_text(
+    api: openai.OpenAI, scripted: ScriptedEngine, script: str, said: list[str], more: dict[str, Any]
+) -> None:
+    scripted.script = script
+    body: dict[str, Any] = {"model": "m", "input": "hi", "tools": TOOLS, **more}
+    whole = api.responses.create(**body)
+    parts = [item.content[0] for item in whole.output if item.type == "message"]
+    assert [part.text for part in parts] == said
+    assert [text(part.logprobs) for part in parts] == said
+    assert whole.top_logprobs == more.get("top_logprobs", 0)
+    for part in parts:
+        for entry in part.logprobs:
+            assert len(entry.top_logprobs) == more.get("top_logprobs", 0)
+    events = list(api.responses.create(**body, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [entry for event in deltas for entry in event.logprobs]
+    joined = [entry for part in parts for entry in part.logprobs]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in joined]
+    ended = [event.logprobs for event in events if event.type == "response.output_text.done"]
+    assert [len(one) for one in ended] == [len(part.logprobs) for part in parts]
+    begun = [event.part for event in events if event.type == "response.content_part.added"]
+    assert all(not getattr(part, "logprobs", None) for part in begun)
+
+
+def test_without_being_asked_for_there_are_none(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "one"
+    whole = api.responses.create(model="m", input="hi", top_logprobs=0)
+    assert whole.output[0].content[0].logprobs == [] and scripted.requests[-1].logprobs is None
+
+
+@pytest.mark.parametrize("top", [-1, 21, "x"])
+def test_how_many_there_may_be(api: openai.OpenAI, top: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        api.responses.create(model="m", input="hi", top_logprobs=top, include=LOGPROBS)
+
+
+def test_they_are_kept_with_the_response(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
+    scripted.script = "abc"
+    made = api.responses.create(model="m", input="hi", include=LOGPROBS, top_logprobs=1)
+    assert api.responses.retrieve(made.id).output == made.output
+    assert api.responses.create(model="m", input="go on", previous_response_id=made.id).status == "completed"
