@@ -53,12 +53,15 @@ MAX_TEXT_BACKLOG = 512
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities of one position: its token's own, the best tokens' from the best down with their ids, and those
-    of further tokens. In arrays: there may be millions, and as many Python objects take twenty times the memory."""
+    of further tokens. In arrays: there may be millions, and as many Python objects take twenty times the memory.
+
+    hidden: the hidden state [H] that they come from, where it was asked for."""
 
     value: float
     best: array[float]
     best_ids: array[int]
     wanted: array[float]
+    hidden: array[float] | None = None
 
     @classmethod
     def of(cls, value: float, top: Sequence[tuple[float, int]] = (), wanted: Sequence[float] = ()) -> TokenLogprobs:
@@ -68,7 +71,7 @@ class TokenLogprobs(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # They come one by one from another process, and there an array of nothing would take 80 bytes each time.
-        return _restored, (self.value, self.best or None, self.best_ids or None, self.wanted or None)
+        return _restored, (self.value, self.best or None, self.best_ids or None, self.wanted or None, self.hidden)
 
     @property
     def top(self) -> list[tuple[float, int]]:
@@ -80,9 +83,13 @@ _NO_VALUES, _NO_IDS = array("d"), array("i")  # of all positions without them; n
 
 
 def _restored(
-    value: float, best: array[float] | None, best_ids: array[int] | None, wanted: array[float] | None
+    value: float,
+    best: array[float] | None,
+    best_ids: array[int] | None,
+    wanted: array[float] | None,
+    hidden: array[float] | None,
 ) -> TokenLogprobs:
-    return TokenLogprobs(value, best or _NO_VALUES, best_ids or _NO_IDS, wanted or _NO_VALUES)
+    return TokenLogprobs(value, best or _NO_VALUES, best_ids or _NO_IDS, wanted or _NO_VALUES, hidden)
 
 
 class Admission(NamedTuple):

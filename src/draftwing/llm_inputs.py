@@ -36,6 +36,8 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: requests with different salts share no cache.
     return_logprob and the three fields after it: log probabilities in `meta_info`, as /generate has them.
     return_text_in_logprobs: adds the tokens' texts to them.
+    return_hidden_states: `meta_info["hidden_states"]`, as /generate has it: what the last layer's norm gave for the
+    prompt's tokens, [P][H], then for each token of the answer but the last one, [H].
     speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
     prediction: a text that the answers are expected to resemble; drafts are copied from it.
     tools, tool_choice: functions that the answers to conversations may call, and which of them; as
@@ -50,6 +52,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs_num: int
     token_ids_logprob: Sequence[int] | None
     return_text_in_logprobs: bool
+    return_hidden_states: bool
     speculative: str | Mapping[str, Any] | None
     prediction: str | None
     sampling_params: Params | Sequence[Params] | None
@@ -204,7 +207,8 @@ class Inputs:
         if named is not None and params is not None:
             raise RequestError("sampling_params and params are one argument; give one of them", "sampling_params")
         params = named if params is None else params
-        like, context = _request_of(self._tokenizer, request_options), self._info.context_length
+        like = _request_of(self._tokenizer, request_options, self._info.hidden_size)
+        context = self._info.context_length
         asked = [
             like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
@@ -320,7 +324,7 @@ def _text(parts: list[Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _request_of(tokenizer: Tokenizer, asked: RequestOptions) -> GenerationRequest:
+def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -> GenerationRequest:
     """Returns a request with all that is asked besides sampling, but for drafts. Raises RequestError."""
     unknown = next((name for name in asked if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
@@ -338,6 +342,7 @@ def _request_of(tokenizer: Tokenizer, asked: RequestOptions) -> GenerationReques
         asked.get("logprob_start_len"),
         asked.get("top_logprobs_num"),
         asked.get("token_ids_logprob"),
+        hidden=hidden_size if asked.get("return_hidden_states") else 0,
     )
     prediction = tuple(tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
     return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)

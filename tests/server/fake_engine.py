@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +77,8 @@ class FakeEngine:
         self.info = EngineInfo(
             options=dataclasses.replace(self.options, served_model_name=self.options.served_model_name or ("echo",)),
             architecture="LlamaForCausalLM",
-            context_length=CONTEXT, vocab_size=EOS + 1, stop_ids=frozenset({EOS}), max_total_tokens=4 * CONTEXT,
-            max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34},
+            context_length=CONTEXT, vocab_size=EOS + 1, hidden_size=4, stop_ids=frozenset({EOS}),
+            max_total_tokens=4 * CONTEXT, max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34},
             processors=PROCESSORS, defaults=defaults or {},
         )  # fmt: skip
         self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
@@ -234,7 +235,8 @@ def traced(tokens: list[int], number: int, drafts: bool) -> TracedStep:
 def logprob(token: int, wanted: LogprobParams) -> TokenLogprobs:
     """Made up: the token's own is -token / 100, the best are the ids that follow it."""
     best = [(-0.5 * (rank + 1), (token + rank + 1) % (EOS + 1)) for rank in range(wanted.top)]
-    return TokenLogprobs.of(-token / 100, best, [-float(other) for other in wanted.token_ids])
+    found = TokenLogprobs.of(-token / 100, best, [-float(other) for other in wanted.token_ids])
+    return found._replace(hidden=array("f", [token] * wanted.hidden)) if wanted.hidden else found
 
 
 class LocalWorker(Worker):

@@ -31,6 +31,7 @@ class EngineInfo:
     architecture: str
     context_length: int
     vocab_size: int
+    hidden_size: int
     stop_ids: frozenset[int]  # that end every answer
     max_total_tokens: int  # in the KV pool
     max_banned: int

@@ -150,6 +150,7 @@ class Engine:
             architecture=parts.model.config.architecture,
             context_length=parts.context_length,
             vocab_size=parts.model.config.vocab_size,
+            hidden_size=parts.model.config.hidden_size,
             stop_ids=frozenset(stop),
             max_total_tokens=parts.pool_tokens,
             max_banned=BAN_IDS,

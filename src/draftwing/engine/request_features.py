@@ -259,14 +259,16 @@ class RequestFeatures:
         if not plan.logprobs:
             return None
         at = self._rows_of(np.asarray([i for i, _ in plan.logprobs]))
-        top, ids = _widest([params for _, params in plan.logprobs])
+        every = [params for _, params in plan.logprobs]
+        top, ids = _widest(every)
         place = nodes[at].unsqueeze(2)  # [b, P, 1]
         logits = drawn.logits[at].gather(1, place.expand(-1, -1, drawn.logits.shape[2]))
         hidden = drawn.hidden[at].gather(1, place.expand(-1, -1, drawn.hidden.shape[2]))
         half = logits.dtype.itemsize < 4
         wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
         exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
-        return self._send(path_logprobs(logits, tokens[at], top, wanted, exact).flatten(1))
+        packed = path_logprobs(logits, tokens[at], top, wanted, exact)
+        return self._send(_with_hidden(packed, hidden, every).flatten(1))
 
     def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
         """Returns log probabilities of prompts. hidden [M, H] and positions [M]: of the plan's queries; offsets: of its
@@ -279,14 +281,11 @@ class RequestFeatures:
             row = int(plan.rows[part.chunk])
             following = self.table.tokens[row].index_select(0, positions[here] + 1).long()
             ids = np.asarray(part.params.token_ids, np.int64)
-            sent.append(
-                self._send(
-                    prompt_logprobs(
-                        hidden[here], self.model.logits, following, part.params.top,
-                        self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
-                    )
-                )
+            packed = prompt_logprobs(
+                hidden[here], self.model.logits, following, part.params.top,
+                self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
             )  # fmt: skip
+            sent.append(self._send(_with_hidden(packed, hidden[here], [part.params])))
         return sent
 
     def _send(self, packed: Tensor) -> Download:
@@ -307,6 +306,11 @@ def unpacked(plan: Plan, sent: Logprobs) -> tuple[tuple[list[TokenLogprobs], ...
         rows = tuple(unpack(one, top, params) for one, params in zip(packed, every, strict=True))
     parts = zip(plan.prompt_parts, sent.parts, strict=True)
     return rows, tuple(unpack(_floats(one), part.params.top, part.params) for part, one in parts)
+
+
+def _with_hidden(packed: Tensor, hidden: Tensor, asked: Sequence[LogprobParams]) -> Tensor:
+    """Returns log probabilities [..., n] with hidden states [..., H] behind them, if any of a batch wants these."""
+    return torch.cat((packed, hidden.double()), -1) if any(one.hidden for one in asked) else packed
 
 
 def _floats(download: Download) -> npt.NDArray[np.float64]:

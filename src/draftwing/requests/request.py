@@ -24,11 +24,20 @@ class LogprobParams(NamedTuple):
 
     top: how many best tokens of each position.  token_ids: further tokens of each position.
     start: first prompt position whose token's log probability is wanted; -1: only the answer's.
+    hidden: the model's hidden size, where its last hidden states are wanted, too; 0: they are not.
+    told: whether log probabilities are, and not hidden states alone, which come with them.
     """
 
     top: int = 0
     token_ids: tuple[int, ...] = ()
     start: int = -1
+    hidden: int = 0
+    told: bool = True
+
+    @property
+    def width(self) -> int:
+        """Returns how many numbers a position has."""
+        return 1 + self.top + len(self.token_ids) + self.hidden
 
 
 class SpecLimits(NamedTuple):
@@ -45,22 +54,26 @@ def logprob_params(
     top_logprobs_num: int | None = None,
     token_ids_logprob: Sequence[int] | None = None,
     where: str = "",
+    *,
+    hidden: int = 0,
 ) -> LogprobParams | None:
-    """Reads `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
+    """Reads `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names.
+    hidden: as of `LogprobParams`; then the prompt's are wanted from its first token on."""
     values = dict(zip(LOGPROB_FIELDS, (logprob_start_len, top_logprobs_num, token_ids_logprob), strict=True))
     if not return_logprob:
         for name, value in values.items():
             # A start alone asks for nothing: clients send it with either.
             if value and name != "logprob_start_len":
                 raise RequestError(f"{where}{name} needs return_logprob: true", where + name)
-        return None
+        return LogprobParams(start=0, hidden=hidden, told=False) if hidden else None
     start = _whole(f"{where}logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, -1, 2**31 - 1)
     top = _whole(f"{where}top_logprobs_num", top_logprobs_num or 0, 0, MAX_LOGPROBS)
     ids = token_ids_logprob or ()
     name = f"{where}token_ids_logprob"
     if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_LOGPROBS:
         raise RequestError(f"{name} must be a list of at most {MAX_LOGPROBS} token ids; found {show(ids)}", name)
-    return LogprobParams(top, tuple(_whole(name, token, 0, 2**31 - 1) for token in ids), start)
+    known = tuple(_whole(name, token, 0, 2**31 - 1) for token in ids)
+    return LogprobParams(top, known, 0 if hidden else start, hidden)
 
 
 class ThinkingBudget(NamedTuple):

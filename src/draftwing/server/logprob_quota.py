@@ -51,11 +51,14 @@ def fit_logprobs(requests: Sequence[GenerationRequest], chosen: bool, context: i
         found.append(request)
         total += weight * length
     if total > MAX_REQUEST_LOGPROBS:
+        states = any(request.logprobs.hidden for request in requests if request.logprobs is not None)
+        name = "return_hidden_states" if states else "top_logprobs_num"
+        kinds = "numbers of hidden states and log probabilities" if states else "log probabilities"
         raise RequestError(
-            f"top_logprobs_num: a response holds at most {MAX_REQUEST_LOGPROBS} log probabilities, those of its "
+            f"{name}: a response holds at most {MAX_REQUEST_LOGPROBS} {kinds}, those of its "
             f"prompts and of further tokens at each position included; this one may have {total}: ask for less of "
             "them, or for fewer or shorter answers",
-            "top_logprobs_num",
+            name,
         )
     return found
 
@@ -106,7 +109,7 @@ def first_logprobs(requests: Sequence[GenerationRequest]) -> int:
 def _width(request: GenerationRequest) -> int:
     """Counts the log probabilities of one position."""
     wanted = request.logprobs
-    return 0 if wanted is None else 1 + wanted.top + len(wanted.token_ids)
+    return 0 if wanted is None else wanted.width
 
 
 def _prompt_positions(request: GenerationRequest) -> int:

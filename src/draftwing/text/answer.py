@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class Answer:
         self.wanted = request.logprobs
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._prompt_state: array[float] | None = None  # hidden state of the prompt's last token, where wanted
         self.reasoning_tokens = 0
         self._trace: list[TracedStep] = []  # that were not taken yet
         self._shown = 0  # tokens whose text was given out
@@ -76,6 +78,8 @@ class Answer:
     def push(self, output: Output) -> str:
         """Takes news of this answer and returns the text that can be shown since the last call."""
         assert self.finish_reason is None, f"news of {self.request.uid} after its end"
+        if self._prompt_state is None and output.logprobs:
+            self._prompt_state = output.logprobs[0].hidden
         if self.request.params.max_new_tokens == 0:
             output = _without_tokens(output)
         self.token_ids += output.token_ids
@@ -142,7 +146,7 @@ class Answer:
 
     @property
     def _width(self) -> int:
-        return 1 if self.wanted is None else 2 + self.wanted.top + len(self.wanted.token_ids)
+        return 1 if self.wanted is None else 1 + self.wanted.width
 
     @property
     def matched_stop(self) -> int | str | None:
@@ -173,6 +177,9 @@ class Answer:
         wanted = self.wanted
         if wanted is None:
             return {}
+        states = self._hidden_states() if wanted.hidden and of_prompt and of_answer else {}
+        if not wanted.told:
+            return states
 
         def entry(value: float | None, token: int) -> list[Any]:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
@@ -195,4 +202,10 @@ class Answer:
                     one and [entry(*pair) for pair in zip(one.wanted, wanted.token_ids, strict=True)]
                     for _, one in known
                 ]
-        return found | {"output_token_logprobs_length": len(self.logprobs)}
+        return found | {"output_token_logprobs_length": len(self.logprobs)} | states
+
+    def _hidden_states(self) -> dict[str, Any]:
+        """Returns SGLang's `hidden_states`: those of the prompt's tokens, and of each of the answer's but the last."""
+        prompt = [one.hidden for one in self.prompt_logprobs if one is not None] + [self._prompt_state]
+        states = [state.tolist() for state in prompt if state is not None]
+        return {"hidden_states": [states, *(one.hidden.tolist() for one in self.logprobs[1:] if one.hidden)]}

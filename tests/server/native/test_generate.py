@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import EOS, FakeEngine, local
-from scripted import asking, streamed, watched_sizes
+from scripted import asking, ok, streamed, watched_sizes
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
@@ -122,6 +122,22 @@ def test_what_events_repeat_is_bounded_for_the_request(answers: int, monkeypatch
             rendered += held * sent.next(answer)[1]  # type: ignore[arg-type]
     # Few: at most their square. Beyond: a geometric series, 1 / (1 - 1 / GROWTH) times the last, and the last again.
     assert rendered <= answers * ((320 // answers) ** 2 + 6 * length)
+
+
+def test_hidden_states(client: TestClient, engine: FakeEngine) -> None:
+    """Of the prompt, the last token's with it, then of each token of the answer but the last."""
+    ids, size = engine.tokenizer.encode("ab"), engine.info.hidden_size
+    found = ok(client, "/generate", text="ab", return_hidden_states=True)["meta_info"]
+    states = found["hidden_states"]
+    assert "output_token_logprobs" not in found and found["completion_tokens"] == 3
+    assert states == [[[float(ids[1])] * size, [float(ids[0])] * size], [float(ids[1])] * size, [float(EOS)] * size]
+    each = ok(client, "/generate", text=["ab", "ab"], return_hidden_states=[True, False], return_logprob=[False, True])
+    assert each[0]["meta_info"]["hidden_states"] == states and "hidden_states" not in each[1]["meta_info"]
+    last = streamed(client, "/generate", text="ab", return_hidden_states=True)[-1]
+    assert last["meta_info"]["hidden_states"] == states
+    for value in ("yes", [True]):
+        response = client.post("/generate", json={"text": ["a", "b"], "return_hidden_states": value})
+        assert response.status_code == 400 and "return_hidden_states" in response.text
 
 
 def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine: FakeEngine) -> None:

@@ -78,11 +78,12 @@ async def _asked(service: Service, body: GenerateRequest) -> tuple[Generation, b
     service.check_room(sum(params.n for params, _ in asked))
     every, batched = await service.encode(*body.prompt())
     await service.check_grammars([(one, _grammar_field(one, body)) for one, _ in asked])
+    wanted = body.each_logprobs(len(every), info.hidden_size)
     requests = [
         GenerationRequest(
             "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
         )
-        for ids, (one, given), name, logprobs in zip(every, asked, names, body.each_logprobs(len(every)), strict=True)
+        for ids, (one, given), name, logprobs in zip(every, asked, names, wanted, strict=True)
     ]
     return await service.submit(requests, body), batched
 

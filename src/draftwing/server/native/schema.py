@@ -34,7 +34,7 @@ class GenerateRequest(
     GenerationBody,
     hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
     "routing_key use_audio_in_video video_config",
-    not_built="input_embeds image_data audio_data video_data return_hidden_states return_prompt_token_ids "
+    not_built="input_embeds image_data audio_data video_data return_prompt_token_ids "
     "return_entropy lora_path session_params session_id background bootstrap_host bootstrap_port "
     "bootstrap_room modalities no_logs require_reasoning return_bytes return_flat_raw_output_top_logprobs "
     "return_flat_raw_top_logprobs return_routed_experts return_sampling_mask routed_experts_start_len "
@@ -53,6 +53,7 @@ class GenerateRequest(
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
@@ -111,13 +112,17 @@ class GenerateRequest(
         params = SamplingParams.read(known, where=where, defaults=defaults)
         return params, "max_new_tokens" in fields
 
-    def each_logprobs(self, prompts: int) -> list[LogprobParams | None]:
+    def each_logprobs(self, prompts: int, hidden_size: int) -> list[LogprobParams | None]:
         """Returns the log probabilities that are asked for each of the prompts. Raises RequestError."""
         columns = [self._each(name, prompts) for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")]
         ids = self.token_ids_logprob
         nested = ids is not None and any(not isinstance(one, int) for one in ids)
         columns.append(self._each("token_ids_logprob", prompts) if nested else [ids] * prompts)
-        return [logprob_params(*values) for values in zip(*columns, strict=True)]
+        states = self._each("return_hidden_states", prompts)
+        return [
+            logprob_params(*values, hidden=hidden_size if state else 0)
+            for state, values in zip(states, zip(*columns, strict=True), strict=True)
+        ]
 
     def _each(self, name: str, prompts: int) -> list[Any]:
         value = getattr(self, name)
