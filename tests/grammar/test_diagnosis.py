@@ -84,7 +84,7 @@ def test_the_place_is_looked_for_within_a_time(monkeypatch: pytest.MonkeyPatch) 
         asked.append(schema)
         return None if schema.get("required") == [] or schema.get("const") == "right" else "Unknown format: x"
 
-    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: len(asked) * SECONDS / 10))
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(thread_time=lambda: len(asked) * SECONDS / 10))
     nested: Any = {"format": "x"}
     for _ in range(50):
         nested = {"properties": {"a": nested}}

@@ -26,8 +26,8 @@ FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
 
 @pytest.fixture
 def slow() -> FakeEngine:
-    """Takes about six seconds for 1900 tokens."""
-    return FakeEngine(burst=1, pause=0.003)
+    """Takes about twenty seconds for 1900 tokens."""
+    return FakeEngine(burst=1, pause=0.01)
 
 
 @pytest.fixture

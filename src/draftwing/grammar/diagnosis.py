@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 from draftwing.grammar.schemas import moved, pointed, rewritten
 from draftwing.requests.grammar_field import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
-SECONDS = 0.5  # at most, for all schemas of a grammar
+SECONDS = 0.5  # of this thread at most, for all schemas of a grammar
 _PATH_CHARS = 200
 _PART_CHARS = 60
 _ROOT = "#/$defs/s"
@@ -48,9 +48,9 @@ def explained(why: str, schemas: Sequence[tuple[Path, Any]], fails: Fails) -> st
     why: what the library says.  schemas: those in the grammar, and where.  fails: what it says of a schema in its own
     language; None for one that it takes.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = time.thread_time() + SECONDS
     for path, schema in schemas:
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             break
         made = rewritten(schema)
         alone = fails(made)
@@ -83,7 +83,7 @@ def _located(schema: Any, made: dict[str, Any], fails: Fails, deadline: float) -
 
     def why(pointers: Sequence[str]) -> str | None:
         """Returns why schemas in it fail: of several one that is needed."""
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             return None
         parts = {str(i): {"$ref": _ROOT + pointer} for i, pointer in enumerate(pointers)}
         needed = {"type": "object", "properties": parts, "required": [*parts]} if len(parts) != 1 else parts["0"]
