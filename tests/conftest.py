@@ -15,7 +15,8 @@ SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
     "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
-    "tests/train/test_traffic_stages.py", "tests/engine/test_fp8_activations.py", "tests/engine/graphs/test_prefill.py", "tests/engine/test_compile.py",
+    "tests/train/test_traffic_stages.py", "tests/engine/test_fp8_activations.py", "tests/engine/graphs/test_prefill.py",
+    "tests/engine/test_compile.py",
     "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/test_hybrid_models.py",
     "tests/engine/startup/test_precompile.py", "tests/cli/test_main.py", "tests/server/test_attacks.py",
     "tests/sched/policy/test_tree_policy.py", "tests/ops/test_triton_delta_net.py", "tests/engine/test_exact_states.py",
