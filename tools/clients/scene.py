@@ -15,7 +15,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1] / "tests" / "server"))
+sys.path += [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests/server")]
 
 from fake_engine import FakeEngine, local  # noqa: E402
 from scripted import ScriptedEngine, listening  # noqa: E402
