@@ -17,9 +17,9 @@ from decimal import Decimal, InvalidOperation
 from typing import TypeVar
 
 from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
+from draftwing.requests.grammar_field import MAX_REGEX_CHARS
 
 MAX_CHARS = 400_000  # of a grammar's text
-MAX_REGEX_CHARS = 10_000
 MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
 MAX_COMMON = 500_000  # their least common multiple: 0.7 s of the library
 WHITESPACE = r" |\n{1,2}[ \t]{0,20}"  # between tokens of JSON, if nobody asks for another; small models never end more

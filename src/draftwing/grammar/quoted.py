@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from draftwing.grammar.ebnf import GrammarError
-from draftwing.grammar.limits import MAX_CHARS, MAX_REGEX_CHARS
+from draftwing.grammar.limits import MAX_CHARS
+from draftwing.requests.grammar_field import MAX_REGEX_CHARS
 
 Ranges = Sequence[tuple[int, int]]  # of characters, ends included
 

@@ -12,6 +12,18 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import Names, check_text, show, suggestion
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
+# Fields of vLLM's `structured_outputs`, and what each is called here.
+STRUCTURED_KINDS: Final = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+    "json_object": "json_object",
+}
+MAX_CHOICES: Final = 1000
+MAX_REGEX_CHARS: Final = 10_000  # of an expression
+_SPECIAL: Final = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
 
 # Keywords of JSON schema whose values are data; schemas; lists of schemas; schemas by names.
 SCHEMA_DATA: Final = frozenset(["const", "default", "enum", "examples"])
@@ -95,6 +107,46 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
     return Grammar(kind, check_text(value, names[kind]))
 
 
+def read_structured(field: str, value: Any, names: Names) -> tuple[str, Any] | None:
+    """Returns the kind of `GRAMMARS` and its value that vLLM's `structured_outputs` holds, an object of any kind with
+    one of `STRUCTURED_KINDS`; None where it holds none. Raises RequestError."""
+    inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    where = names[field]
+    if inner is None:
+        raise names.error(field, f"must be an object; found {show(value)}")
+    given = {name: one for name, one in inner.items() if one is not None and one is not False and name[:1] != "_"}
+    for name in given:
+        if name not in STRUCTURED_KINDS:
+            raise RequestError(f"{where}.{show(name)} is not supported; known: {', '.join(STRUCTURED_KINDS)}", where)
+    if len(given) > 1:
+        first, second, *_ = given
+        raise RequestError(f"{where}.{second} and {where}.{first} cannot be given together", f"{where}.{second}")
+    for name, one in given.items():
+        kind, called = STRUCTURED_KINDS[name], f"{where}.{name}"
+        if kind == "choice":
+            kind, one = "regex", one_of(one, called)
+        elif kind == "json_object":
+            kind, one = "response_format", {"type": "json_object"}
+        names.names[kind] = f"{names.names.get(field, field)}.{name}"
+        return kind, one
+    return None
+
+
+def one_of(choices: Any, name: str) -> str:
+    """Returns the regular expression of one of several texts. Raises RequestError."""
+    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
+        raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)
+    size = 0
+    for i, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            raise RequestError(f"{name}.{i} must be a text that is not empty; found {show(choice)}", f"{name}.{i}")
+        size += len(choice)
+        if size > MAX_REGEX_CHARS:  # before each character is looked at
+            raise RequestError(f"{name} may have {MAX_REGEX_CHARS} characters together; found more", name)
+        check_text(choice, f"{name}.{i}")
+    return "|".join("".join("\\" + char if char in _SPECIAL else char for char in choice) for choice in choices)
+
+
 def schema_place(response_format: Any) -> str:
     """Returns where a response_format holds its schema: what comes behind the name of its field."""
     match response_format:
@@ -157,4 +209,5 @@ def grammar_schemas() -> dict[str, dict[str, Any]]:
         "ebnf": text,
         "structural_tag": {"anyOf": [text, anything]},
         "response_format": inlined(_FORMAT.json_schema()),
+        "structured_outputs": anything,
     }

@@ -25,7 +25,15 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from draftwing.requests.grammar_field import GRAMMARS, Grammar, as_json, grammar_schemas, inlined, read_grammar
+from draftwing.requests.grammar_field import (
+    GRAMMARS,
+    Grammar,
+    as_json,
+    grammar_schemas,
+    inlined,
+    read_grammar,
+    read_structured,
+)
 from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS, is_neutral, not_built
 from draftwing.requests.refusals import UNKNOWN, Names, bounded, refusal, show
 from draftwing.requests.stop_regex import Patterns
@@ -117,7 +125,8 @@ class SamplingParams(BaseModel):
     `max_new_tokens` is no limit. The constructor also takes:
 
     - `seed`, `max_tokens` and `min_tokens`, other names of `sampling_seed`, `max_new_tokens` and `min_new_tokens`;
-    - one grammar: `json_schema`, `regex`, `ebnf`, `structural_tag` or `response_format`;
+    - one grammar: `json_schema`, `regex`, `ebnf`, `structural_tag`, `response_format`, or vLLM's `structured_outputs`,
+      which older versions of it call `guided_decoding`;
     - `custom_logit_processor` and `custom_params`, the name and the parameters of a logits processor.
 
     Raises RequestError for a field that is unknown, mistyped, out of range, or not supported.
@@ -310,6 +319,12 @@ def _translate(given: dict[str, Any], names: Names) -> None:
                 raise names.error(other, f"and {name} are one parameter; give one of them")
             given[name] = given.pop(other)
             names.names[name] = names.names.get(other, other)
+    for field in ("structured_outputs", "guided_decoding"):
+        made = read_structured(field, given.pop(field), names) if field in given else None
+        if made is not None:
+            if made[0] in given:
+                raise names.error(field, f"and {made[0]} cannot be given together")
+            given[made[0]] = made[1]
     found = [name for name in (*GRAMMARS, "grammar") if name in given]
     if len(found) > 1:
         raise names.error(found[1], f"and {names[found[0]]} cannot be given together")

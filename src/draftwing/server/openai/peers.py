@@ -9,9 +9,8 @@ from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
-from draftwing.grammar.limits import MAX_REGEX_CHARS, whitespace_regex
-from draftwing.requests.grammar_field import GRAMMARS
-from draftwing.requests.refusals import check_text, show
+from draftwing.grammar.limits import whitespace_regex
+from draftwing.requests.grammar_field import GRAMMARS, STRUCTURED_KINDS, one_of
 from draftwing.requests.request import MAX_COMPLETION_LOGPROBS, MAX_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.schema import Body, GenerationBody, Hint, Name, sampled
@@ -24,17 +23,6 @@ GRAMMAR_FIELDS = {
     "guided_grammar": "ebnf",
     "grammar": "ebnf",
 }
-# The same of the fields of `structured_outputs`.
-STRUCTURED_KINDS = {
-    "json": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "ebnf",
-    "structural_tag": "structural_tag",
-    "json_object": "json_object",
-}
-_SPECIAL = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
-MAX_CHOICES = 1000
 
 
 class StructuredOutputs(
@@ -123,7 +111,7 @@ class PeerFields(
             if other is not None:
                 raise RequestError(f"{name} and {other} cannot be given together", name)
             if kind == "choice":
-                kind, value = "regex", _one_of(value, name)
+                kind, value = "regex", one_of(value, name)
             elif kind == "json_object":
                 kind, value = "response_format", {"type": "json_object"}
             fields |= {kind: value, "called": {kind: name}}
@@ -159,18 +147,3 @@ class PeerFields(
         if len(found) > 1:
             raise RequestError(f"{found[1][0]} and {found[0][0]} cannot be given together", found[1][0])
         return found[0] if found else None
-
-
-def _one_of(choices: Any, name: str) -> str:
-    """Returns the regular expression of one of several texts. Raises RequestError."""
-    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
-        raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)
-    size = 0
-    for i, choice in enumerate(choices):
-        if not isinstance(choice, str) or not choice:
-            raise RequestError(f"{name}.{i} must be a text that is not empty; found {show(choice)}", f"{name}.{i}")
-        size += len(choice)
-        if size > MAX_REGEX_CHARS:  # before each character is looked at
-            raise RequestError(f"{name} may have {MAX_REGEX_CHARS} characters together; found more", name)
-        check_text(choice, f"{name}.{i}")
-    return "|".join("".join("\\" + char if char in _SPECIAL else char for char in choice) for choice in choices)
