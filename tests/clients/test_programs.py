@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ def tool() -> Iterator[dict[str, ModuleType]]:
         sys.path.remove(str(TOOL))
         for name in MODULES:
             sys.modules.pop(name, None)
+
+
+def test_it_finds_its_modules_outside_of_a_test_run() -> None:
+    """pytest's own path has folders that `python tools/clients/run.py` has not."""
+    done = subprocess.run([sys.executable, "-c", "import scene"], cwd=TOOL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_page_and_record_agree(tool: dict[str, ModuleType]) -> None:

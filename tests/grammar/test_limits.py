@@ -11,6 +11,7 @@ from draftwing.errors import RequestError
 from draftwing.grammar.limits import check_multiples, checked_regex
 from draftwing.grammar.schemas import schema_text
 from draftwing.grammar.state import GrammarState
+from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 
 
@@ -60,6 +61,34 @@ def test_large_multiples_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
 @pytest.mark.parametrize("value", ["100", "0.01", "1e-9", "2.50", "1e3", "1000000", "3600000", "86400.0", "1e9999999"])
 def test_usual_multiples_are_not(byte_vocab: Any, value: str) -> None:
     check_multiples(f'{{"multipleOf": {value}}}')
+
+
+MIN = -(2**63)
+LOW = [
+    {"enum": [MIN]}, {"const": MIN}, {"enum": [1, "x", MIN + 1]}, {"enum": [MIN + 9]}, {"const": {"a": [[MIN]]}},
+    {"type": "integer", "enum": [MIN - 1]}, {"type": "integer", "minimum": MIN, "maximum": MIN},
+    {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}, {"properties": {"": {"$ref": "#/$defs/B"}},
+    "$defs": {"B": {"enum": [MIN]}}}, {"allOf": [{"type": "integer", "minimum": -1e30}, {"maximum": -1e30}]},
+    {"type": "integer", "minimum": MIN, "exclusiveMaximum": MIN + 1}, {"$ref": "#/x-own", "x-own": {"const": MIN}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", LOW, ids=json.dumps)
+def test_numbers_that_the_library_takes_for_the_lowest_are_refused(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    """Without the library, which would end the process."""
+    tag = {"triggers": ["<"], "structures": [{"begin": "<a", "schema": schema, "end": ">"}]}
+    for grammar in Grammar("json_schema", json.dumps(schema)), Grammar("structural_tag", json.dumps(tag)):
+        with pytest.raises(RequestError, match="upper bounds above -9223372036854773760, found -"):
+            Translator(byte_vocab.tokenizer).translate(grammar)
+
+
+@pytest.mark.parametrize("schema", [
+    {"enum": [-(2**63) + 4096]}, {"const": 2**63}, {"const": -1e15}, {"type": "integer", "maximum": -(10**17)},
+    {"const": 1, "default": MIN}, {"properties": {"maximum": {"type": "integer"}}}, {"enum": [str(MIN)]},
+    {"description": "from -9223372036854775808", "type": "integer"},
+])  # fmt: skip
+def test_other_numbers_are_not(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
 
 
 def test_a_text_that_says_multiple_of_is_no_multiple(byte_vocab: Any) -> None:

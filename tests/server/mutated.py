@@ -163,7 +163,7 @@ def _changed(draw: random.Random, body: Any) -> Any:
     places: list[tuple[Any, Any]] = []
     _places(body, places)
     if not places or draw.random() < 0.01:
-        return draw.choice(VALUES)
+        return copy.deepcopy(draw.choice(VALUES))
     holder, key = draw.choice(places)
     other_holder, other_key = draw.choice(places)
     kind = draw.randrange(10)

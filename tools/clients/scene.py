@@ -14,8 +14,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests/server")]
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path += [str(TESTS), str(TESTS / "server")]
 
 from fake_engine import FakeEngine, local  # noqa: E402
 from scripted import ScriptedEngine, listening  # noqa: E402

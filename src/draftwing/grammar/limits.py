@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
 from draftwing.requests.grammar_field import MAX_REGEX_CHARS
+from draftwing.requests.refusals import show
 
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
 MAX_COMMON = 500_000  # their least common multiple: 0.7 s of the library
+LOWEST = -(2**63) + 2048  # of a range's upper ends: room for what rounds to the lowest integer of 64 bits
 WHITESPACE = r" |\n{1,2}[ \t]{0,20}"  # between tokens of JSON, if nobody asks for another; small models never end more
 NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
@@ -122,6 +124,16 @@ def check_multiples(text: str) -> None:
             f"expected values of multipleOf, without decimal points, of at most {MAX_MULTIPLES} together and a least "
             f"common multiple of at most {MAX_COMMON}; found {sum(found)} and {common}: take fewer or rounder ones"
         )
+
+
+def check_lowest(value: Any) -> None:
+    """Checks values, and upper ends, of a schema. Raises GrammarError for numbers that the library takes for -2^63: to
+    build the range from there to there it calls itself until the stack ends."""
+    if isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            check_lowest(one)
+    elif isinstance(value, int | float) and value <= LOWEST:
+        raise GrammarError(f"expected values and upper bounds above {LOWEST}, found {show(value)}")
 
 
 def _remainders(written: str) -> int:

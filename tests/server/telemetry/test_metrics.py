@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fake_engine import CONTEXT, FakeEngine, local
 from prometheus_client import parser
-from prometheus_client.openmetrics import parser as openmetrics
 from scripted import client_of, wait_until
 from starlette.testclient import TestClient
 
@@ -254,11 +253,23 @@ def test_names_and_types() -> None:
     assert len(families) > 40
 
 
-def test_openmetrics_on_request(client: TestClient) -> None:
-    response = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    families = list(openmetrics.text_string_to_metric_families(response.text))
-    assert "sglang:num_running_reqs" in {family.name for family in families}
+@pytest.mark.parametrize("accept", [
+    "application/openmetrics-text; version=1.0.0",
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",  # Prometheus 2
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3",  # 3
+    "application/openmetrics-text;version=1.0.0;escaping=dots", "text/plain;version=1.0.0;escaping=values",
+    "text/plain", "*/*", "",
+])  # fmt: skip
+def test_names_are_the_same_for_every_scraper(client: TestClient, accept: str) -> None:
+    def samples(accept: str) -> set[str]:
+        response = client.get("/metrics", headers={"accept": accept})
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        families = parser.text_string_to_metric_families(response.text)
+        return {sample.name for family in families for sample in family.samples}
+
+    assert samples(accept) == samples("text/plain;version=0.0.4")
+    assert {"vllm:num_requests_running", "draftwing:engine_up"} <= samples(accept)
 
 
 def test_a_model_name_cannot_break_the_text() -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -289,14 +289,16 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    async def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Returns the text and its content type. accept: the header of the request."""
+    async def render(self) -> tuple[bytes, str]:
+        """Returns the text and its content type."""
         try:
             self._numbers = {**engine_numbers(await self._ask(), self._capacity()), "engine_up": 1.0}
         except EngineDead:
             self._numbers = {"engine_up": 0.0}
         self._numbers.update(self._more())
-        encode, content_type = choose_encoder(accept)
+        # Every scraper takes plain text. In OpenMetrics the library turns the colons of names into underscores for
+        # Prometheus 2, whose queries and dashboards then find nothing.
+        encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterable[Metric]:
@@ -318,6 +320,6 @@ class Metrics(Collector):
 
 def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", include_in_schema=False)
-    async def scrape(request: Request) -> Response:
-        text, content_type = await metrics.render(request.headers.get("accept", ""))
+    async def scrape() -> Response:
+        text, content_type = await metrics.render()
         return Response(text, headers={"content-type": content_type})
