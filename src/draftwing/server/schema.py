@@ -44,7 +44,7 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
         "include_obfuscation no_logs require_reasoning return_bytes return_cached_tokens_details "
         "return_entropy return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs return_hidden_states "
         "return_meta_info return_progress return_prompt_token_ids return_routed_experts return_sampling_mask "
-        "return_spec_tokens_details return_token_offsets return_tokens_as_token_ids return_weight_versions "
+        "return_spec_tokens_details return_token_offsets return_weight_versions "
         "timings_per_token use_audio_in_video use_beam_search verbose",
     ),
     (

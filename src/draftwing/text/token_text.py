@@ -67,6 +67,13 @@ class TokenTexts:
         return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
+class TokenNames(TokenTexts):
+    """`token_id:17` in place of texts, for clients that read ids from them, as vLLM has it."""
+
+    def _bytes(self, token: int) -> bytes:
+        return f"token_id:{token}".encode()
+
+
 def _byte_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level vocabularies: printable bytes are themselves, the others are 256 and up."""
     letters = ByteLevel.alphabet()

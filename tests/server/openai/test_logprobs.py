@@ -31,6 +31,26 @@ def test_chat(client: TestClient, engine: FakeEngine) -> None:
     assert all(set(entry) == {"token", "logprob", "bytes"} for entry in best)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_in_place_of_texts(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    """As vLLM names them, of the echoed prompt and of the best tokens, too."""
+    body: dict[str, Any] = {"prompt": "aé", "logprobs": 2, "echo": True, "return_tokens_as_token_ids": True}
+    told = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    if stream:
+        found = [chunk["choices"][0]["logprobs"] for chunk in streamed(client, COMPLETION, **body)]
+        columns = [name for one in found if one for name in one["tokens"]]
+        chat = [chunk["choices"][0]["logprobs"] for chunk in streamed(client, CHAT, **told)]
+        content = [entry for one in chat if one for entry in one["content"]]
+    else:
+        columns = ok(client, COMPLETION, **body)["choices"][0]["logprobs"]["tokens"]
+        content = ok(client, CHAT, **told)["choices"][0]["logprobs"]["content"]
+    assert columns == [f"token_id:{token}" for token in engine.tokenizer.encode("aéaé")]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in engine.tokenizer.encode(ECHO)]
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert all(other["token"].startswith("token_id:") for other in entry["top_logprobs"])
+
+
 def test_chat_stream_gives_each_token_with_its_text(client: TestClient) -> None:
     whole = ok(client, CHAT, messages=MESSAGES, logprobs=True)["choices"][0]
     chunks = [chunk["choices"][0] for chunk in streamed(client, CHAT, messages=MESSAGES, logprobs=True)]

@@ -44,7 +44,7 @@ class PeerFields(
     "images_config cache_prompt id_slot return_progress timings_per_token verbose repeat_last_n "
     "repetition_penalty_range",
     not_built="ec_transfer_params kv_transfer_params logits_processors "
-    "repetition_detection return_token_offsets return_tokens_as_token_ids return_weight_versions "
+    "repetition_detection return_token_offsets return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
     "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key lora_path "
     "return_cached_tokens_details return_hidden_states return_meta_info return_prompt_token_ids "
@@ -67,6 +67,7 @@ class PeerFields(
 
     logprob_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_whitespace_pattern: str | None = None
 

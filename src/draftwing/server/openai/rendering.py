@@ -19,7 +19,7 @@ from draftwing.server.openai.tools import call_deltas, whole_call
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
-from draftwing.text.token_text import TokenTexts
+from draftwing.text.token_text import TokenNames, TokenTexts
 
 
 def usage(
@@ -83,6 +83,8 @@ class Completion:
         self._top = None if wanted is None else wanted.top  # best tokens that an answer shows, if any
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
+        # Of tokens in log probabilities.
+        self._names = TokenNames(service.tokenizer) if body.return_tokens_as_token_ids else service.texts
         info = service.engine.info
         self._fingerprint = _fingerprint(info.architecture, info.dtype, info.device)
 
@@ -169,10 +171,10 @@ class Completion:
         if self._top is None:
             return shown, None
         tokens = answer.take_shown()
-        logprobs = text_logprobs(answer, tokens, self._texts, self._top, len(before))
+        logprobs = text_logprobs(answer, tokens, self._names, self._top, len(before))
         if first and self._echo and answer.prompt_logprobs:
             skip = request.params.skip_special_tokens
-            echoed = echo_logprobs(answer, request.prompt_ids, self._tokenizer, self._texts, skip, self._top)
+            echoed = echo_logprobs(answer, request.prompt_ids, self._tokenizer, self._names, skip, self._top)
             logprobs = joined(echoed, logprobs)
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
@@ -312,7 +314,7 @@ class ChatCompletion(Completion):
         if self._top is None:
             return None
         tokens = answer.take_shown()
-        return chat_logprobs(answer, tokens, self._texts, self._top) if tokens or empty else None
+        return chat_logprobs(answer, tokens, self._names, self._top) if tokens or empty else None
 
 
 def _traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
