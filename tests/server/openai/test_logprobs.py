@@ -8,6 +8,7 @@ import pytest
 from fake_engine import EOS, FakeEngine
 from scripted import ok, streamed
 from starlette.testclient import TestClient
+from tokenizers.processors import TemplateProcessing
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "é😀 one two"}]
@@ -113,6 +114,35 @@ def test_echo_has_those_of_the_prompt(client: TestClient, engine: FakeEngine) ->
     assert joined == whole[0]["logprobs"]
     silent = ok(client, COMPLETION, prompt="aéb", logprobs=1)["choices"][0]["logprobs"]
     assert silent["text_offset"] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echo_shows_the_special_tokens_of_a_prompt(client: TestClient, engine: FakeEngine, as_ids: bool) -> None:
+    text = "a<eos>é<eos>"
+    ids = engine.tokenizer.encode(text)
+    body = {"prompt": ids if as_ids else text, "echo": True, "max_tokens": 1, "logprobs": 0}
+    (choice,) = ok(client, COMPLETION, **body)["choices"]
+    assert choice["text"].startswith(text) and choice["logprobs"]["text_offset"][: len(ids)] == [0, 1, 6, 6, 7]
+    assert "".join(choice["logprobs"]["tokens"][:2]) == "a<eos>"
+
+
+def test_an_echo_leaves_out_what_the_tokenizer_adds(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = engine.tokenizer.backend
+    x, a = (backend.token_to_id(letter) for letter in "xa")
+    monkeypatch.setattr(engine.tokenizer, "bos_id", x)
+    body, before = {"echo": True, "max_tokens": 1, "logprobs": 0}, backend.post_processor
+    backend.post_processor = TemplateProcessing(single="x $A", special_tokens=[("x", x)])
+    try:
+        (choice,) = ok(client, COMPLETION, **body, prompt="xab")["choices"]
+        assert choice["text"] == "xabx"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
+        for more in ({"prompt": [x, a]}, {"prompt": "xa", "add_special_tokens": False}):
+            (choice,) = ok(client, COMPLETION, **body, **more)["choices"]
+            assert choice["text"] == "xax"
+    finally:
+        backend.post_processor = before
 
 
 def test_generate(client: TestClient, engine: FakeEngine) -> None:

@@ -74,13 +74,13 @@ def text_logprobs(
 
 
 def echo_logprobs(
-    answer: Answer, prompt: Sequence[int], tokenizer: Tokenizer, texts: TokenTexts, skip_special_tokens: bool, top: int
+    answer: Answer, prompt: Sequence[int], hidden: int, tokenizer: Tokenizer, texts: TokenTexts, top: int
 ) -> dict[str, Any]:
-    """Makes `choices[].logprobs` of an echoed prompt."""
-    detok = IncrementalDetokenizer(tokenizer, skip_special_tokens, track=True)
-    detok.push(prompt, final=True)
+    """Makes `choices[].logprobs` of an echoed prompt. hidden: how many of its first tokens the echo leaves out."""
+    detok = IncrementalDetokenizer(tokenizer, skip_special_tokens=False, track=True)
+    detok.push(prompt[hidden:], final=True)
     assert detok.starts is not None
-    return _columns(answer, prompt, answer.prompt_logprobs, detok.starts, texts, top)
+    return _columns(answer, prompt, answer.prompt_logprobs, [0] * hidden + detok.starts, texts, top)
 
 
 def prompt_logprobs(answer: Answer, texts: TokenTexts, top: int) -> list[dict[str, dict[str, Any]] | None]:

@@ -173,8 +173,8 @@ class Completion:
         tokens = answer.take_shown()
         logprobs = text_logprobs(answer, tokens, self._names, self._top, len(before))
         if first and self._echo and answer.prompt_logprobs:
-            skip = request.params.skip_special_tokens
-            echoed = echo_logprobs(answer, request.prompt_ids, self._tokenizer, self._names, skip, self._top)
+            ids, hidden = request.prompt_ids, self._hidden(request.prompt_ids)
+            echoed = echo_logprobs(answer, ids, hidden, self._tokenizer, self._names, self._top)
             logprobs = joined(echoed, logprobs)
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
@@ -183,13 +183,19 @@ class Completion:
         if not self._echo:
             return ""
         if answer.index not in self._echoed:
-            request, first = answer.request, answer.token_ids[:1]
-            echo = self._tokenizer.decode(request.prompt_ids, request.params.skip_special_tokens)
+            ids, first = answer.request.prompt_ids, answer.token_ids[:1]
+            echo = self._tokenizer.decode(ids[self._hidden(ids) :], skip_special_tokens=False)
             if echo and first:
                 alone = self._tokenizer.decode(first, skip_special_tokens=False)
                 echo += " " if self._texts.text(first[0]) == " " + alone else ""
             self._echoed[answer.index] = echo
         return self._echoed[answer.index]
+
+    def _hidden(self, prompt: Sequence[int]) -> int:
+        """Returns how many tokens of a prompt an echo leaves out: what the tokenizer has put before a text."""
+        bos = self._tokenizer.bos_id
+        begins = bos is not None and self._asked.adds_special_tokens and prompt[:1] == [bos]
+        return int(begins and self._tokenizer.encode("")[:1] == [bos])
 
     def _ids(self, answer: Answer) -> dict[str, Any]:
         """Returns the token ids of prompt and answer, where they were asked for; those of a stop that is not shown

@@ -176,6 +176,11 @@ class OpenAIBody(
         return super().sampling(defaults, **fields)
 
     @property
+    def adds_special_tokens(self) -> bool:
+        """Returns whether prompts are texts, to which the tokens are added that the tokenizer puts before them."""
+        return False
+
+    @property
     def predicted(self) -> str:
         return "" if self.prediction is None else prediction_text(self.prediction)
 
@@ -310,6 +315,11 @@ class CompletionRequest(OpenAIBody, not_built="suffix prompt_embeds"):
     best_of: int | None = None
 
     add_special_tokens: bool | None = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        texts = isinstance(self.prompt, str) or any(isinstance(one, str) for one in self.prompt)
+        return texts and self.add_special_tokens is not False
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         params = super().sampling(defaults, max_new_tokens=DEFAULT_LENGTH, **fields)
