@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +18,9 @@ MAX_UNREAD = 2**18  # bytes of a body that are taken, and dropped, when its requ
 CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
+# Least time between two times at which memory is given back for that: it takes milliseconds of all threads, and a client
+# may send many. What is left then goes back within a minute, see `keep_tidy`.
+GIVE_BACK_SECONDS = 1.0
 _CLOSE = {"connection": "close"}
 _HERE = "draftwing.body"  # in a request's scope
 
@@ -31,6 +36,7 @@ class BodyLimit:
         """max_size: bytes of one body."""
         self._app, self._max_size = app, max_size
         self.held = 0  # bytes of the bodies of all requests that are being answered
+        self._gave_back = -math.inf  # when, monotonic seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +47,9 @@ class BodyLimit:
             await self._app(scope, body.receive, body.send)
         finally:
             self.held -= body.size
-            if max(body.size, body.sent) >= LARGE:
+            now = time.monotonic()
+            if max(body.size, body.sent) >= LARGE and now - self._gave_back >= GIVE_BACK_SECONDS:
+                self._gave_back = now
                 await asyncio.to_thread(give_back)
 
 
