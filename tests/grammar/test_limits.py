@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -69,6 +70,9 @@ LOW = [
     {"type": "integer", "enum": [MIN - 1]}, {"type": "integer", "minimum": MIN, "maximum": MIN},
     {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}, {"properties": {"": {"$ref": "#/$defs/B"}},
     "$defs": {"B": {"enum": [MIN]}}}, {"allOf": [{"type": "integer", "minimum": -1e30}, {"maximum": -1e30}]},
+    {"$ref": "#/examples/+0", "examples": [{"const": MIN}]}, {"$ref": "#/default", "default": {"enum": [[MIN]]}},
+    {"$id": "http://x/y", "$ref": "http://x/y#/examples/0", "examples": [{"const": MIN}]},
+    {"$id": "http://x/y", "$ref": "y#/default", "default": {"maximum": MIN, "minimum": MIN}},
     {"type": "integer", "minimum": MIN, "exclusiveMaximum": MIN + 1}, {"$ref": "#/x-own", "x-own": {"const": MIN}},
 ]  # fmt: skip
 
@@ -86,9 +90,20 @@ def test_numbers_that_the_library_takes_for_the_lowest_are_refused(byte_vocab: A
     {"enum": [-(2**63) + 4096]}, {"const": 2**63}, {"const": -1e15}, {"type": "integer", "maximum": -(10**17)},
     {"const": 1, "default": MIN}, {"properties": {"maximum": {"type": "integer"}}}, {"enum": [str(MIN)]},
     {"description": "from -9223372036854775808", "type": "integer"},
+    {"properties": {name: {"type": "integer", "minimum": MIN, "maximum": 5} for name in ("const", "maximum", "x")}},
 ])  # fmt: skip
 def test_other_numbers_are_not(byte_vocab: Any, schema: dict[str, Any]) -> None:
     byte_vocab.compiler.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_values_in_values_are_looked_at_once(byte_vocab: Any) -> None:
+    deep: Any = [1] * 100_000
+    for _ in range(200):
+        deep = {"const": {"maximum": deep}}
+    begin = time.thread_time()
+    with pytest.raises(RequestError):
+        Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps({"x": deep, "const": MIN})))
+    assert time.thread_time() - begin < 5, "each level looked at all below it: 20 s"
 
 
 def test_a_text_that_says_multiple_of_is_no_multiple(byte_vocab: Any) -> None:

@@ -17,13 +17,14 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 from draftwing.grammar.ebnf import MAX_REPETITION, GrammarError, written_count
-from draftwing.requests.grammar_field import MAX_REGEX_CHARS
+from draftwing.requests.grammar_field import MAX_REGEX_CHARS, SCHEMA_MAPS
 from draftwing.requests.refusals import show
 
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_MULTIPLES = 100_000  # all `multipleOf` together: the automaton of one has a state for each remainder
 MAX_COMMON = 500_000  # their least common multiple: 0.7 s of the library
 LOWEST = -(2**63) + 2048  # of a range's upper ends: room for what rounds to the lowest integer of 64 bits
+_VALUES = frozenset(["const", "enum", "maximum", "exclusiveMaximum"])
 WHITESPACE = r" |\n{1,2}[ \t]{0,20}"  # between tokens of JSON, if nobody asks for another; small models never end more
 NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
@@ -126,14 +127,26 @@ def check_multiples(text: str) -> None:
         )
 
 
-def check_lowest(value: Any) -> None:
-    """Checks values, and upper ends, of a schema. Raises GrammarError for numbers that the library takes for -2^63: to
-    build the range from there to there it calls itself until the stack ends."""
-    if isinstance(value, list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            check_lowest(one)
-    elif isinstance(value, int | float) and value <= LOWEST:
-        raise GrammarError(f"expected values and upper bounds above {LOWEST}, found {show(value)}")
+def check_values(schema: Any) -> None:
+    """Checks what the library must not meet anywhere in a schema, in examples and the like, too, to which references of
+    many forms may lead. Raises GrammarError for values and upper bounds that the library takes for -2^63: to build the
+    range from there to there it calls itself until the stack ends; and for expressions that are too large."""
+    left = [(schema, False, False)]  # and whether it is a value, or in one, and whether its keys are names of schemas
+    while left:
+        one, is_value, has_names = left.pop()
+        if isinstance(one, dict):
+            for key, inner in one.items():
+                is_schema = has_names and isinstance(inner, dict)
+                found = is_value or (key in _VALUES and not is_schema)
+                left.append((inner, found, key in SCHEMA_MAPS and not has_names))
+            named = one.get("patternProperties")
+            for pattern in (one.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str) and not is_value:
+                    checked_regex(pattern)
+        elif isinstance(one, list):
+            left += [(inner, is_value, False) for inner in one]
+        elif is_value and isinstance(one, int | float) and one <= LOWEST:
+            raise GrammarError(f"expected values and upper bounds above {LOWEST}, found {show(one)}")
 
 
 def _remainders(written: str) -> int:

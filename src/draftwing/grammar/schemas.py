@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from draftwing.grammar.ebnf import GrammarError
-from draftwing.grammar.limits import check_lowest, checked_regex
+from draftwing.grammar.limits import check_values, checked_regex
 from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 MAX_NAMES = 10_000  # that all `propertyNames` of a schema list together
@@ -64,6 +64,7 @@ def rewritten(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
+    check_values(schema)
     made: dict[str, Any] = _Rewriter(schema).schema(schema)
     return made
 
@@ -165,7 +166,7 @@ class _Rewriter:
                 made[key] = _uri(value, self._root)
             elif key not in (*_FOR_READERS, "x-guidance", "$schema") or _is_draft(value):
                 made[key] = self._other(value, key in SCHEMA_DATA)
-        _check_keywords(made)
+        _check_patterns(made)
         self._reduce(made, schema)
         return made
 
@@ -179,7 +180,7 @@ class _Rewriter:
             return self.schema(value)
         made = {key: self._other(one, data) for key, one in value.items()}
         if not data:
-            _check_keywords(made)
+            _check_patterns(made)
         return made
 
     def _reduce(self, made: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -278,8 +279,7 @@ def _is_draft(value: Any) -> bool:
     return isinstance(value, str) and value.rstrip("#") in _DRAFTS
 
 
-def _check_keywords(made: dict[str, Any]) -> None:
-    check_lowest([made.get(key) for key in ("const", "enum", "maximum", "exclusiveMaximum")])
+def _check_patterns(made: dict[str, Any]) -> None:
     if isinstance(pattern := made.get("pattern"), str):
         made["pattern"] = checked_regex(pattern)
     if isinstance(named := made.get("patternProperties"), dict):

@@ -28,15 +28,23 @@ class ContentBlocks(ABC):
 
     def push(self, text: str, answer: Answer) -> list[Event]:
         """Returns events of the next piece of text."""
+        final, pieces = answer.finish_reason is not None, self.pieces(text)
+        events = [
+            event
+            for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True)
+            for event in self._piece(piece, answer, final and not left)
+        ]
+        return [*events, *self._end(answer)] if final else events
+
+    def _piece(self, text: str, answer: Answer, final: bool) -> list[Event]:
         events: list[Event] = []
-        final = answer.finish_reason is not None
         parts = self.reader.push(text, final, answer.token_ids)
         self.came(parts)
         for part in parts:
             if type(part) is not self._open or (isinstance(part, CallPiece) and part.name is not None):
                 events += [*self._end(), *self._begin(part)]
             events += self.grew(part)
-        return [*events, *self._end(answer)] if final else events
+        return events
 
     async def read(self, generation: Generation, text: str, answer: Answer) -> list[Event]:
         """Calls `push`, in a thread where the text is long: a client that reads late gets much of it at once."""
@@ -53,6 +61,10 @@ class ContentBlocks(ABC):
     @property
     def last(self) -> int:
         return len(self.blocks) - 1
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns text as it is to be read, one piece after the other."""
+        return [text]
 
     def came(self, parts: Sequence[Part]) -> None:  # noqa: B027 (most need not know)
         """Hears of all parts that came together, before the first one is added."""

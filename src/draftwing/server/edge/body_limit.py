@@ -18,8 +18,8 @@ MAX_UNREAD = 2**18  # bytes of a body that are taken, and dropped, when its requ
 CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
-# Least time between two times at which memory is given back for that: it takes milliseconds of all threads, and a client
-# may send many. What is left then goes back within a minute, see `keep_tidy`.
+# Least time between two times at which memory is given back for that: it takes milliseconds of all threads, and a
+# client may send many. What is left then goes back within a minute, see `keep_tidy`.
 GIVE_BACK_SECONDS = 1.0
 _CLOSE = {"connection": "close"}
 _HERE = "draftwing.body"  # in a request's scope

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from draftwing.core import TokenLogprobs
@@ -36,16 +37,30 @@ class TextTokens:
         self._answer, self._texts = answer, texts
         self._end = self._next = 0  # of the text before: its end in characters, and the token after its last one
 
-    def take(self, read: Sequence[str]) -> list[range]:
+    def take(self, read: Sequence[str], end: int) -> list[range]:
         """Returns indices of the tokens of each text that was read since the last call, a token of two texts with the
-        first one. They are looked for from the end: who reads gives out all that it can, and markers come before."""
-        whole, limit, begins = self._answer.text, len(self._answer.text), list[int]()
+        first one. They are looked for from the end: who reads gives out all that it can, and markers come before.
+
+        end: characters of the answer that were read.
+        """
+        whole, limit, places = self._answer.text, end, list[tuple[int, int]]()
         for text in reversed(read):
-            begins.append(whole.rfind(text, self._end, limit))
-            limit = begins[-1] if begins[-1] >= 0 else limit  # a call's arguments may have been written anew
-        if begins and whole.startswith(read[0], self._end):  # it goes on where the text before ended
-            begins[-1] = self._end
-        return [self._tokens(begin, len(text)) for begin, text in zip(reversed(begins), read, strict=True)]
+            begin = whole.rfind(text, self._end, limit)
+            if begin < 0:  # blanks that were held back may be from before a call
+                text = text.lstrip()
+                begin = whole.rfind(text, self._end, limit)
+            places.append((begin, len(text)))
+            limit = begin if begin >= 0 else limit  # a call's arguments may have been written anew
+        if places and whole.startswith(read[0], self._end, end):  # it goes on where the text before ended
+            places[-1] = self._end, len(read[0])
+        return [self._tokens(*place) for place in reversed(places)]
+
+    def pieces(self, begin: int, text: str) -> list[str]:
+        """Returns the next text of the answer, from character `begin` on, token by token: then `take` finds what a
+        reader finds in it, and the same however much comes at once."""
+        ends = self._answer.starts[bisect_right(self._answer.starts, begin) :]
+        cuts = [0, *sorted({end - begin for end in ends if end - begin < len(text)}), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts)]
 
     def _tokens(self, begin: int, length: int) -> range:
         starts = self._answer.starts

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import fake_engine
 import openai
 import pytest
 from scripted import ScriptedEngine
+
+from draftwing.core import TokenLogprobs
 
 SCRIPTED = dict(reasoning="qwen3", tools="qwen25")
 LOGPROBS: list[Any] = ["message.output_text.logprobs"]
@@ -53,6 +57,37 @@ def test_entries_are_those_of_the_text(
     assert [len(one) for one in ended] == [len(part.logprobs) for part in parts]
     begun = [event.part for event in events if event.type == "response.content_part.added"]
     assert all(not getattr(part, "logprobs", None) for part in begun)
+
+
+SPLIT = "<think>\nnow\n</think>\n\nnow"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "places"),
+    [
+        (SPLIT + CALL, [[len(SPLIT) - 3 + i for i in range(3)]]),
+        ("tool" + CALL, [[0, 1, 2, 3]]),
+        ("hello " + CALL + "bye", [[0, 1, 2, 3, 4], [len("hello " + CALL) + i for i in range(3)]]),
+        ("a a" + CALL + " a " + CALL + "a", [[0, 1, 2], [len("a a" + CALL) + 1], [len("a a" + CALL + " a " + CALL)]]),
+    ],
+    ids=["marker", "tool", "blank", "repeated"],
+)
+def test_entries_are_of_the_right_place(
+    api: openai.OpenAI, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, script: str,
+    places: list[list[int]], stream: bool,
+) -> None:  # fmt: skip
+    """Where the same text is elsewhere, too: in reasoning, in a marker, in a call. A log probability is the place."""
+    count = itertools.count()
+    monkeypatch.setattr(fake_engine, "logprob", lambda token, wanted: TokenLogprobs.of(float(next(count))))
+    scripted.script = script
+    body: dict[str, Any] = {"model": "m", "input": "hi", "tools": TOOLS, "include": LOGPROBS}
+    asked: Any = api.responses.create(**body, stream=stream)
+    whole = list(asked)[-1].response if stream else asked
+    found = [[entry.logprob for entry in item.content[0].logprobs] for item in whole.output if item.type == "message"]
+    blanks = [[place for place in one if script[int(place)] != " "] for one in found]
+    expected = [[place for place in one if script[place] != " "] for one in places]
+    assert blanks == expected
 
 
 def test_without_being_asked_for_there_are_none(api: openai.OpenAI, scripted: ScriptedEngine) -> None:

@@ -6,6 +6,7 @@ import copy
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
@@ -29,6 +30,8 @@ class _Items(ContentBlocks):
         self._toolbox, self._answer, self._texts = toolbox, answer, texts
         self._tokens = None if answer.wanted is None else TextTokens(answer, texts)
         self._ranges: Iterator[range] = iter(())  # of tokens, of the parts that came last
+        self._given = 0  # characters
+        self._ends: Iterator[int] = iter(())  # of the pieces that are being read, in characters
         self._read = 0  # of `Answer.entries`
 
     def push(self, text: str, answer: Answer) -> list[Event]:
@@ -41,9 +44,18 @@ class _Items(ContentBlocks):
         size, self._read = len(text) + answer.entries - self._read, answer.entries
         return await generation.render(size, lambda _: self.push(text, answer))
 
+    def pieces(self, text: str) -> list[str]:
+        if self._tokens is None:
+            return [text]
+        found = self._tokens.pieces(self._given, text)
+        self._ends = accumulate(map(len, found), initial=self._given)
+        self._given += len(text)
+        next(self._ends)
+        return found
+
     def came(self, parts: Sequence[Part]) -> None:
         if self._tokens is not None:
-            self._ranges = iter(self._tokens.take(list(map(text_of, parts))))
+            self._ranges = iter(self._tokens.take(list(map(text_of, parts)), next(self._ends)))
 
     def make(self, part: Part) -> dict[str, Any]:
         if isinstance(part, CallPiece):
