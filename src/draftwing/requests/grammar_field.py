@@ -108,33 +108,47 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
 
 
 def read_structured(field: str, value: Any, names: Names) -> tuple[str, Any] | None:
-    """Returns the kind of `GRAMMARS` and its value that vLLM's `structured_outputs` holds, an object of any kind with
-    one of `STRUCTURED_KINDS`; None where it holds none. Raises RequestError."""
+    """Returns the kind of `GRAMMARS` and its value that vLLM's `structured_outputs` holds: a mapping, or an object that
+    keeps its fields as attributes, with one of `STRUCTURED_KINDS`. None where it holds none. Raises RequestError."""
     inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
-    where = names[field]
-    if inner is None:
-        raise names.error(field, f"must be an object; found {show(value)}")
-    given = {name: one for name, one in inner.items() if one is not None and one is not False and name[:1] != "_"}
-    for name in given:
+    if not isinstance(inner, Mapping) or isinstance(value, type) or callable(value):
+        raise names.error(field, f"must be an object with one of {', '.join(STRUCTURED_KINDS)}; found {show(value)}")
+    own = names.names.get(field, field)
+    given = {}
+    for name, one in inner.items():
+        private = inner is not value and isinstance(name, str) and name.startswith("_")
+        if one is None or private or (one is False and name != "json"):  # false asks for no object, or is a switch
+            continue
         if name not in STRUCTURED_KINDS:
-            raise RequestError(f"{where}.{show(name)} is not supported; known: {', '.join(STRUCTURED_KINDS)}", where)
+            known = ", ".join(STRUCTURED_KINDS)
+            raise names.error(field, f"has a field that is not supported, {show(name)}; known: {known}")
+        given[name] = one
     if len(given) > 1:
         first, second, *_ = given
-        raise RequestError(f"{where}.{second} and {where}.{first} cannot be given together", f"{where}.{second}")
+        names.names[second] = f"{own}.{second}"
+        raise names.error(second, f"and {names.where}{own}.{first} cannot be given together")
     for name, one in given.items():
-        kind, called = STRUCTURED_KINDS[name], f"{where}.{name}"
+        kind = STRUCTURED_KINDS[name]
+        names.names[kind] = f"{own}.{name}"
         if kind == "choice":
-            kind, one = "regex", one_of(one, called)
-        elif kind == "json_object":
-            kind, one = "response_format", {"type": "json_object"}
-        names.names[kind] = f"{names.names.get(field, field)}.{name}"
+            return "regex", one_of(one, _renamed(names, "regex", names.names[kind]))
+        if kind == "json_object":
+            if one is not True:
+                raise names.error(kind, f"must be true or false; found {show(one)}")
+            return "response_format", {"type": "json_object"}
         return kind, one
     return None
 
 
+def _renamed(names: Names, kind: str, name: str) -> str:
+    """Returns the whole name of a field that another one becomes."""
+    names.names[kind] = name
+    return names[kind]
+
+
 def one_of(choices: Any, name: str) -> str:
     """Returns the regular expression of one of several texts. Raises RequestError."""
-    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
+    if not isinstance(choices, list | tuple) or not 0 < len(choices) <= MAX_CHOICES:
         raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)
     size = 0
     for i, choice in enumerate(choices):
@@ -201,7 +215,7 @@ def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
 
 
 def grammar_schemas() -> dict[str, dict[str, Any]]:
-    """Returns the JSON schema of each of `GRAMMARS`."""
+    """Returns the JSON schema of each of `GRAMMARS`, and of vLLM's field for one."""
     text, anything = {"type": "string"}, {"type": "object"}
     return {
         "json_schema": {"anyOf": [text, anything, {"type": "boolean"}]},
@@ -210,4 +224,5 @@ def grammar_schemas() -> dict[str, dict[str, Any]]:
         "structural_tag": {"anyOf": [text, anything]},
         "response_format": inlined(_FORMAT.json_schema()),
         "structured_outputs": anything,
+        "guided_decoding": anything,
     }

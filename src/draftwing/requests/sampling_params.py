@@ -319,12 +319,13 @@ def _translate(given: dict[str, Any], names: Names) -> None:
                 raise names.error(other, f"and {name} are one parameter; give one of them")
             given[name] = given.pop(other)
             names.names[name] = names.names.get(other, other)
+    also = dict[str, str]()  # fields by the kinds of grammar that they are
     for field in ("structured_outputs", "guided_decoding"):
         made = read_structured(field, given.pop(field), names) if field in given else None
         if made is not None:
             if made[0] in given:
-                raise names.error(field, f"and {made[0]} cannot be given together")
-            given[made[0]] = made[1]
+                raise names.error(field, f"and {names.where}{also.get(made[0], made[0])} cannot be given together")
+            given[made[0]], also[made[0]] = made[1], field
     found = [name for name in (*GRAMMARS, "grammar") if name in given]
     if len(found) > 1:
         raise names.error(found[1], f"and {names[found[0]]} cannot be given together")

@@ -279,6 +279,9 @@ def _names(rid: str | list[str] | None, prompts: int) -> list[str]:
 
 def _grammar_field(params: SamplingParams, body: GenerateRequest) -> str | None:
     given = body.sampling_params
+    for field in ("structured_outputs", "guided_decoding"):
+        if isinstance(given, dict) and given.get(field) is not None and params.grammar is not None:
+            return f"sampling_params.{field}"
     if isinstance(given, dict) and given.get("response_format") is not None:
         return f"sampling_params.response_format{schema_place(given['response_format'])}"
     kind = params.grammar.kind if params.grammar is not None else None
