@@ -185,7 +185,9 @@ def test_log_probabilities_of_tokens_that_are_asked_for(client: TestClient, lett
     chat = ok(client, "/v1/chat/completions", **body, logprob_token_ids=ids)["choices"][0]
     assert len(chat["logprobs"]["content"]) == 3
     for one in chat["logprobs"]["content"]:
-        assert {top["token"]: top["logprob"] for top in one["top_logprobs"]} == asked
+        own = {one["token"]: one["logprob"]}
+        listed = {top["token"]: top["logprob"] for top in one["top_logprobs"]}
+        assert listed == asked | (own if one["token"] not in asked else {})
     text = {"prompt": "AB", "logprobs": 1, "max_tokens": 2, "logprob_token_ids": ids}
     found = ok(client, "/v1/completions", **text)["choices"][0]["logprobs"]
     for top, token, own in zip(found["top_logprobs"], "AB", found["token_logprobs"], strict=True):

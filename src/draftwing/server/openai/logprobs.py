@@ -24,8 +24,11 @@ def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts, top:
     content = []
     for i in tokens:
         one = answer.logprobs[i]
-        best = [entry(*pair) for pair in _others(answer, one, top)]
-        content.append({**entry(one.value, answer.token_ids[i]), "top_logprobs": best})
+        own = one.value, answer.token_ids[i]
+        others = _others(answer, one, top)
+        if answer.wanted is not None and answer.wanted.token_ids and own[1] not in (token for _, token in others):
+            others.insert(0, own)  # as vLLM, whose field these ids are
+        content.append({**entry(*own), "top_logprobs": [entry(*pair) for pair in others]})
     return {"content": content, "refusal": None}
 
 
@@ -144,9 +147,9 @@ def _columns(
         if one is None:
             best.append(None)
             continue
-        # The token itself is there even if it is none of the best.
+        # The token itself is there even if it is none of the best, and first, as in vLLM.
         found = {texts.key(other): finite(value) for value, other in _others(answer, one, top)}
-        best.append(found | {texts.key(token): finite(one.value)})
+        best.append({texts.key(token): finite(one.value)} | found | {texts.key(token): finite(one.value)})
     return {
         "tokens": [texts.key(token) for token in ids],
         "token_logprobs": [one and finite(one.value) for one in entries],
