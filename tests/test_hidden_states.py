@@ -11,6 +11,7 @@ from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from draftwing import LLM, SamplingParams
+from draftwing.errors import RequestError
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3], [1]]
 SMALL: dict[str, Any] = dict(context_length=128, max_total_tokens=2048, dtype="float32")
@@ -68,7 +69,15 @@ def test_with_log_probabilities_and_without_an_answer(folder: str) -> None:
     both = states_of(folder, none, params, return_logprob=True, top_logprobs_num=2)
     for one, other in zip(alone, both, strict=True):
         assert one.meta_info["hidden_states"] == other.meta_info["hidden_states"]
-        assert len(other.meta_info["output_top_logprobs"]) == 3
+        assert len(other.meta_info["output_top_logprobs"]) == 3 and other.meta_info["input_token_logprobs"] == []
+    some = states_of(folder, none, params, return_logprob=True, logprob_start_len=0)
+    for one, other, prompt in zip(alone, some, PROMPTS, strict=True):
+        assert one.meta_info["hidden_states"] == other.meta_info["hidden_states"]
+        assert [entry[1] for entry in other.meta_info["input_token_logprobs"]] == prompt
+    with pytest.raises(RequestError, match="logprob_start_len must be below"):
+        states_of(folder, none, params, return_logprob=True, logprob_start_len=50)
+    with pytest.raises(RequestError, match="return_hidden_states must be true or false"), LLM(folder, **SMALL) as llm:
+        llm.generate(PROMPTS, return_hidden_states="no")  # type: ignore[call-overload]
     nothing = states_of(folder, none, params.replace(max_new_tokens=0))
     for one, other in zip(alone, nothing, strict=True):
         assert other.token_ids == [] and other.meta_info["hidden_states"] == [one.meta_info["hidden_states"][0]]

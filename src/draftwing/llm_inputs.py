@@ -337,12 +337,15 @@ def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -
             check_text(text, name)
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
+    states = asked.get("return_hidden_states")
+    if states is not None and not isinstance(states, bool):
+        raise RequestError(f"return_hidden_states must be true or false; found {show(states)}", "return_hidden_states")
     logprobs = logprob_params(
         asked.get("return_logprob"),
         asked.get("logprob_start_len"),
         asked.get("top_logprobs_num"),
         asked.get("token_ids_logprob"),
-        hidden=hidden_size if asked.get("return_hidden_states") else 0,
+        hidden=hidden_size if states else 0,
     )
     prediction = tuple(tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
     return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)

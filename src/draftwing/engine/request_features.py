@@ -23,7 +23,7 @@ from draftwing.ops.types import Calibration, Draft, DraftEdits, Edits
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.budgets import BudgetTable
 from draftwing.sampling.edits import EditTable, Nodes
-from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
+from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack, width
 from draftwing.sched.guidance import Guides, Masks
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.limits import limit
@@ -267,7 +267,10 @@ class RequestFeatures:
         half = logits.dtype.itemsize < 4
         wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
         exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
-        packed = path_logprobs(logits, tokens[at], top, wanted, exact)
+        if any(one.told for one in every):
+            packed = path_logprobs(logits, tokens[at], top, wanted, exact)
+        else:
+            packed = hidden.new_zeros((*hidden.shape[:2], width(0, 0)), dtype=torch.float64)
         return self._send(_with_hidden(packed, hidden, every).flatten(1))
 
     def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
@@ -281,10 +284,13 @@ class RequestFeatures:
             row = int(plan.rows[part.chunk])
             following = self.table.tokens[row].index_select(0, positions[here] + 1).long()
             ids = np.asarray(part.params.token_ids, np.int64)
-            packed = prompt_logprobs(
-                hidden[here], self.model.logits, following, part.params.top,
-                self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
-            )  # fmt: skip
+            if part.params.told:
+                packed = prompt_logprobs(
+                    hidden[here], self.model.logits, following, part.params.top,
+                    self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
+                )  # fmt: skip
+            else:
+                packed = hidden.new_zeros((part.length, width(0, 0)), dtype=torch.float64)
             sent.append(self._send(_with_hidden(packed, hidden[here], [part.params])))
         return sent
 
@@ -309,8 +315,12 @@ def unpacked(plan: Plan, sent: Logprobs) -> tuple[tuple[list[TokenLogprobs], ...
 
 
 def _with_hidden(packed: Tensor, hidden: Tensor, asked: Sequence[LogprobParams]) -> Tensor:
-    """Returns log probabilities [..., n] with hidden states [..., H] behind them, if any of a batch wants these."""
-    return torch.cat((packed, hidden.double()), -1) if any(one.hidden for one in asked) else packed
+    """Returns log probabilities [..., n] float64 with hidden states [..., H] behind them, if any of a batch wants
+    these: in float32, two in a number."""
+    if not any(one.hidden for one in asked):
+        return packed
+    pairs = pad(hidden.float(), (0, hidden.shape[-1] % 2)).contiguous().view(torch.float64)  # [..., (H + 1) // 2]
+    return torch.cat((packed, pairs), -1)
 
 
 def _floats(download: Download) -> npt.NDArray[np.float64]:

@@ -26,6 +26,7 @@ class LogprobParams(NamedTuple):
     start: first prompt position whose token's log probability is wanted; -1: only the answer's.
     hidden: the model's hidden size, where its last hidden states are wanted, too; 0: they are not.
     told: whether log probabilities are, and not hidden states alone, which come with them.
+    listed: as `start`, where the answer is to have fewer of the prompt's than hidden states need; None: the same.
     """
 
     top: int = 0
@@ -33,6 +34,12 @@ class LogprobParams(NamedTuple):
     start: int = -1
     hidden: int = 0
     told: bool = True
+    listed: int | None = None
+
+    @property
+    def first_listed(self) -> int:
+        """Returns the first prompt position whose token's log probability the answer is to have; -1: none."""
+        return self.start if self.listed is None else self.listed
 
     @property
     def width(self) -> int:
@@ -73,7 +80,7 @@ def logprob_params(
     if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_LOGPROBS:
         raise RequestError(f"{name} must be a list of at most {MAX_LOGPROBS} token ids; found {show(ids)}", name)
     known = tuple(_whole(name, token, 0, 2**31 - 1) for token in ids)
-    return LogprobParams(top, known, 0 if hidden else start, hidden)
+    return LogprobParams(top, known, 0, hidden, listed=start) if hidden else LogprobParams(top, known, start)
 
 
 class ThinkingBudget(NamedTuple):

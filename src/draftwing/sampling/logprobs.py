@@ -34,7 +34,7 @@ PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB o
 
 def width(top: int, wanted: int) -> int:
     """Counts the packed numbers of a position: the token's own, `top` values and ids, `wanted` further tokens. A hidden
-    state follows them where one is wanted."""
+    state, two float32 in a number, follows them where one is wanted."""
     return 1 + 2 * top + wanted
 
 
@@ -104,16 +104,17 @@ def prompt_logprobs(
 def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> list[TokenLogprobs]:
     """Returns the log probabilities of one request's positions, as many top and further tokens as `params` asks for.
 
-    packed [P, width(top, T) + H] float64 on the host; `top`, T and H, which may be 0, are those of the whole batch and
-    may be larger."""
-    assert params.top <= top and width(top, len(params.token_ids)) + params.hidden <= packed.shape[-1]
+    packed [P, width(top, T) + S] float64 on the host; `top` and T are those of the whole batch and may be larger. S: of
+    the hidden state, (H + 1) // 2, or 0 where no row of the batch wants one."""
+    states = (params.hidden + 1) // 2
+    assert params.top <= top and width(top, len(params.token_ids)) + states <= packed.shape[-1]
     first_id, first_wanted = 1 + top, 1 + 2 * top
     best = _rows("d", packed[:, 1 : 1 + params.top])
     ids = _rows("i", packed[:, first_id : first_id + params.top].astype(np.int32))
     wanted = _rows("d", packed[:, first_wanted : first_wanted + len(params.token_ids)])
     hidden: Iterable[Any] = itertools.repeat(None)
     if params.hidden:
-        hidden = _rows("f", packed[:, -params.hidden :].astype(np.float32))
+        hidden = _rows("f", np.ascontiguousarray(packed[:, -states:]).view(np.float32)[:, : params.hidden])
     return list(map(TokenLogprobs, packed[:, 0].tolist(), best, ids, wanted, hidden))
 
 

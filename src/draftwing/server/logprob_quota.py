@@ -53,7 +53,7 @@ def fit_logprobs(requests: Sequence[GenerationRequest], chosen: bool, context: i
     if total > MAX_REQUEST_LOGPROBS:
         states = any(request.logprobs.hidden for request in requests if request.logprobs is not None)
         name = "return_hidden_states" if states else "top_logprobs_num"
-        kinds = "numbers of hidden states and log probabilities" if states else "log probabilities"
+        kinds = "log probabilities, or three times as many numbers of hidden states" if states else "log probabilities"
         raise RequestError(
             f"{name}: a response holds at most {MAX_REQUEST_LOGPROBS} {kinds}, those of its "
             f"prompts and of further tokens at each position included; this one may have {total}: ask for less of "
@@ -107,9 +107,9 @@ def first_logprobs(requests: Sequence[GenerationRequest]) -> int:
 
 
 def _width(request: GenerationRequest) -> int:
-    """Counts the log probabilities of one position."""
+    """Counts the log probabilities of one position; three numbers of a hidden state take the memory of one."""
     wanted = request.logprobs
-    return 0 if wanted is None else wanted.width
+    return 0 if wanted is None else wanted.width - wanted.hidden + (wanted.hidden + 2) // 3
 
 
 def _prompt_positions(request: GenerationRequest) -> int:

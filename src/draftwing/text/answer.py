@@ -184,11 +184,13 @@ class Answer:
         def entry(value: float | None, token: int) -> list[Any]:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
 
-        prompt = self.request.prompt_ids[wanted.start :] if wanted.start >= 0 else []
+        first = wanted.first_listed
+        prompt = self.request.prompt_ids[first:] if first >= 0 else []
+        listed = self.prompt_logprobs[first - wanted.start :] if first >= 0 else []
         sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = []
         if of_prompt or not prompt:
             # Nothing is known of the prompt before the first token has come.
-            sides.append(("input", prompt[: len(self.prompt_logprobs)], self.prompt_logprobs))
+            sides.append(("input", prompt[: len(listed)], listed))
         if of_answer:
             sides.append(("output", self.token_ids, self.logprobs))
         found: dict[str, Any] = {}
@@ -206,6 +208,8 @@ class Answer:
 
     def _hidden_states(self) -> dict[str, Any]:
         """Returns SGLang's `hidden_states`: those of the prompt's tokens, and of each of the answer's but the last."""
+        if self._prompt_state is None:  # aborted before the first token
+            return {}
         prompt = [one.hidden for one in self.prompt_logprobs if one is not None] + [self._prompt_state]
         states = [state.tolist() for state in prompt if state is not None]
         return {"hidden_states": [states, *(one.hidden.tolist() for one in self.logprobs[1:] if one.hidden)]}
