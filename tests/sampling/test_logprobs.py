@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TokenLogprobs
-from draftwing.engine.request_features import _with_hidden
+from draftwing.engine.request_features import with_hidden
 from draftwing.requests.request import LogprobParams
 from draftwing.sampling.logprobs import PROMPT_SLICE, path_logprobs, prompt_logprobs, unpack, width
 
@@ -160,8 +160,8 @@ def test_hidden_states_behind_them(size: int, dtype: torch.dtype) -> None:
     hidden = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     asked = [LogprobParams(hidden=size), LogprobParams(top=1)]
     packed = torch.zeros(2, 3, width(1, 0), dtype=torch.float64)
-    both = _with_hidden(packed, hidden, asked).view(torch.int64).numpy().view(np.float64)
+    both = with_hidden(packed, hidden, asked).view(torch.int64).numpy().view(np.float64)
     one, other = (unpack(row, 1, params) for row, params in zip(both, asked, strict=True))
     assert [list(place.hidden or ()) for place in one] == hidden[0].float().tolist()
     assert all(place.hidden is None for place in other)
-    assert _with_hidden(packed, hidden, asked[1:]) is packed
+    assert with_hidden(packed, hidden, asked[1:]) is packed

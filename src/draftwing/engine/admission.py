@@ -175,10 +175,10 @@ class EngineInfo:
                 f"top_logprobs_num must be at most {self.vocab_size}, the size of the vocabulary; found {wanted.top}",
                 "top_logprobs_num",
             )
-        if wanted.first_listed >= len(request.prompt_ids):
+        if wanted.first_shown >= len(request.prompt_ids):
             raise RequestError(
                 f"logprob_start_len must be below the prompt's {len(request.prompt_ids)} tokens; "
-                f"found {wanted.first_listed}",
+                f"found {wanted.first_shown}",
                 "logprob_start_len",
             )
 

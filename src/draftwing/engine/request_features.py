@@ -267,11 +267,11 @@ class RequestFeatures:
         half = logits.dtype.itemsize < 4
         wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
         exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
-        if any(one.told for one in every):
+        if any(one.shown for one in every):
             packed = path_logprobs(logits, tokens[at], top, wanted, exact)
         else:
             packed = hidden.new_zeros((*hidden.shape[:2], width(0, 0)), dtype=torch.float64)
-        return self._send(_with_hidden(packed, hidden, every).flatten(1))
+        return self._send(with_hidden(packed, hidden, every).flatten(1))
 
     def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
         """Returns log probabilities of prompts. hidden [M, H] and positions [M]: of the plan's queries; offsets: of its
@@ -284,14 +284,14 @@ class RequestFeatures:
             row = int(plan.rows[part.chunk])
             following = self.table.tokens[row].index_select(0, positions[here] + 1).long()
             ids = np.asarray(part.params.token_ids, np.int64)
-            if part.params.told:
+            if part.params.shown:
                 packed = prompt_logprobs(
                     hidden[here], self.model.logits, following, part.params.top,
                     self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
                 )  # fmt: skip
             else:
                 packed = hidden.new_zeros((part.length, width(0, 0)), dtype=torch.float64)
-            sent.append(self._send(_with_hidden(packed, hidden[here], [part.params])))
+            sent.append(self._send(with_hidden(packed, hidden[here], [part.params])))
         return sent
 
     def _send(self, packed: Tensor) -> Download:
@@ -314,7 +314,7 @@ def unpacked(plan: Plan, sent: Logprobs) -> tuple[tuple[list[TokenLogprobs], ...
     return rows, tuple(unpack(_floats(one), part.params.top, part.params) for part, one in parts)
 
 
-def _with_hidden(packed: Tensor, hidden: Tensor, asked: Sequence[LogprobParams]) -> Tensor:
+def with_hidden(packed: Tensor, hidden: Tensor, asked: Sequence[LogprobParams]) -> Tensor:
     """Returns log probabilities [..., n] float64 with hidden states [..., H] behind them, if any of a batch wants
     these: in float32, two in a number."""
     if not any(one.hidden for one in asked):

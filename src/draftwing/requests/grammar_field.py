@@ -128,22 +128,15 @@ def read_structured(field: str, value: Any, names: Names) -> tuple[str, Any] | N
         names.names[second] = f"{own}.{second}"
         raise names.error(second, f"and {names.where}{own}.{first} cannot be given together")
     for name, one in given.items():
-        kind = STRUCTURED_KINDS[name]
+        known_as = STRUCTURED_KINDS[name]
+        kind = {"choice": "regex", "json_object": "response_format"}.get(known_as, known_as)
         names.names[kind] = f"{own}.{name}"
-        if kind == "choice":
-            return "regex", one_of(one, _renamed(names, "regex", names.names[kind]))
-        if kind == "json_object":
-            if one is not True:
-                raise names.error(kind, f"must be true or false; found {show(one)}")
-            return "response_format", {"type": "json_object"}
-        return kind, one
+        if name == "json_object" and one is not True:
+            raise names.error(kind, f"must be true or false; found {show(one)}")
+        if name == "choice":
+            one = one_of(one, names[kind])
+        return kind, {"type": "json_object"} if name == "json_object" else one
     return None
-
-
-def _renamed(names: Names, kind: str, name: str) -> str:
-    """Returns the whole name of a field that another one becomes."""
-    names.names[kind] = name
-    return names[kind]
 
 
 def one_of(choices: Any, name: str) -> str:

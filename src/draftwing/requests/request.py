@@ -24,22 +24,22 @@ class LogprobParams(NamedTuple):
 
     top: how many best tokens of each position.  token_ids: further tokens of each position.
     start: first prompt position whose token's log probability is wanted; -1: only the answer's.
-    hidden: the model's hidden size, where its last hidden states are wanted, too; 0: they are not.
-    told: whether log probabilities are, and not hidden states alone, which come with them.
-    listed: as `start`, where the answer is to have fewer of the prompt's than hidden states need; None: the same.
+    hidden: the model's hidden size, where its last hidden states are wanted; 0: they are not.
+    shown: whether the answer has log probabilities; False: hidden states alone, which are sent on the same way.
+    shown_from: as `start`, where the answer has fewer of the prompt's than hidden states need; None: the same.
     """
 
     top: int = 0
     token_ids: tuple[int, ...] = ()
     start: int = -1
     hidden: int = 0
-    told: bool = True
-    listed: int | None = None
+    shown: bool = True
+    shown_from: int | None = None
 
     @property
-    def first_listed(self) -> int:
-        """Returns the first prompt position whose token's log probability the answer is to have; -1: none."""
-        return self.start if self.listed is None else self.listed
+    def first_shown(self) -> int:
+        """Returns the first prompt position whose token's log probability the answer has; -1: none."""
+        return self.start if self.shown_from is None else self.shown_from
 
     @property
     def width(self) -> int:
@@ -72,7 +72,7 @@ def logprob_params(
             # A start alone asks for nothing: clients send it with either.
             if value and name != "logprob_start_len":
                 raise RequestError(f"{where}{name} needs return_logprob: true", where + name)
-        return LogprobParams(start=0, hidden=hidden, told=False) if hidden else None
+        return LogprobParams(start=0, hidden=hidden, shown=False) if hidden else None
     start = _whole(f"{where}logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, -1, 2**31 - 1)
     top = _whole(f"{where}top_logprobs_num", top_logprobs_num or 0, 0, MAX_LOGPROBS)
     ids = token_ids_logprob or ()
@@ -80,7 +80,7 @@ def logprob_params(
     if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_LOGPROBS:
         raise RequestError(f"{name} must be a list of at most {MAX_LOGPROBS} token ids; found {show(ids)}", name)
     known = tuple(_whole(name, token, 0, 2**31 - 1) for token in ids)
-    return LogprobParams(top, known, 0, hidden, listed=start) if hidden else LogprobParams(top, known, start)
+    return LogprobParams(top, known, 0, hidden, shown_from=start) if hidden else LogprobParams(top, known, start)
 
 
 class ThinkingBudget(NamedTuple):

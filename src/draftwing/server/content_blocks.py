@@ -39,7 +39,7 @@ class ContentBlocks(ABC):
     def _piece(self, text: str, answer: Answer, final: bool) -> list[Event]:
         events: list[Event] = []
         parts = self.reader.push(text, final, answer.token_ids)
-        self.came(parts)
+        self.take_parts(parts)
         for part in parts:
             if type(part) is not self._open or (isinstance(part, CallPiece) and part.name is not None):
                 events += [*self._end(), *self._begin(part)]
@@ -66,7 +66,7 @@ class ContentBlocks(ABC):
         """Returns text as it is to be read, one piece after the other."""
         return [text]
 
-    def came(self, parts: Sequence[Part]) -> None:  # noqa: B027 (most need not know)
+    def take_parts(self, parts: Sequence[Part]) -> None:  # noqa: B027 (most need not know)
         """Hears of all parts that came together, before the first one is added."""
 
     @abstractmethod

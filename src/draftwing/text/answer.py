@@ -178,13 +178,13 @@ class Answer:
         if wanted is None:
             return {}
         states = self._hidden_states() if wanted.hidden and of_prompt and of_answer else {}
-        if not wanted.told:
+        if not wanted.shown:
             return states
 
         def entry(value: float | None, token: int) -> list[Any]:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
 
-        first = wanted.first_listed
+        first = wanted.first_shown
         prompt = self.request.prompt_ids[first:] if first >= 0 else []
         listed = self.prompt_logprobs[first - wanted.start :] if first >= 0 else []
         sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = []

@@ -53,7 +53,7 @@ class _Items(ContentBlocks):
         next(self._ends)
         return found
 
-    def came(self, parts: Sequence[Part]) -> None:
+    def take_parts(self, parts: Sequence[Part]) -> None:
         if self._tokens is not None:
             self._ranges = iter(self._tokens.take(list(map(text_of, parts)), next(self._ends)))
 
