@@ -125,6 +125,85 @@ def test_repetitions_of_repetitions_are_refused(byte_vocab: Any, grammar: Gramma
         byte_vocab.compiler.compile(grammar)
 
 
+LETTERS = "abcdefghijklmnopqrst"
+STRINGS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in LETTERS]
+CHAIN = {f"d{i}": {**one, "$ref": f"#/$defs/d{i + 1}"} for i, one in enumerate(STRINGS)}
+TOGETHER: dict[str, Any] = {
+    "allOf": {"allOf": STRINGS},
+    "without a type": {"allOf": [{"pattern": one["pattern"]} for one in STRINGS]},
+    "nested": {"properties": {"x": {"items": {"allOf": [{"allOf": STRINGS[:5]}, {"allOf": STRINGS[4:]}]}}}},
+    "references": {"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d20": True}},
+    "properties": {"allOf": [{"properties": {"a": one}} for one in STRINGS]},
+    "others": {"allOf": [{"additionalProperties": one} for one in STRINGS]},
+    "a name and others": {
+        "properties": {"a": STRINGS[0]}, "allOf": [{"additionalProperties": one} for one in STRINGS[1:]],
+    },
+    "names by pattern": {"allOf": [{"patternProperties": {"^a": one}} for one in STRINGS]},
+    "a name by pattern": {
+        "properties": {"ab": {"allOf": STRINGS[:5]}}, "patternProperties": {"^a": {"allOf": STRINGS[5:]}},
+    },
+    "items": {"allOf": [{"items": one} for one in STRINGS]},
+    "items by place": {"allOf": [{"prefixItems": [True, one]} for one in STRINGS]},
+    "alternatives": {"allOf": [{"anyOf": [one, {"type": "integer"}]} for one in STRINGS]},
+    "one alternative": {"anyOf": [{"type": "integer"}, {"allOf": STRINGS[3:]}], "allOf": STRINGS[:3]},
+    "an anchor": {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "allOf": STRINGS}}},
+    "an address": {"$id": "http://x/y", "$ref": "y#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "a resource": {
+        "$ref": "http://x/z", "$defs": {"a": {"$id": "http://x/z", "allOf": [{"$ref": "#/$defs/b"}],
+                                              "$defs": {"b": {"allOf": STRINGS}}}},
+    },
+    "examples": {"$ref": "#/examples/+0", "examples": [{"allOf": STRINGS}]},
+    "quoted": {"$ref": "#%2F$defs%2Fa", "$defs": {"a": {"allOf": STRINGS}}},
+    "if": {"if": True, "then": {"allOf": STRINGS[:5]}, "allOf": STRINGS[5:]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_many_patterns_of_one_text_are_refused(byte_vocab: Any, name: str) -> None:
+    """Without the library, which takes a minute and gigabytes."""
+    schema = TOGETHER[name]
+    tag = {"triggers": ["<"], "structures": [{"begin": "<a", "schema": schema, "end": ">"}]}
+    for grammar in Grammar("json_schema", json.dumps(schema)), Grammar("structural_tag", json.dumps(tag)):
+        with pytest.raises(RequestError, match=r"match \d+ patterns and formats at once, at most 8 are allowed"):
+            Translator(byte_vocab.tokenizer).translate(grammar)
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": STRINGS[:8]}, {"anyOf": STRINGS}, {"prefixItems": STRINGS}, {"allOf": [STRINGS[0]] * 20},
+    {"properties": dict(zip(LETTERS, STRINGS, strict=True))},
+    {"allOf": [{"properties": {letter: one}} for letter, one in zip(LETTERS, STRINGS, strict=True)]},
+    {"allOf": [{"anyOf": STRINGS[:10]}, {"anyOf": STRINGS[10:]}]},
+    {"patternProperties": {f"^{letter}": one for letter, one in zip(LETTERS, STRINGS, strict=True)}},
+    {"properties": {"next": {"$ref": "#"}, **dict(zip(LETTERS, STRINGS, strict=True))}},
+    {"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20)], "$defs": {
+        str(i): {"properties": {"kind": {"const": i}, "id": one, "inner": {"$ref": "#"}}}
+        for i, one in enumerate(STRINGS)}},
+])  # fmt: skip
+def test_many_patterns_of_several_texts_are_not(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_expressions_that_are_allowed_together_take_little(byte_vocab: Any) -> None:
+    begin = time.process_time()
+    with pytest.raises(RequestError, match="cannot be used"):
+        byte_vocab.compiler.compile(Grammar("json_schema", json.dumps({"allOf": STRINGS[:8]})))
+    assert time.process_time() - begin < 5, "20 expressions take a minute"
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"anyOf": [*STRINGS[i:], {"$ref": "#"}]} for i in range(18)]},
+    {"allOf": [{"properties": {f"{i}.{j}": STRINGS[i % 20] for j in range(60)}} for i in range(120)]},
+    {"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20)], "$defs": {
+        str(i): {**STRINGS[i], "allOf": [{"anyOf": [{"$ref": f"#/$defs/{j}"} for j in range(20)]}]}
+        for i in range(20)}},
+])  # fmt: skip
+def test_looking_for_them_takes_little(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    begin = time.thread_time()
+    with pytest.raises(RequestError, match="patterns"):
+        Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps(schema)))
+    assert time.thread_time() - begin < 10
+
+
 class Broken:
     """A matcher of the library after a bug of its own."""
 

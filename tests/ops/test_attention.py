@@ -287,6 +287,18 @@ def test_kept_buffers_carry_nothing_over(backend: Backend, dtype: torch.dtype) -
 
 
 @needs_kernels
+def test_memory_does_not_grow_with_what_comes() -> None:
+    """A server's memory grew by tens of megabytes whenever a longer prompt met more rows than before."""
+    story = Story(native, (9, 3, 64), torch.bfloat16)
+    kept, places = native(make_pool((9, 3, 64), torch.bfloat16)), set()
+    for length in (1, 30, 200, 328):
+        batch = chunk_batch(story.table[None, :length], (ChunkSpan(0, 0, 0, length),), story.table[:length])
+        kept.bind(batch, 0)(0, *[t[:length] for t in story.tokens])
+        places.add(kept.scratch(1).data_ptr())
+    assert len(places) == 1
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(8, 2, 256), (9, 3, 64), (3, 3, 40)])
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
-from draftwing.grammar.schemas import moved, pointed, rewritten
+from draftwing.grammar.references import moved, pointed
+from draftwing.grammar.schemas import rewritten
 from draftwing.requests.grammar_field import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 SECONDS = 0.5  # of this thread at most, for all schemas of a grammar

@@ -7,13 +7,13 @@ here, and what others ask for is said with those that it builds. What is left is
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
 
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import check_values, checked_regex
+from draftwing.grammar.merged import check_merged
+from draftwing.grammar.references import as_uri, pointed, references
 from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 MAX_NAMES = 10_000  # that all `propertyNames` of a schema list together
@@ -26,7 +26,6 @@ _ANNOTATIONS = frozenset({
 })  # fmt: skip
 _FOR_READERS = ("$comment", "description", "title")
 _URIS = ("$anchor", "$id", "$ref")
-_NOT_IN_URIS = re.compile(r"%(?![0-9A-Fa-f]{2})|[^\w.~!$&'()*+,;=:@/?%-]", re.ASCII)
 # Keywords of values of one type, which ask for nothing of others.
 _OF_TYPE = {
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
@@ -66,71 +65,8 @@ def rewritten(schema: Any) -> dict[str, Any]:
         raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
     check_values(schema)
     made: dict[str, Any] = _Rewriter(schema).schema(schema)
+    check_merged(made)
     return made
-
-
-def pointed(root: Any, reference: str) -> Any:
-    """Returns what a reference like "#/$defs/a" stands for; None where that is nothing in `root`."""
-    if reference.rstrip("/") == "#":
-        return root
-    if not reference.startswith("#/"):
-        return None
-    found = _found(root, unquote(reference[2:]))
-    return _found(root, reference[2:]) if found is None else found
-
-
-def _found(root: Any, pointer: str) -> Any:
-    for part in pointer.split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and name.isdecimal() and len(name) < 10:
-            root = root[int(name)] if int(name) < len(root) else None
-        else:
-            root = root.get(name) if isinstance(root, dict) else None
-    return root
-
-
-def _uri(text: str, root: Any) -> str:
-    """Returns a reference, or what one leads to, as a URI: programs name definitions in any language, and by types."""
-    path, mark, fragment = text.partition("#")
-    if fragment.startswith("/") and _found(root, unquote(fragment[1:])) is None:
-        fragment = fragment.replace("%", "%25") if _found(root, fragment[1:]) is not None else fragment
-    return mark.join(_NOT_IN_URIS.sub(lambda found: quote(found[0], safe=""), part) for part in (path, fragment))
-
-
-def moved(schema: Any, root: str, names: bool = False) -> Any:
-    """Returns the schema with references to its own root turned into references to `root`.
-
-    names: the keys are names of the user's, not keywords.
-    """
-    if isinstance(schema, list):
-        return [moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {}
-    for key, value in schema.items():
-        if names:
-            out[key] = moved(value, root)
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            out[key] = root + value[1:]
-        elif key in SCHEMA_DATA:
-            out[key] = value
-        else:
-            out[key] = moved(value, root, key in SCHEMA_MAPS)
-    return out
-
-
-def _references(value: Any) -> list[str]:
-    """Every "$ref" in a schema."""
-    found, rest = [], [value]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, dict):
-            reference = part.get("$ref")
-            found += [reference] if isinstance(reference, str) else []
-            rest += part.values()
-        elif isinstance(part, list):
-            rest += part
-    return found
 
 
 def _allows_all(schema: Any) -> bool:
@@ -149,7 +85,7 @@ class _Rewriter:
         self._old = str(root.get("$schema")).rstrip("#") in _OLD_DRAFTS
         self._names = 0  # listed so far
         # What is referred to is a schema, wherever it stands.
-        self._targets = {id(target) for one in set(_references(root)) if (target := pointed(root, one)) is not None}
+        self._targets = {id(target) for one in set(references(root)) if (target := pointed(root, one)) is not None}
 
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -163,7 +99,7 @@ class _Rewriter:
             elif key in SCHEMAS:
                 made[key] = self.schema(value)
             elif key in _URIS and isinstance(value, str):
-                made[key] = _uri(value, self._root)
+                made[key] = as_uri(value, self._root)
             elif key not in (*_FOR_READERS, "x-guidance", "$schema") or _is_draft(value):
                 made[key] = self._other(value, key in SCHEMA_DATA)
         _check_patterns(made)

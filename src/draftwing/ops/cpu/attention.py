@@ -88,14 +88,12 @@ class CpuAttend(KernelAttend):
         trees = batch.ragged or batch
         rows, table = trees.rows.contiguous(), batch.table
         assert table.stride(1) == 1
-        longest_row = batch.bound or table.shape[1]
         self._slots = batch.write_slots.contiguous()
         self._saves: Tensor | None = None  # see `delta_net.saves_of`
         # Who attends to what: prefix_len, path, path_len, spans, starts, how many rows or chunks, nodes, depth.
         if batch.chunks:
             spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
             longest = max(chunk.length for chunk in batch.chunks)
-            self._most_keys = max(chunk.start + chunk.length for chunk in batch.chunks)
             who: tuple[Any, ...] = (None, None, None, spans, None, len(batch.chunks), longest, 0)
         else:
             assert batch.path is not None and batch.path_len is not None
@@ -105,7 +103,6 @@ class CpuAttend(KernelAttend):
                 assert nodes == 1 and batch.ragged.starts.is_contiguous()
                 nodes, starts = batch.ragged.cap, batch.ragged.starts
             read = trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()
-            self._most_keys = longest_row + depth
             who = (*read, None, starts, rows.shape[0], nodes, depth)
         self._who = (rows, table, table.stride(0), *who)
         self._shape: HeadShape | None = None  # of what follows
@@ -210,7 +207,7 @@ class CpuAttend(KernelAttend):
         shape = HeadShape(heads, kv_heads, dim)
         self._shape, how = shape, self._hows.get(shape)
         if how is None:
-            size = self._raw.scratch_size(*shape, self._most_keys, self._slots.shape[0], self._workers.most)
+            size = self._raw.scratch_size(*shape, self._workers.most)
             scratch = self._backend.scratch(size)
             how = self._hows[shape] = (*self._who, scratch, size, self._workers.address)
         self._how = how

@@ -477,19 +477,16 @@ static void some_units(void *data) {
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
-/* Bytes of scratch: tickets, each thread's, and the chunks of tiles that are split. */
-#define MOST_STORED (8 << 20) /* floats */
-static int64_t stored_floats(const Attention *a, int64_t rows, int64_t keys) {
-    const int64_t size = parts_size(rows_of(a), a->padded), tiles = (rows * group_of(a) + rows_of(a) - 1) / rows_of(a);
-    return least(tiles * a->kv_heads * (keys / CHUNK + 2) * size, MOST_STORED);
-}
+/* Floats for the chunks of tiles that are split. Once so many, for the process takes no page before it is written: a
+   size that follows what comes would grow for as long as a server runs. */
+#define STORED (8 << 20)
 
-/* heads, kv_heads, dim, most keys of a query, queries, threads -> floats of scratch, zeros at first */
+/* heads, kv_heads, dim, threads -> floats of scratch, zeros at first: tickets, each thread's, and what is stored */
 static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
+    int64_t n[4];
+    if (!numbers(args, given, 4, n)) return NULL;
     const Attention a = {.heads = n[0], .kv_heads = n[1], .dim = n[2], .padded = round_up(n[2], LANES)};
-    return PyLong_FromLongLong(2 * (TICKETS + n[5] * TAKEN) + n[5] * thread_floats(&a) + stored_floats(&a, n[4], n[3]));
+    return PyLong_FromLongLong(2 * (TICKETS + n[3] * TAKEN) + n[3] * thread_floats(&a) + STORED);
 }
 
 Attention attention_of(const int64_t *n) {
