@@ -215,6 +215,16 @@ def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> Non
     assert budget.latency_slack(part(100)) == 0, "long waits have become rare"
 
 
+def test_steps_with_prompts_beside_them_have_no_slack_while_they_are_few() -> None:
+    budget = learnt(0.004, 2e-5)
+    for step in range(300):
+        budget.plan_step([], False, mixed=step % 10 == 0)
+    assert budget.latency_slack([], mixed=True) == 0 and budget.latency_slack([]) == float("inf")
+    for step in range(300):
+        budget.plan_step([], False, mixed=step % 2 == 0)
+    assert budget.latency_slack([], mixed=True) == float("inf"), "there drafts are worth more than what each gap gains"
+
+
 def test_there_is_no_slack_while_prompts_wait_all_the_time() -> None:
     budget = learnt(0.004, 2e-5)
     for number in range(RECENT):

@@ -81,7 +81,7 @@ class ShapeChoice:
         """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
         of prompts wait for the step. backlog: passes and positions, as of `StepContext`. mixes: as of
         `SchedulerConfig`, where parts of prompts will be in its forward."""
-        self._prefills.plan_step(prefilled, waiting and mixes is None)
+        self._prefills.plan_step(prefilled, waiting and mixes is None, mixes is not None)
         if self._is_given(ready):
             return self.policy.menu[0]
         return self.policy.choose(self.context(ready, prefilled, backlog, mixes))
@@ -139,7 +139,7 @@ class ShapeChoice:
         if self._by_slot and backlog[1]:  # most answers end before their limit
             left = sum(req.max_total - len(req.tokens) for req in ready)
             remaining = max(min(left / len(ready), OUTDATED), remaining)
-        slack = self._prefills.latency_slack(prefilled)
+        slack = self._prefills.latency_slack(prefilled, mixes is not None)
         beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
         return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 

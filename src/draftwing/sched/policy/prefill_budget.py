@@ -26,6 +26,10 @@ LONG = 16.0  # times what it takes to read all weights: prompts that take longer
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
+# Share of the steps of late: where no more have parts of prompts beside them, such steps draft nothing, so that neither
+# who waits for a first token nor who has waited for the prompt waits for drafts. Swept by the open and closed loops of
+# benchmarks/sim: 12 a second gaps 1.14 -> 1.06 of those without drafts with 0.1 to 1; from 0.25 on throughput falls.
+BESIDE_FEW = 0.2
 # Prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing. Where prefills are
 # beside trees, and so of about one length, what the shortest took alone counts for 1 / PRIOR.
 PRIOR = 0.1
@@ -42,6 +46,7 @@ class PrefillBudget:
         self._at_once = at_once
         self._stalls: deque[float] = deque(maxlen=OUTDATED)  # seconds of the prefill right before each step, 0 without
         self._waited = 0  # steps in a row that were right behind a prefill, with more prompts waiting
+        self._mixed = 0.0  # share of the steps of late that had parts of prompts in their forward
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of steps that decoded
         self._usual, self._shortest = 0.0, math.inf  # seconds of such a step
         # Sums over prefills, the newer the heavier: of products of (1, tokens, keys) / seconds, and of these alone.
@@ -97,9 +102,11 @@ class PrefillBudget:
         self._key = min(max(key, 0.0), (1 - 1 / RECENT) * total / products[2])
         self._token = (total - self._key * products[2]) / products[1]
 
-    def plan_step(self, prefilled: Sequence[Chunk], waiting: bool) -> None:
+    def plan_step(self, prefilled: Sequence[Chunk], waiting: bool, mixed: bool = False) -> None:
         """Notes that a step of requests that decode is planned. prefilled: right before it.  waiting: whether a part of
-        a prompt waits for it. Prompts that wait for something else, as for a grammar, make no gap longer."""
+        a prompt waits for it. Prompts that wait for something else, as for a grammar, make no gap longer.  mixed:
+        whether parts of prompts will be in its forward."""
+        self._mixed += (mixed - self._mixed) / RECENT
         self._stalls.append(self.seconds(prefilled))
         self._waited = self._waited + 1 if waiting and prefilled else 0
 
@@ -115,9 +122,12 @@ class PrefillBudget:
         as a usual step allows, so that longer steps would make each gap longer by both."""
         return self._waited > RECENT // 4
 
-    def latency_slack(self, prefilled: Sequence[Chunk]) -> float:
+    def latency_slack(self, prefilled: Sequence[Chunk], mixed: bool = False) -> float:
         """Returns how many seconds longer than a plain one a step may take right after a prefill of these chunks: its
-        requests have waited for that, and wait with the step no longer than two in `RECENT` steps."""
+        requests have waited for that, and wait with the step no longer than two in `RECENT` steps. mixed: with parts of
+        prompts in its forward, for which it is long already; where most steps are such, drafts are worth more."""
+        if mixed and self._mixed < BESIDE_FEW:
+            return 0.0
         stall = self.seconds(prefilled)
         if self.crowded_out:
             return 0.0
