@@ -294,7 +294,8 @@ def test_memory_does_not_grow_with_what_comes() -> None:
     for length in (1, 30, 200, 328):
         batch = chunk_batch(story.table[None, :length], (ChunkSpan(0, 0, 0, length),), story.table[:length])
         kept.bind(batch, 0)(0, *[t[:length] for t in story.tokens])
-        places.add(kept.scratch(1).data_ptr())
+        places.add((kept.scratch(1).data_ptr(), kept.spare(1, 1).data_ptr()))
+        assert kept.spare(length << 16, length).numel() >= length << 16
     assert len(places) == 1
 
 

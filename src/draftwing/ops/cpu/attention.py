@@ -23,12 +23,15 @@ from draftwing.ops.attention import (
     HeadShape,
     KernelAttend,
 )
+from draftwing.ops.contracts import RECORDED_ROWS
 from draftwing.ops.cpu import delta_net
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 from draftwing.ops.cpu.workers import Workers
 
 POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)  # as cpu.h numbers them
+SPARE = 1 << 20  # bytes that are kept; to touch more anew costs less than a hundredth of what so many rows compute
+LINE = 64  # bytes: kernels read whole vectors
 _MOST_TAPS = 8  # of a short convolution
 
 
@@ -63,9 +66,12 @@ class NativeAttention:
         assert all(kv.shape == expected for kv in self.pool.kv[first : first + count])
         return self._pools.data_ptr() + first * self._pools.itemsize
 
-    def spare(self, size: int) -> Tensor:
-        """[size] bytes, kept, for what layers compute on their way."""
-        self._spare = self._grown(self._spare, size)
+    def spare(self, size: int, rows: int) -> Tensor:
+        """[size] bytes for what layers compute on their way for so many rows; kept for steps that may be recorded, and
+        as far as that is little."""
+        if rows > RECORDED_ROWS and size > SPARE:
+            return torch.empty(size + LINE, dtype=torch.uint8)
+        self._spare = self._grown(self._spare, max(size, SPARE))
         return self._spare
 
     def _grown(self, kept: Tensor, size: int) -> Tensor:
@@ -144,7 +150,7 @@ class CpuAttend(KernelAttend):
             normed = normed.contiguous()
         self._prepare(heads, kv_heads, dim)
         outs = x.new_empty(1 + len(layers.place), rows, hidden)
-        spare = self._backend.spare(layers.spare(rows, self._workers.most))
+        spare = self._backend.spare(layers.spare(rows, self._workers.most), rows)
         layers.raw.layers(
             x, normed, outs, layers.count, layers.address, self._backend.pools(first, layers.count, layers.shape),
             layers.places, spare, layers.width, self._slots, cos, sin, cos.stride(0), rows, self._half(x), 0, 0, 0, 0,

@@ -45,7 +45,7 @@ def _group(spec: DeltaSpec, items: int, threads: int) -> int:
 
 def delta_net(
     raw: Any,
-    scratch: Callable[[int], Tensor],
+    scratch: Callable[[int, int], Tensor],
     states: RowStates,
     layer: int,
     who: Who,
@@ -55,8 +55,8 @@ def delta_net(
     inputs: DeltaInputs,
     weights: DeltaWeights,
 ) -> Tensor:
-    """Computes what `Attend.delta` returns. scratch(size): so many bytes; layer: of the pool; slots [M]: the batch's
-    write slots; saves: `saves_of` the chunks."""
+    """Computes what `Attend.delta` returns. scratch(size, rows): so many bytes; layer: of the pool; slots [M]: the
+    batch's write slots; saves: `saves_of` the chunks."""
     kept = states.layers[layer]
     spec, rows = kept.spec, inputs.qkv.shape[0]
     values = spec.value_heads * spec.value_dim
@@ -73,7 +73,7 @@ def delta_net(
     raw.delta_net(
         *sizes, *who, slots, saves, out, *parts, *(part.stride(0) for part in parts), *weights[:4], *kept[1:],
         states.read, states.write, states.page, states.length, states.node_slots,
-        scratch(size * workers.most), size, rows, weights.eps,
+        scratch(size * workers.most, rows), size, rows, weights.eps,
     )  # fmt: skip
     return out
 

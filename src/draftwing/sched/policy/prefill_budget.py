@@ -27,10 +27,10 @@ CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
 # Share of the last `OUTDATED` steps: where no more have parts of prompts beside them, such steps draft nothing, so that
-# neither who waits for a first token nor who has waited for the prompt waits for drafts. Swept by the loops of
-# benchmarks/sim, 0.1 to 1: at 20 requests a second 99% of gaps are 1.06 of those without drafts, 1.29 before, at 30 a
-# token takes 3% longer; from 0.25 on closed loops lose. With a mean over 32 steps bursts pass for many: 1.27.
-BESIDE_FEW = 0.2
+# neither who waits for a first token nor who has waited for the prompt waits for drafts. Swept on an H100 and by the
+# loops of benchmarks/sim (docs/dev/mixed_steps.md): below 0.4 bursts of prompts pass for many, from 0.5 on loads lose
+# where prompts wait all the time.
+BESIDE_FEW = 0.4
 # Prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing. Where prefills are
 # beside trees, and so of about one length, what the shortest took alone counts for 1 / PRIOR.
 PRIOR = 0.1
