@@ -34,9 +34,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def engine_of(server: Process) -> int:
-    """The process id of the server's one child."""
-    (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    return int(child)
+    """The process id of the engine's, one of the server's children."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    (engine,) = (child for child in children if b"engine.process" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return int(engine)
 
 
 def stream(port: int, number: int, tokens: int) -> tuple[int, int]:
