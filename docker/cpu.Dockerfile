@@ -14,7 +14,7 @@ FROM python:3.12.12-slim-bookworm
 RUN useradd --create-home --uid 1000 draftwing
 COPY --from=build /opt/draftwing /opt/draftwing
 # Options, which a command line overrules: DRAFTWING_... is any of them.
-ENV PATH=/opt/draftwing/bin:$PATH DRAFTWING_HOST=0.0.0.0
+ENV PATH=/opt/draftwing/bin:$PATH DRAFTWING_HOST=0.0.0.0 PYTHONMALLOC=malloc
 USER draftwing
 WORKDIR /home/draftwing
 # Models and measurements. A volume here makes the next start faster.

@@ -16,7 +16,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/* && useradd --create-home --uid 1000 draftwing
 COPY --from=build /opt/draftwing /opt/draftwing
 # Options, which a command line overrules: DRAFTWING_... is any of them.
-ENV PATH=/opt/draftwing/bin:$PATH DRAFTWING_HOST=0.0.0.0
+ENV PATH=/opt/draftwing/bin:$PATH DRAFTWING_HOST=0.0.0.0 PYTHONMALLOC=malloc
 USER draftwing
 WORKDIR /home/draftwing
 # Models and what was compiled. A volume here makes the next start faster.
