@@ -128,18 +128,24 @@ def read_structured(field: str, value: Any, names: Names) -> tuple[str, Any] | N
         names.names[second] = f"{own}.{second}"
         raise names.error(second, f"and {names.where}{own}.{first} cannot be given together")
     for name, one in given.items():
-        known_as = STRUCTURED_KINDS[name]
-        kind = {"choice": "regex", "json_object": "response_format"}.get(known_as, known_as)
+        kind, made = as_grammar(STRUCTURED_KINDS[name], one, f"{names.where}{own}.{name}")
         names.names[kind] = f"{own}.{name}"
-        if name == "json_object" and one is not True:
-            raise names.error(kind, f"must be true or false; found {show(one)}")
-        if name == "choice":
-            one = one_of(one, names[kind])
-        return kind, {"type": "json_object"} if name == "json_object" else one
+        return kind, made
     return None
 
 
-def one_of(choices: Any, name: str) -> str:
+def as_grammar(kind: str, value: Any, name: str) -> tuple[str, Any]:
+    """Returns the kind of `GRAMMARS` and its value that one of vLLM's kinds stands for. Raises RequestError."""
+    if kind == "choice":
+        return "regex", _one_of(value, name)
+    if kind != "json_object":
+        return kind, value
+    if value is not True:
+        raise RequestError(f"{name} must be true or false; found {show(value)}", name)
+    return "response_format", {"type": "json_object"}
+
+
+def _one_of(choices: Any, name: str) -> str:
     """Returns the regular expression of one of several texts. Raises RequestError."""
     if not isinstance(choices, list | tuple) or not 0 < len(choices) <= MAX_CHOICES:
         raise RequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts; found {show(choices)}", name)

@@ -10,7 +10,7 @@ from pydantic import Field
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import whitespace_regex
-from draftwing.requests.grammar_field import GRAMMARS, STRUCTURED_KINDS, one_of
+from draftwing.requests.grammar_field import GRAMMARS, STRUCTURED_KINDS, as_grammar
 from draftwing.requests.request import MAX_COMPLETION_LOGPROBS, MAX_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.schema import Body, GenerationBody, Hint, Name, sampled
@@ -111,10 +111,7 @@ class PeerFields(
             other = next((one for one in GRAMMARS if getattr(self, one, None) is not None), None)
             if other is not None:
                 raise RequestError(f"{name} and {other} cannot be given together", name)
-            if kind == "choice":
-                kind, value = "regex", one_of(value, name)
-            elif kind == "json_object":
-                kind, value = "response_format", {"type": "json_object"}
+            kind, value = as_grammar(kind, value, name)
             fields |= {kind: value, "called": {kind: name}}
         params = super().sampling(defaults, **fields)
         whitespace = self._whitespace()
