@@ -115,7 +115,7 @@ def test_large_answers_are_made_in_a_thread(
     monkeypatch.setattr(json_encoding, "_PIECE", 2)
     engine.cached.clear()
     large = client.post(path, json=asked)
-    if path != "/tokenize" and not (stream and path in ("/v1/responses", "/v1/messages")):  # whose events are small
+    if path != "/tokenize" and not (stream and path == "/v1/messages"):  # whose events are small
         assert any("draftwing" in name for name in threads)
     if stream:
         shown = [_without_ids(json.loads(line[6:])) for line in small.text.splitlines() if line.startswith("data: {")]
@@ -123,6 +123,60 @@ def test_large_answers_are_made_in_a_thread(
         assert again[-1] == shown[-1]
     else:
         assert _without_ids(large.json()) == _without_ids(small.json())
+
+
+SAID = {"input": "abcdefg" * 9, "include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", SAID),
+        ("/v1/responses", SAID | {"top_logprobs": 9, "max_output_tokens": 20}),
+        ("/v1/responses", SAID | {"top_logprobs": 1, "store": False}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 60}),
+        ("/generate", {"text": "abcdefg", "return_hidden_states": True}),
+        ("/generate", {"text": ["abcdefg", "hi"], "return_hidden_states": True, "sampling_params": {"n": 2}}),
+        ("/generate", GENERATE | {"return_hidden_states": [True], "text": ["abcdefg"]}),
+    ],
+)
+@pytest.mark.parametrize("burst", [1, 50])
+def test_no_large_event_is_encoded_on_the_event_loop(
+    path: str, body: dict[str, Any], burst: int, client: TestClient, engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not what is new, and not what repeats a whole message."""
+    threads = set[str]()
+
+    def spy(data: Any, large: bool = False) -> bytes:
+        if numbers(data) > 30:
+            threads.add(threading.current_thread().name)
+        return encode(data, large)
+
+    monkeypatch.setattr(http, "encode", spy)
+    monkeypatch.setattr(worker_pools, "MAX_INLINE_SIZE", 30)
+    engine.burst = burst
+    response = client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert all(name.startswith("draftwing-json") for name in threads), threads
+    assert threads or (burst == 1 and "chat" in path), "each event has one token"
+    if path == "/v1/responses":
+        names = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
+        ends = ["output_text.done", "content_part.done", "output_item.done"]
+        assert [name.removeprefix("response.") for name in names[-4:-1]] == ends
+        data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        assert [event["sequence_number"] for event in data] == list(range(len(data)))
+        of_ends = [data[-4], data[-3]["part"], data[-2]["item"]["content"][0], data[-1]["response"]["output"][0]]
+        whole = [one["logprobs"] for one in (*of_ends[:3], of_ends[3]["content"][0])]
+        deltas = [entry for event in data if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+        assert whole == [deltas] * 4 and "".join(entry["token"] for entry in deltas) == of_ends[0]["text"]
+
+
+def numbers(data: Any) -> int:
+    """Log probabilities and numbers of hidden states: all that is no integer."""
+    if isinstance(data, dict | list):
+        return sum(map(numbers, data.values() if isinstance(data, dict) else data))
+    return isinstance(data, float)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

@@ -6,6 +6,7 @@ import copy
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -32,17 +33,12 @@ class _Items(ContentBlocks):
         self._ranges: Iterator[range] = iter(())  # of tokens, of the parts that came last
         self._given = 0  # characters
         self._ends: Iterator[int] = iter(())  # of the pieces that are being read, in characters
-        self._read = 0  # of `Answer.entries`
 
     def push(self, text: str, answer: Answer) -> list[Event]:
         events = super().push(text, answer)
         if answer.finish_reason is not None and not self.blocks:  # an empty answer is an empty message
             events = [*self._begin(""), *self._end(answer)]
         return events
-
-    async def read(self, generation: Generation, text: str, answer: Answer) -> list[Event]:
-        size, self._read = len(text) + answer.entries - self._read, answer.entries
-        return await generation.render(size, lambda _: self.push(text, answer))
 
     def pieces(self, text: str) -> list[str]:
         if self._tokens is None:
@@ -132,6 +128,7 @@ class ResponseObject:
         self._items = _Items(reader, body.toolbox, self._answer, texts)
         self._created = time.time()
         self._number = -1
+        self._read = 0  # of `Answer.entries`
 
     def body(self) -> dict[str, Any]:
         self._items.push(self._answer.text, self._answer)
@@ -142,12 +139,23 @@ class ResponseObject:
             yield await self._whole(name)
         try:
             async for answer, text in self.generation:
-                for event in await self._items.read(self.generation, text, answer):
-                    yield self._numbered(*event)
+                size, self._read = len(text) + answer.entries - self._read, answer.entries
+                for event in await self.generation.render(size, partial(self._news, answer, text)):
+                    if isinstance(event, str):
+                        yield event
+                    else:
+                        yield await self.generation.render(answer.entries, partial(named_event, *event))
         except EngineDead as error:
             yield await self._whole("response.failed", str(error))
             return
         yield await self._whole()
+
+    def _news(self, answer: Answer, text: str, large: bool) -> list[str | Event]:
+        """Returns events of an answer that made progress; those that repeat a whole part are not JSON yet."""
+        found: list[str | Event] = []
+        for name, data in map(self._numbered, self._items.push(text, answer)):
+            found.append((name, data) if name.endswith(".done") else named_event(name, data, large))
+        return found
 
     async def _whole(self, name: str | None = None, lost: str | None = None) -> str:
         """Returns an event that holds the response. name: None where it has ended, and is stored before the client
@@ -157,7 +165,8 @@ class ResponseObject:
             response = self._now(lost)
             if name is None:
                 self._stored(response)
-            return self._numbered(name or f"response.{response['status']}", {"response": response}, large)
+            event = name or f"response.{response['status']}", {"response": response}
+            return named_event(*self._numbered(event), large)
 
         answer = self._answer
         return await self.generation.render(self._size + len(answer.text) + answer.entries, made)
@@ -167,9 +176,9 @@ class ResponseObject:
             self._keep(response)
         return response
 
-    def _numbered(self, name: str, data: dict[str, Any], large: bool = False) -> str:
+    def _numbered(self, event: Event) -> Event:
         self._number += 1
-        return named_event(name, {"sequence_number": self._number, **data}, large)
+        return event[0], {"sequence_number": self._number, **event[1]}
 
     def _now(self, lost: str | None = None) -> dict[str, Any]:
         """Returns the response as far as it is. lost: why there will be no more of the answer."""
