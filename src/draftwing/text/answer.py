@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftwing.core import Output, TokenLogprobs, TracedStep
@@ -153,13 +153,18 @@ class Answer:
         return (self.finish_reason or {}).get("matched")
 
     def meta_info(
-        self, texts: TokenTexts | None = None, of_prompt: bool = True, of_answer: bool = True
+        self,
+        texts: TokenTexts | None = None,
+        of_prompt: bool = True,
+        of_answer: bool = True,
+        made: dict[Any, Any] | None = None,
     ) -> dict[str, Any]:
         """Returns `meta_info` of a response to `/generate`; what the engine counts (`spec_*` and others) is there
         once the answer is finished.
 
         texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves out the lists of the
-        prompt or of the answer: an empty one would say that there are none.
+        prompt or of the answer: an empty one would say that there are none.  made: of answers that are reported
+        together: lists of their prompts, which those with one list `prompt_logprobs` share.
         """
         info = {
             "id": self.request.name or self.request.uid,
@@ -170,46 +175,61 @@ class Answer:
             "reasoning_tokens": self.reasoning_tokens,
         }
         drafted = {"speculative": dict(self.speculative)} if self.speculative is not None else {}
-        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt, of_answer)
+        made = {} if made is None else made
+        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt, of_answer, made)
 
-    def _meta_logprobs(self, texts: TokenTexts | None, of_prompt: bool, of_answer: bool) -> dict[str, Any]:
-        """An entry is [log probability, token id, text or None]; that of the prompt's first token has None."""
+    def _meta_logprobs(
+        self, texts: TokenTexts | None, of_prompt: bool, of_answer: bool, made: dict[Any, Any]
+    ) -> dict[str, Any]:
         wanted = self.wanted
         if wanted is None:
             return {}
-        states = self._hidden_states() if wanted.hidden and of_prompt and of_answer else {}
-        if not wanted.shown:
-            return states
+        found: dict[str, Any] = {}
+        if wanted.shown:
+            first = wanted.first_shown
+            if of_prompt or first < 0:
+                # Nothing is known of the prompt before the first token has come.
+                known = self.prompt_logprobs[first - wanted.start :] if first >= 0 else []
+                prompt = self.request.prompt_ids[first : first + len(known)]
+                found |= self._once(made, "logprobs", self._lists, "input", prompt, known, texts)
+            if of_answer:
+                found |= self._lists("output", self.token_ids, self.logprobs, texts)
+            found["output_token_logprobs_length"] = len(self.logprobs)
+        if wanted.hidden and of_prompt and of_answer and self._prompt_state is not None:  # None: aborted before it
+            # As SGLang: those of the prompt's tokens, and of each of the answer's but the last.
+            states = [*self._once(made, "states", _states, self.prompt_logprobs), self._prompt_state.tolist()]
+            found["hidden_states"] = [states, *_states(self.logprobs[1:])]
+        return found
+
+    def _once(self, made: dict[Any, Any], kind: str, make: Callable[..., Any], *args: Any) -> Any:
+        """Returns what `make` gives of the prompt, or gave for another answer to it."""
+        key = kind, id(self.prompt_logprobs)
+        if key not in made:
+            made[key] = make(*args)
+        return made[key]
+
+    def _lists(
+        self, side: str, tokens: list[int], entries: Sequence[TokenLogprobs | None], texts: TokenTexts | None
+    ) -> dict[str, Any]:
+        """An entry is [log probability, token id, text or None]; that of the prompt's first token has None."""
+        wanted = self.wanted
+        assert wanted is not None
 
         def entry(value: float | None, token: int) -> list[Any]:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
 
-        first = wanted.first_shown
-        prompt = self.request.prompt_ids[first:] if first >= 0 else []
-        listed = self.prompt_logprobs[first - wanted.start :] if first >= 0 else []
-        sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = []
-        if of_prompt or not prompt:
-            # Nothing is known of the prompt before the first token has come.
-            sides.append(("input", prompt[: len(listed)], listed))
-        if of_answer:
-            sides.append(("output", self.token_ids, self.logprobs))
         found: dict[str, Any] = {}
-        for side, tokens, entries in sides:
-            known = list(zip(tokens, entries, strict=True))
-            found[f"{side}_token_logprobs"] = [entry(one and one.value, token) for token, one in known]
-            if wanted.top:
-                found[f"{side}_top_logprobs"] = [one and [entry(*best) for best in one.top] for _, one in known]
-            if wanted.token_ids:
-                found[f"{side}_token_ids_logprobs"] = [
-                    one and [entry(*pair) for pair in zip(one.wanted, wanted.token_ids, strict=True)]
-                    for _, one in known
-                ]
-        return found | {"output_token_logprobs_length": len(self.logprobs)} | states
+        known = list(zip(tokens, entries, strict=True))
+        found[f"{side}_token_logprobs"] = [entry(one and one.value, token) for token, one in known]
+        if wanted.top:
+            found[f"{side}_top_logprobs"] = [one and [entry(*best) for best in one.top] for _, one in known]
+        if wanted.token_ids:
+            found[f"{side}_token_ids_logprobs"] = [
+                one and [entry(*pair) for pair in zip(one.wanted, wanted.token_ids, strict=True)] for _, one in known
+            ]
+        return found
 
-    def _hidden_states(self) -> dict[str, Any]:
-        """Returns SGLang's `hidden_states`: those of the prompt's tokens, and of each of the answer's but the last."""
-        if self._prompt_state is None:  # aborted before the first token
-            return {}
-        prompt = [one.hidden for one in self.prompt_logprobs if one is not None] + [self._prompt_state]
-        states = [state.tolist() for state in prompt if state is not None]
-        return {"hidden_states": [states, *(one.hidden.tolist() for one in self.logprobs[1:] if one.hidden)]}
+
+def _states(entries: Sequence[TokenLogprobs | None]) -> list[list[float]]:
+    """Returns the hidden states that are there."""
+    return [one.hidden.tolist() for one in entries if one is not None and one.hidden]

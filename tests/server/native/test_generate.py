@@ -13,6 +13,7 @@ from scripted import asking, ok, streamed, watched_sizes
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
+from draftwing.server import http
 from draftwing.server.app import create_app
 from draftwing.server.native import rendering
 
@@ -138,6 +139,47 @@ def test_hidden_states(client: TestClient, engine: FakeEngine) -> None:
     for value in ("yes", [True]):
         response = client.post("/generate", json={"text": ["a", "b"], "return_hidden_states": value})
         assert response.status_code == 400 and "return_hidden_states" in response.text
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("texts", [["abcdefgh" * 3], ["stuvw", "abcdefgh"]])
+def test_streams_have_hidden_states_first_and_last(
+    client: TestClient, engine: FakeEngine, texts: list[str], logprobs: bool
+) -> None:
+    """So that the bytes of a stream do not grow as the square of its answer."""
+    engine.burst, engine.pause = 1, 0.02
+    news = streamed(client, "/generate", text=texts, return_hidden_states=True, return_logprob=logprobs)
+    for index, text in enumerate(texts):
+        found = [chunk["meta_info"] for chunk in news if chunk["index"] == index]
+        assert len(found) > 2 and not any("hidden_states" in one for one in found[1:-1])
+        sizes = [[len(part) for part in one["hidden_states"]] for one in (found[0], found[-1])]
+        width = engine.info.hidden_size
+        assert sizes[1] == [len(text), *[width] * len(text)]
+        assert sizes[0] == [len(text), *[width] * (found[0]["completion_tokens"] - 1)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("text", [["ab"], ["abc", "de"]])
+def test_what_is_reported_of_a_prompt_is_made_once_for_its_answers(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, text: list[str], n: int
+) -> None:
+    bodies: list[Any] = []
+    encode = http.encode
+    monkeypatch.setattr(http, "encode", lambda data, large=False: bodies.append(data) or encode(data, large))
+    asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    params = {"n": n, "max_new_tokens": 2}
+    ok(client, "/generate", text=text, return_hidden_states=True, sampling_params=params, **asked)
+    (body,), size = bodies, engine.info.hidden_size
+    found = [one["meta_info"] for one in body]
+    assert len(found) == n * len(text)
+    for i, one in enumerate(found):
+        first, ids = found[i - i % n], engine.tokenizer.encode(text[i // n])
+        assert one["hidden_states"] == [[[float(t)] * size for t in (*ids[1:], ids[0])], [float(ids[1])] * size]
+        assert [entry[1] for entry in one["input_token_logprobs"]] == ids
+        assert one["input_token_logprobs"] is first["input_token_logprobs"]
+        assert one["input_top_logprobs"] is first["input_top_logprobs"]
+        pairs = zip(one["hidden_states"][0][:-1], first["hidden_states"][0][:-1], strict=True)
+        assert all(state is other for state, other in pairs)
 
 
 def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine: FakeEngine) -> None:

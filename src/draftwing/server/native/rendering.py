@@ -47,7 +47,8 @@ class Generated:
         self._many = batched or len(generation.answers) > 1
 
     def body(self) -> Any:
-        every = [self._now(answer) for answer in self.generation.answers]
+        made = dict[Any, Any]()
+        every = [self._now(answer, made=made) for answer in self.generation.answers]
         return every if self._many else every[0]
 
     async def events(self) -> AsyncIterator[str]:
@@ -64,6 +65,8 @@ class Generated:
         now = self._now(answer, of_prompt, of_answer)
         return event(now | ({"index": answer.index} if self._many else {}), large)
 
-    def _now(self, answer: Answer, of_prompt: bool = True, of_answer: bool = True) -> dict[str, Any]:
-        meta = answer.meta_info(self._texts, of_prompt, of_answer)
+    def _now(
+        self, answer: Answer, of_prompt: bool = True, of_answer: bool = True, made: dict[Any, Any] | None = None
+    ) -> dict[str, Any]:
+        meta = answer.meta_info(self._texts, of_prompt, of_answer, made)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
