@@ -2,11 +2,13 @@
 
 import pickle
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import TokenLogprobs
 from draftwing.engine.request_features import with_hidden
@@ -165,3 +167,29 @@ def test_hidden_states_behind_them(size: int, dtype: torch.dtype) -> None:
     assert [list(place.hidden or ()) for place in one] == hidden[0].float().tolist()
     assert all(place.hidden is None for place in other)
     assert with_hidden(packed, hidden, asked[1:]) is packed
+
+
+class Allocations(TorchDispatchMode):
+    """Sums the bytes of all new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.bytes = list[Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.known.append(found)  # so that its address is not used again
+            self.bytes += found.untyped_storage().nbytes()
+        return found
+
+
+@pytest.mark.parametrize(("rows", "size"), [(64, 256), (33, 129), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_are_copied_once(rows: int, size: int, dtype: torch.dtype) -> None:
+    """A chunk's are hundreds of megabytes of a device's memory."""
+    packed, hidden = torch.zeros(rows, width(2, 1), dtype=torch.float64), torch.ones(rows, size, dtype=dtype)
+    with Allocations() as made:
+        with_hidden(packed, hidden, [LogprobParams(2, (1,), hidden=size)])
+    assert made.bytes == 8 * rows * (width(2, 1) + -(-size // 2))

@@ -41,14 +41,32 @@ def test_lengths_that_nobody_asked_for_leave_room_for_log_probabilities() -> Non
         [asked(1000, 24, top=128, start=0)] * 128,
         [asked(10, 130_000, 2, top=20)],
         [asked(131_000, 1, top=128, start=0)],
+        [asked(1000, 1000, start=0, hidden=4096)],
+        [asked(10, 24, 128, start=0, hidden=4096)],
+        [asked(130, 24, start=0, hidden=4096)] * 10,
     ],
-    ids=["answers", "prompts", "tokens", "prompt"],
+    ids=["answers", "prompts", "tokens", "prompt", "states", "states of answers", "states of prompts"],
 )
 def test_more_are_refused(requests: list[GenerationRequest]) -> None:
     with pytest.raises(
         logprob_quota.RequestError, match=f"at most {logprob_quota.MAX_REQUEST_LOGPROBS} log probabilities"
     ):
         logprob_quota.fit_logprobs(requests, chosen=True, context=131_072)
+
+
+@pytest.mark.parametrize(("hidden", "prompt", "n"), [(4096, 1000, 1), (2048, 500, 2), (64, 9, 4), (5, 7, 1)])
+def test_three_numbers_of_a_hidden_state_count_as_a_log_probability(hidden: int, prompt: int, n: int) -> None:
+    """Of the prompt and the answer; a length that nobody asked for is what they leave."""
+    position = 1 + -(-hidden // 3)
+    room = logprob_quota.MAX_REQUEST_LOGPROBS // (n * position) - prompt
+    (found,) = logprob_quota.fit_logprobs([asked(prompt, None, n, start=0, hidden=hidden)], False, 10**9)
+    assert found.params.max_new_tokens == room
+    exact = [asked(prompt, room, n, start=0, hidden=hidden)]
+    assert logprob_quota.fit_logprobs(exact, chosen=True, context=10**9) == exact
+    total = n * position * (prompt + room + 1)
+    with pytest.raises(logprob_quota.RequestError, match=rf"^return_hidden_states: .* may have {total}: ") as refused:
+        logprob_quota.fit_logprobs([asked(prompt, room + 1, n, start=0, hidden=hidden)], True, 10**9)
+    assert refused.value.param == "return_hidden_states"
 
 
 BODIES: dict[str, dict[str, Any]] = {

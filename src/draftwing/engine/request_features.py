@@ -319,8 +319,10 @@ def with_hidden(packed: Tensor, hidden: Tensor, asked: Sequence[LogprobParams]) 
     these: in float32, two in a number."""
     if not any(one.hidden for one in asked):
         return packed
-    pairs = pad(hidden.float(), (0, hidden.shape[-1] % 2)).contiguous().view(torch.float64)  # [..., (H + 1) // 2]
-    return torch.cat((packed, pairs), -1)
+    before, size = packed.shape[-1], hidden.shape[-1]
+    out = pad(packed, (0, (size + 1) // 2))  # the one copy: a whole chunk's states are as much as its activations
+    out.view(torch.float32)[..., 2 * before : 2 * before + size] = hidden
+    return out
 
 
 def _floats(download: Download) -> npt.NDArray[np.float64]:
