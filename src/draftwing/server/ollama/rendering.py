@@ -56,8 +56,10 @@ class OllamaAnswer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yields lines with what is new, then one that says how it ended."""
+        read = 0  # of `Answer.entries`
         async for answer, text in self.generation:
-            for one in await self.generation.render(len(text), partial(self._news, answer, text)):
+            size, read = len(text) + answer.entries - read, answer.entries
+            for one in await self.generation.render(size, partial(self._news, answer, text)):
                 yield one
         yield line({**head(self._model), **self._content(), **self._ending()})
 
