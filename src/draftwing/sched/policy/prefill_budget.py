@@ -26,11 +26,6 @@ LONG = 16.0  # times what it takes to read all weights: prompts that take longer
 CROWD_GAP = 0.045  # seconds: as long may it take for many prompts of one client that each fit in a part
 UNNOTICED_WAIT = 0.16  # seconds: as long may it take where nobody decodes, which nobody who comes then notices
 CROWD = 8  # parts: as long may it take there, too; with others one in so many of those who wait is done at once
-# Share of the last `OUTDATED` steps: where no more have parts of prompts beside them, such steps draft nothing, so that
-# neither who waits for a first token nor who has waited for the prompt waits for drafts. Swept on an H100 and by the
-# loops of benchmarks/sim (docs/dev/mixed_steps.md): below 0.4 bursts of prompts pass for many, from 0.5 on loads lose
-# where prompts wait all the time.
-BESIDE_FEW = 0.4
 # Prefills: for so many counts the guess that the shortest takes as long as a step, and keys nothing. Where prefills are
 # beside trees, and so of about one length, what the shortest took alone counts for 1 / PRIOR.
 PRIOR = 0.1
@@ -126,8 +121,9 @@ class PrefillBudget:
     def latency_slack(self, prefilled: Sequence[Chunk], mixed: bool = False) -> float:
         """Returns how many seconds longer than a plain one a step may take right after a prefill of these chunks: its
         requests have waited for that, and wait with the step no longer than two in `RECENT` steps. mixed: with parts of
-        prompts in its forward, for which it is long already; where most steps are such, drafts are worth more."""
-        if mixed and self._mixed < BESIDE_FEW:
+        prompts in its forward, for which it is long already: such a step has no time for drafts, but where most steps of
+        late are such, for there drafts are worth more than shorter waits."""
+        if mixed and self._mixed < 0.5:
             return 0.0
         stall = self.seconds(prefilled)
         if self.crowded_out:
