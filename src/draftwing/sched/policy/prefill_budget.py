@@ -121,7 +121,7 @@ class PrefillBudget:
     def latency_slack(self, prefilled: Sequence[Chunk], mixed: bool = False) -> float:
         """Returns how many seconds longer than a plain one a step may take right after a prefill of these chunks: its
         requests have waited for that, and wait with the step no longer than two in `RECENT` steps. mixed: with parts of
-        prompts in its forward, for which it is long already: such a step has no time for drafts, but where most steps of
+        prompts in its forward, for which it is long already: such a step has no time for drafts, unless most steps of
         late are such, for there drafts are worth more than shorter waits."""
         if mixed and self._mixed < 0.5:
             return 0.0
