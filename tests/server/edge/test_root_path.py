@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
-from draftwing.server.app import create_app
+from draftwing.server.app import create_app, paced
+from draftwing.server.edge.hosts import guarded
 from draftwing.server.edge.root_path import rooted
 
 ROOT = "/llm/one"
@@ -21,8 +22,11 @@ ROOT = "/llm/one"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
+    """The application as it is served."""
     engine = FakeEngine(Options(random_seed=7, root_path=ROOT))
-    with TestClient(rooted(create_app(local(engine), engine.tokenizer), ROOT), follow_redirects=False) as found:
+    inner = guarded(create_app(local(engine), engine.tokenizer), engine.options)
+    host = "http://127.0.0.1"
+    with TestClient(rooted(paced(inner, engine.options), ROOT), host, follow_redirects=False) as found:
         yield found
 
 
@@ -32,13 +36,35 @@ def test_it_answers_with_the_path_and_without(client: TestClient, prefix: str) -
         assert client.get(prefix + path).status_code == 200, path
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     assert client.post(f"{prefix}/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 3
+    assert client.post(f"{prefix}/v1/chat/completions", json=body | {"stream": True}).text.endswith("data: [DONE]\n\n")
     assert "type" in client.post(f"{prefix}/v1/messages", json={}).json()["error"]  # Anthropic's shape
     assert client.get(f"{prefix}/v1/nothing").status_code == client.get(f"{prefix}/llm/health").status_code == 404
-    assert client.get(f"{ROOT}health").status_code == 404
+    assert client.get(f"{ROOT}health").status_code == client.get("/llm-one/health").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models", "/v1/models/", "//v1//models", f"{ROOT}/v1/models/", f"{ROOT}//v1/models", f"/{ROOT}/v1/models",
+     "//llm///one//v1/models//"],
+)  # fmt: skip
+def test_slashes_make_no_difference(client: TestClient, path: str) -> None:
+    url = f"http://127.0.0.1{path}"
+    assert client.get(url).json()["data"][0]["id"] == client.get("/v1/models").json()["data"][0]["id"]
+    wrong = client.get(url.replace("models", "modles"))
+    assert wrong.status_code == 404 and "did you mean /v1/models?" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "location"),
+    [(ROOT, f"{ROOT}/"), (f"/{ROOT}", f"{ROOT}/"), (f"{ROOT}?a=1&b=%2F", f"{ROOT}/?a=1&b=%2F")],
+)
+def test_the_path_alone_leads_to_the_page(client: TestClient, asked: str, location: str) -> None:
+    found = client.get(f"http://127.0.0.1{asked}")
+    assert (found.status_code, found.headers["location"]) == (307, location)
+    assert client.get(location).status_code == 200
 
 
 def test_links_and_the_document_stay_below_the_path(client: TestClient) -> None:
-    assert client.get(ROOT).headers["location"] == f"{ROOT}/"
     page = client.get(f"{ROOT}/").text
     links = re.findall(r'(?:href|src)="([^"#]*)"', page)
     assert len(links) > 5 and all(client.get(f"{ROOT}/{link}").status_code == 200 for link in links)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.datastructures import MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,16 +13,20 @@ def rooted(app: ASGIApp, root_path: str | None) -> ASGIApp:
     """Returns the application for requests with the path and without. What is inside never sees it."""
     if root_path is None:
         return app
+    prefix = re.compile(re.escape(root_path).replace("/", "/+"))
 
     async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        if scope["path"] == root_path:  # links of a page are relative to its last slash
-            await RedirectResponse(f"{root_path}/", 307)(scope, receive, send)
+        found = prefix.match(scope["path"])
+        rest = scope["path"][found.end() :] if found else None
+        if rest == "":  # links of a page are relative to its last slash
+            query = scope["query_string"].decode("latin-1")
+            await RedirectResponse(f"{root_path}/{query and '?'}{query}", 307)(scope, receive, send)
             return
-        if scope["path"].startswith(f"{root_path}/"):
-            scope["path"] = scope["path"].removeprefix(root_path)  # in place: the access log reads it, too
+        if rest is not None and rest.startswith("/"):
+            scope["path"] = rest  # in place: the access log reads it, too
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
