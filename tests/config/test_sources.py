@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from draftwing.cli.main import main
-from draftwing.config.fields import kinds
+from draftwing.config.fields import kinds, names_of
 from draftwing.config.options import Options
+from draftwing.config.sglang_compat import FOREIGN
 from draftwing.config.sources import with_sources
 from draftwing.errors import ConfigError
 
@@ -138,10 +139,13 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path, capsys: pytest.Capt
     ("name", "text", "said"),
     [
         ("PORT", "eighty", "DRAFTWING_PORT: port must be an int; found 'eighty'"),
-        ("PORT", "", "DRAFTWING_PORT: port must be an int"),
+        ("PORT", " ", "DRAFTWING_PORT: port must be an int"),
         ("PORT", "70000", "DRAFTWING_PORT: port must be at most 65535"),
         ("DISABLE_UI", "maybe", "DRAFTWING_DISABLE_UI: disable_ui must be true or false; found 'maybe'"),
         ("API_KEY", "", "DRAFTWING_API_KEY: api_key must not be empty"),
+        ("ADMIN_API_KEY", "", "DRAFTWING_ADMIN_API_KEY: admin_api_key must not be empty"),
+        ("API_KEY_FILE", "", "DRAFTWING_API_KEY_FILE: api_key_file must not be empty"),
+        ("PROT", "", "DRAFTWING_PROT: unknown option 'prot'"),
         ("PROT", "80", "DRAFTWING_PROT: unknown option 'prot'; the nearest option is 'port'"),
         ("NUM_CTX", "80", "DRAFTWING_NUM_CTX: .*here it is 'context_length'"),
     ],
@@ -149,6 +153,17 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path, capsys: pytest.Capt
 def test_what_is_wrong_in_the_environment(name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(**{f"DRAFTWING_{name}": text})
+
+
+def test_an_empty_variable_is_as_none(tmp_path: Path) -> None:
+    """Of every option but those that keep strangers out; what it would overrule counts."""
+    names = {*names_of(Options), *FOREIGN} - {"api_key", "admin_api_key", "api_key_file"}
+    assert read(**{f"DRAFTWING_{name.upper()}": "" for name in names}, DRAFTWING_CONFIG="") == Options()
+    file = tmp_path / "a.toml"
+    file.write_text("port = 1\nenable-overlap = true")
+    found = read(DRAFTWING_CONFIG=str(file), DRAFTWING_PORT="", DRAFTWING_DISABLE_OVERLAP_SCHEDULE="")
+    assert (found.port, found.enable_overlap) == (1, True)
+    assert read(DRAFTWING_MODEL="", DRAFTWING_MODEL_PATH="a").model == "a"
 
 
 def test_variables_of_others(caplog: pytest.LogCaptureFixture) -> None:

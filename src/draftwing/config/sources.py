@@ -24,6 +24,7 @@ from draftwing.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 PREFIX, FILE = "DRAFTWING_", "config"
+_LOCKS = SECRETS | {"api_key_file"}  # one that is lost would leave the server open
 NO_OPTIONS = frozenset({"DRAFTWING_NATIVE", "DRAFTWING_CPU_ISA", "DRAFTWING_BUILD_ISA"})  # that are read elsewhere
 # Kubernetes has one of these for each service, whose name may begin with draftwing.
 _OF_SERVICES = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -63,6 +64,8 @@ def _from_environment(environ: Mapping[str, str]) -> Layer:
             logger.warning("%s is not read: there is no such option", variable)  # it may be somebody else's
             continue
         field, kind = _option(name.lower(), variable)
+        if not text and field not in _LOCKS:  # as a compose file sets what its own environment has not
+            continue
         _add(found, field, variable, partial(from_text, field, kind, text))
     return found
 
