@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftwing.cli.main import main
 from draftwing.config import sglang_compat
 from draftwing.config.arguments import PAGE, add_arguments, dashed
-from draftwing.config.fields import as_typed, flag
+from draftwing.config.fields import as_typed, flag, kinds
 from draftwing.config.options import REQUESTS, SERVER, Options
+from draftwing.errors import ConfigError
 from draftwing.train.settings import Settings
 
 
@@ -92,6 +97,65 @@ def test_help_has_the_common_options_and_help_all_the_others(
 )
 def test_names_in_errors_are_options(message: str, typed: str | None) -> None:
     assert as_typed(message, Options, Settings) == (typed or message)
+
+
+WRONG = {  # of fields that have aliases: a value each, and what is said of it
+    "model": ("", "must not be empty"), "tp_size": ("65", "must be at most 64"),
+    "enable_expert_parallel": ("3", "explicit argument"), "context_length": ("1", "must be at least 2"),
+    "mem_fraction_static": ("2", "must be at most 0.99"), "cuda_graph_max_bs": ("0", "must be at least 1"),
+    "speculative_algorithm": ("", "must not be empty"), "speculative_draft_model_path": ("", "must not be empty"),
+    "speculative_ngram_branch_length": ("257", "must be at most 256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [spec for spec in dataclasses.fields(Options) if spec.metadata["aliases"]],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_an_error_names_the_option_as_it_was_given(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, said = WRONG[spec.name]
+
+    def error(*argv: str) -> str:
+        with contextlib.suppress(SystemExit):
+            assert main(["serve", *argv]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    typed = [flag(name) for name in (spec.name, *spec.metadata["aliases"])]
+    for one in [*typed, *spec.metadata["short"]]:
+        others = "|".join(other for other in [*typed, *spec.metadata["short"]] if other != one)
+        for words in ([f"{one}={value}"], [typed[-1], "8", f"{one}={value}"], [one]):
+            if (words == [one] and str(spec.type) == "bool") or (len(words) > 2 and spec.name == "model"):
+                continue
+            found = error(*words)
+            assert (said if value in words[-1] and words != [one] else "expected one argument") in found, found
+            assert re.search(rf"(^| ){one}[ :]", found) and not re.search(f"({others})[ :]", found), found
+    (confidence,) = {int, float, str, bool} & {*kinds(Options)[spec.name].singles}
+    given = value if confidence in (str, bool) else confidence(value)
+    for name in spec.metadata["aliases"]:
+        with pytest.raises(ConfigError, match=f"^{name} must"):
+            Options.from_kwargs(**{name: given}).resolve()
+        (tmp_path / "a.yaml").write_text(f"{name}: {json.dumps(given)}")
+        assert f"line 1: {flag(name) if '_' in name else name} must" in error("--config", str(tmp_path / "a.yaml"))
+        monkeypatch.setenv(variable := f"DRAFTWING_{name.upper()}", value or " ")
+        if value:
+            assert f"{variable}: {flag(name) if '_' in name else name} must" in error()
+        monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--max-model-len 8k", "argument --max-model-len: invalid int value: '8k'"),
+        ("--max_model_len 8k", "argument --max-model-len: invalid int value: '8k'"),
+        ("--context-length 8k", "argument --context-length: invalid int value: '8k'"),
+        ("--tp two", "argument --tp: invalid int value: 'two'"),
+        ("-md x --speculative-algo NGRAM", "error: -md needs a --speculative-algo that drafts with a model"),
+    ],
+)
+def test_other_errors_name_it_so_too(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["serve", *words.split()]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

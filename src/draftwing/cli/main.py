@@ -46,15 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     _configure_logging(arguments)
+    typed_as: dict[str, str] = {}
     try:
         _take_positional_model(arguments)
-        _refuse_empty(words, arguments)
+        _refuse_empty(_typed_as(commands[command], words), arguments)
         if reads_sources(commands[command]) and not arguments.get("url"):
-            arguments = with_sources(arguments, os.environ)
+            arguments = with_sources(arguments, os.environ)  # whose errors are of other places
             _configure_logging(arguments)
+        typed_as = _typed_as(commands[command], words)
         runs[command](arguments)
     except DraftwingError as error:
-        text = fields.as_typed(str(error), Options, Settings) if isinstance(error, ConfigError) else str(error)
+        text = str(error)
+        if isinstance(error, ConfigError):
+            text = fields.as_typed(text, Options, Settings, typed_as=typed_as)
         if arguments.get("log_format") == "json":
             logger.error("%s", text)
         else:
@@ -77,15 +81,19 @@ def _take_positional_model(arguments: dict[str, Any]) -> None:
         raise ConfigError(fields.two_models(given, arguments["model"]))
 
 
-def _refuse_empty(words: Sequence[str], arguments: Mapping[str, Any]) -> None:
+def _typed_as(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, str]:
+    """Returns which spelling of each option was typed, by its field; the last one, which counts."""
+    flags = [word.partition("=")[0] for word in words]
+    options = parser._option_string_actions
+    return {options[flag].dest: flag for flag in flags if flag in options}
+
+
+def _refuse_empty(typed_as: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an empty value, which a variable that is not set makes: of a folder it would be the one
     where the command runs."""
-    names = fields.names_of(Options) | fields.names_of(Settings)
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    typed = {names.get(_name(flag), _name(flag)): flag for flag in flags}
     for name, value in arguments.items():
         if name not in MAY_BE_EMPTY and "" in (value if isinstance(value, list) else [value]):
-            raise ConfigError(f"{typed.get(name, name)} must not be empty")
+            raise ConfigError(f"{typed_as.get(name, name)} must not be empty")
 
 
 def _serve(arguments: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def add_help_all(parser: argparse.ArgumentParser, shown: Collection[str], never:
     for action in parser._actions:
         if action.dest in never:
             action.help = argparse.SUPPRESS
-        elif action.option_strings:
+        elif action.option_strings and action.help is not argparse.SUPPRESS:
             whole[action] = {"help": action.help, "option_strings": action.option_strings, "metavar": action.metavar}
             action.help = _brief(action.help or "") if action.dest in shown else argparse.SUPPRESS
             action.option_strings = action.option_strings[:1] if action.dest != "help" else action.option_strings

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from draftwing.errors import ConfigError
@@ -95,14 +96,18 @@ def check_fields(values: Any) -> None:
         check_field(spec, found[spec.name], getattr(values, spec.name))
 
 
-def check_field(spec: dataclasses.Field[Any], kind: Kind, value: Any) -> None:
-    """Raises ConfigError for a value of the wrong type, or outside the field's choices or bounds."""
+def check_field(spec: dataclasses.Field[Any], kind: Kind, value: Any, name: str | None = None) -> None:
+    """Raises ConfigError for a value of the wrong type, or outside the field's choices or bounds.
+
+    name: the one of the field's names by which it was given (default: its own).
+    """
+    name = name or spec.name
     if value is None and kind.optional:
         return
     if kind.many and not isinstance(value, tuple):
-        raise ConfigError(f"{spec.name} must be a tuple; found {value!r}")
+        raise ConfigError(f"{name} must be a tuple; found {value!r}")
     for single in value if kind.many else (value,):
-        _check(spec.name, spec.metadata, kind.singles, single)
+        _check(name, spec.metadata, kind.singles, single)
 
 
 def from_python(kind: Kind, value: Any) -> Any:
@@ -138,14 +143,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def as_typed(message: str, *classes: type[Any]) -> str:
+def as_typed(message: str, *classes: type[Any], typed_as: Mapping[str, str] = MappingProxyType({})) -> str:
     """Returns a message about fields of these classes with their names as options: those that it begins with and those
-    that have an underscore, unless they are part of a quoted value or a path."""
+    that have an underscore, unless they are part of a quoted value or a path. typed_as: what was typed, by field."""
     names = {name for cls in classes for name in names_of(cls)}
 
     def typed(found: re.Match[str]) -> str:
         word = found[0]
-        return flag(word) if word in names and ("_" in word or found.start() == 0) else word
+        return typed_as.get(word, flag(word)) if word in names and ("_" in word or found.start() == 0) else word
 
     return re.sub(r"""(?<![\w./'"-])\w+(?![\w/'"-]|\.\w)""", typed, message)
 
@@ -188,5 +193,9 @@ def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}
             if default not in (None, ()) and "(default" not in text:
                 shown = " ".join(map(str, default)) if kind.many else default
                 text += f" (default: {shown})"
-        flags = [flag(name) for name in (spec.name, *meta["aliases"])]
-        groups[meta["group"]].add_argument(*flags, *meta["short"], help=text.replace("%", "%%"), **settings)
+        spellings = [*map(flag, (spec.name, *meta["aliases"])), *meta["short"]]
+        add = groups[meta["group"]].add_argument
+        first = add(spellings[0], help=text.replace("%", "%%"), **settings)
+        for other in spellings[1:]:  # an argument of its own: errors name the one that was typed
+            add(other, help=argparse.SUPPRESS, **settings)
+        first.option_strings = spellings  # that help shows

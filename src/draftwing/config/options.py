@@ -23,7 +23,7 @@ from draftwing.config.choices import (
 )
 from draftwing.config.devices import AUTO, DEVICES, Defaults
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
-from draftwing.config.fields import check_fields, from_python, kinds, names_of, option
+from draftwing.config.fields import check_field, check_fields, from_python, kinds, names_of, option
 from draftwing.config.foreign_names import instead
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.errors import ConfigError
@@ -401,6 +401,8 @@ class Options:
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
             values[name] = from_python(found[name], DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value)
+            if key != name:  # `resolve` would say the field's own name
+                check_field(cls.__dataclass_fields__[name], found[name], values[name], key)
         if values.get("quantization") in OF_CHECKPOINTS:
             logger.warning(
                 "--quantization %s has no effect: a checkpoint says how it is quantised", values.pop("quantization")

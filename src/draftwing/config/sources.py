@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,11 @@ def _from_environment(environ: Mapping[str, str]) -> Layer:
         if name.lower() not in known and not instead(name.lower(), known):
             logger.warning("%s is not read: there is no such option", variable)  # it may be somebody else's
             continue
-        field, kind = _option(name.lower(), variable)
+        name = name.lower()
+        field, kind = _option(name, variable)
         if not text and field not in _LOCKS:  # as a compose file sets what its own environment has not
             continue
-        _add(found, field, variable, partial(from_text, field, kind, text))
+        _add(found, field, name, variable, partial(from_text, name, kind, text))
     return found
 
 
@@ -84,8 +85,9 @@ def _from_file(path: Path) -> Layer:
             continue
         if isinstance(value, Mapping):
             raise ConfigError(f"{where}: {name} is a table; every option stands at the top of the file")
-        field, kind = _option(str(name).removeprefix("--").replace("-", "_"), where)
-        _add(found, field, where, partial(from_python, kind, value))
+        name = str(name).removeprefix("--").replace("-", "_")
+        field, kind = _option(name, where)
+        _add(found, field, name, where, partial(from_python, kind, value))
     return found
 
 
@@ -101,6 +103,7 @@ def _parsed(path: Path, text: str) -> Mapping[Any, Any]:
 
     try:
         values = yaml.safe_load(text)
+        document = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         # Its own message quotes lines, which may hold a key.
         mark = getattr(error, "problem_mark", None)
@@ -108,7 +111,20 @@ def _parsed(path: Path, text: str) -> Mapping[Any, Any]:
         raise ConfigError(f"--config {str(path)!r} is not valid YAML{where}") from None
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"--config {str(path)!r} must have lines such as port: 8080; found a {type(values).__name__}")
+    _refuse_repeated(path, document.value if values else ())
     return values or {}
+
+
+def _refuse_repeated(path: Path, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Raises ConfigError for a key that a YAML file has twice; its reader takes the last one. pairs: nodes."""
+    lines: dict[str, int] = {}
+    for key, _ in pairs:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ConfigError(
+                f"{path}, line {line}: {key.value} is given twice, here and in {path}, line {lines[key.value]}"
+            )
+        lines[key.value] = line
 
 
 def _option(name: str, where: str) -> tuple[str, Kind]:
@@ -122,14 +138,14 @@ def _option(name: str, where: str) -> tuple[str, Kind]:
     return names[name], kinds(Options)[names[name]]
 
 
-def _add(found: Layer, field: str, where: str, value: Callable[[], Any]) -> None:
-    """Adds a value, of a function that may raise as its check does."""
+def _add(found: Layer, field: str, name: str, where: str, value: Callable[[], Any]) -> None:
+    """Adds a value, of a function that may raise as its check does. name: as the field is called there."""
     if field in found:
         raise ConfigError(f"{where}: {flag(field)} is given twice, here and in {found[field][1]}")
     try:
         found[field] = value(), where
         spec = next((one for one in dataclasses.fields(Options) if one.name == field), None)
         if spec is not None:
-            check_field(spec, kinds(Options)[field], found[field][0])
+            check_field(spec, kinds(Options)[field], found[field][0], name)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
