@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from typing import Any
 
 import httpx
@@ -438,3 +440,39 @@ def test_lists_of_ids_that_fit_no_context_are_not_parsed(client: TestClient) -> 
         assert refused.status_code == 400 and f"a list of {longest + 2} entries" in refused.text
     short = ",".join([f"[{'1,' * 3000}1]"] * 200)
     assert post("/detokenize", "tokens", f"[{short}]").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "wrong"),
+    [
+        (CHAT_PATH, "top_logprobs", [21, -1, 10**30, 1.5, "x", True]),
+        (CHAT_PATH, "prompt_logprobs", [21, -1]),
+        (CHAT_PATH, "priority", [2**31, -(2**31) - 1]),
+        (CHAT_PATH, "reasoning.max_tokens", [-1, 10**9]),
+        (CHAT_PATH, "thinking.budget_tokens", [-1, 10**9]),
+        (COMPLETION, "logprobs", [21, -1]),
+        (COMPLETION, "prompt", [7, {"a": 1}]),
+        ("/v1/responses", "top_logprobs", [21, -1]),
+        ("/v1/messages", "priority", [2**31, 0.5]),
+        ("/generate", "priority", [2**31, "1"]),
+        ("/api/chat", "top_logprobs", [21, -1]),
+    ],
+)
+def test_what_a_number_must_be_and_what_was_found(client: TestClient, path: str, field: str, wrong: list[Any]) -> None:
+    """Of numbers longer than Python reads, too."""
+    own = {"/api/chat": {"model": "m", "messages": MESSAGES, "stream": False}}.get(path) or base(path)
+    name, _, inner = field.partition(".")
+    for value in wrong:
+        given = {inner: value} | ({"type": "enabled"} if name == "thinking" else {}) if inner else value
+        error = client.post(path, json=own | {name: given}).json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert message.startswith(f"{field} must be ") and message.count("; found ") == 1, message
+        begin, _, end = message.rpartition("; found ")[2].partition("...")
+        assert repr(value).startswith(begin) and repr(value).endswith(end) and len(begin) >= min(10, len(repr(value)))
+        bounds = [int(one) for one in re.findall(r"-?\d+", message.partition(";")[0])]
+        assert type(value) is not int or not bounds or any(value >= one > 1 or value < one <= 0 for one in bounds)
+    digits = "9" * 4000
+    body = json.dumps(own | {name: {inner: "@"} if inner else "@"}).replace('"@"', digits)
+    if name != "thinking" and wrong[0] != 7:
+        text = client.post(path, content=body, headers={"content-type": "application/json"}).text
+        assert "; found 9" in text and len(text) < 400

@@ -9,11 +9,20 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from draftwing.errors import RequestError
-from draftwing.requests.refusals import suggestion
+from draftwing.requests.refusals import show, suggestion
 from draftwing.server.schema import NotBuilt
 
 _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
+
+
+class Digits(str):
+    """An integer of a body as it is written there: it may be longer than Python converts."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def body_refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = None) -> RequestError:
@@ -34,8 +43,13 @@ def body_refusal(errors: list[Any], given: Any, model: type[BaseModel] | None = 
         message = f"{field} {known[kind]}"
         if kind == "extra_forbidden" and model is not None:
             message += suggestion(str(path[-1]), _known_fields(model, path[:-1]))
+    elif expected:
+        message = f"{field} must be {' or '.join(expected)}; found {show(_at(path, given))}"
+    elif kind.startswith("string_"):
+        value = _at(path, given)
+        message = f"{field}: {messages[0]}; found {len(value) if kind == 'string_too_long' else show(value)}"
     else:
-        message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
+        message = f"{field}: {messages[0]}"
     return RequestError(message, name or "body")
 
 
@@ -47,6 +61,12 @@ def _path(error: Any, given: Any) -> tuple[int | str, ...]:
             given = given[part]
             found.append(part)
     return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
+
+
+def _at(path: Sequence[int | str], given: Any) -> Any:
+    for part in path:
+        given = given[part]
+    return given
 
 
 def _known_fields(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:

@@ -24,7 +24,7 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, NotFound, RequestError
 from draftwing.requests.grammar_field import inlined
 from draftwing.server.admission_quota import RETRY_SECONDS, QueueFull
-from draftwing.server.body_refusals import body_refusal
+from draftwing.server.body_refusals import Digits, body_refusal
 from draftwing.server.json_encoding import encode
 from draftwing.server.parts import MAX_PARTS, check_parts
 from draftwing.server.schema import GenerationBody
@@ -258,8 +258,7 @@ def _read(body: bytes, model: type[M], service: Service) -> M:
             raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None
         # Without the input: it may be huge, or hold what no response can.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        # As text, numbers may be longer than Python converts.
-        given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
+        given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=Digits)
         raise body_refusal(errors, given, model) from None
 
 
