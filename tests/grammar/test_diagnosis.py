@@ -71,6 +71,29 @@ def test_the_grammars_inside_is_not_shown(byte_vocab: Any, kind: Any) -> None:
     assert "unclosed group" in seen and not any(word in seen for word in ("start:", "llguidance", " | ", "lark"))
 
 
+@pytest.mark.parametrize(
+    ("expression", "place"),
+    [("a(b", "(b"), ("x/y\n(b|[c", "[c"), ("é/é(b", "(b"), ("a)b", ")b"), ("(a(b)(c", "(c"), ("*a", "*a"),
+     ("a{3,1}b", "{3,1}b"), ("a(?<=a)b", "(?<=a)b")],
+)  # fmt: skip
+def test_the_place_in_an_expression_is_shown(byte_vocab: Any, expression: str, place: str) -> None:
+    """In a schema, where lines are not written in one, it is not always known."""
+    tag = {"format": {"type": "regex", "pattern": expression}}
+    schema = {"properties": {"a": {"type": "string", "pattern": expression}}}
+    for grammar in (Grammar("regex", expression), Grammar("structural_tag", json.dumps(tag)),
+                    Grammar("json_schema", json.dumps(schema))):  # fmt: skip
+        seen = why(byte_vocab, grammar)
+        assert seen.endswith(f", at {place!r}") or (grammar.kind == "json_schema" and "\n" in expression), seen
+
+
+@pytest.mark.parametrize("expression", ["\\", "a\\", "a\\\\\\", "[a]\\"])
+def test_a_backslash_at_the_end_is_refused_in_words(byte_vocab: Any, expression: str) -> None:
+    tag = {"format": {"type": "regex", "pattern": expression}}
+    for grammar in (Grammar("regex", expression), Grammar("structural_tag", json.dumps(tag))):
+        assert "backslash at its end" in why(byte_vocab, grammar)
+    byte_vocab.compiler.compile(Grammar("regex", expression + "\\"), "f")
+
+
 def test_of_what_nobody_knows_the_first_lines_are_told() -> None:
     assert in_words("at 3(5): something else\n 1 | %llguidance {}\n 2 | start: s1") == "something else"
     assert in_words('Unimplemented keys: ["if", "not"]') == "'if' is not supported; 'not' is not supported"

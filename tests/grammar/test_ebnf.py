@@ -110,3 +110,26 @@ def test_a_long_chain_of_rules(byte_vocab):
     except RequestError:
         return
     assert state.run([byte_vocab.bytes.index(b"a")]) == 1 and state.done
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= @("a" | "b"', 'root ::= x\nx ::= "a" @("b"\ny ::= "c"', 'root ::= @("é" "(" ("b")* | [(]',
+        'root ::= ("a") # (\n  "\\"(" @("b"\n\n',
+    ],
+)  # fmt: skip
+def test_the_place_of_an_unclosed_group_is_said(text: str) -> None:
+    """Which is where `@` is."""
+    before, _, rest = text.partition("@")
+    place = f"line {before.count(chr(10)) + 1}, column {len(before.rpartition(chr(10))[2]) + 1}"
+    with pytest.raises(GrammarError, match=rf"expected '\)' for the '\(' of {place}, found"):
+        to_lark(before + rest)
+
+
+@pytest.mark.parametrize("text", ['root ::= "a" @)', 'root ::= "a"\nx ::= "b" @"c', "root ::= @[a", "@+", "root@"])
+def test_other_errors_say_line_and_column(text: str) -> None:
+    before, _, rest = text.partition("@")
+    place = f"line {before.count(chr(10)) + 1}, column {len(before.rpartition(chr(10))[2]) + 1}"
+    with pytest.raises(GrammarError, match=f"^{place}: "):
+        to_lark(before + rest)

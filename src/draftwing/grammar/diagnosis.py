@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 from draftwing.grammar.references import moved, pointed
 from draftwing.grammar.schemas import rewritten
 from draftwing.requests.grammar_field import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
+from draftwing.requests.refusals import show
 
 SECONDS = 0.5  # of this thread at most, for all schemas of a grammar
 _PATH_CHARS = 200
@@ -34,6 +35,10 @@ _WORDS = [
     (r"Unsatisfiable schema: (?P<it>.*)", "no value fulfils it: {it}"),
     (r"Invalid type: (?P<it>.*)", "'{it}' is no type"),
     (r"Resource '(?:json-schema:///)?(?P<it>[^']*)' is not present", "the reference '{it}' leads out of the schema"),
+    (
+        r".*regex parse error:\n {4}(?P<pattern>[^\n]*)\n {4}(?P<before> *)\^+\nerror: (?P<it>[^\n]*)",
+        "the regular expression is not supported: {it}, at {at}",
+    ),
     (r".*regex parse error:.*\nerror: (?P<it>[^\n]*)", "the regular expression is not supported: {it}"),
     (r"patternProperty regexes (?P<it>.*) are not disjoint", "the patterns {it} could match one name"),
     (r"schema must be an object or boolean", "expected a schema: an object, true or false"),
@@ -69,7 +74,9 @@ def in_words(why: str) -> str:
         return "; ".join(f"'{key}' is not supported{_NOT_BUILT.get(key, '')}" for key in json.loads(match[1]))
     for pattern, reason in _WORDS:
         if match := re.match(pattern, why, re.DOTALL):
-            return reason.format_map(match.groupdict())
+            found = match.groupdict()
+            at = show(found.get("pattern", "")[len(found.get("before", "")) :], _PART_CHARS)
+            return reason.format_map({**found, "at": at})
     return why
 
 

@@ -117,8 +117,12 @@ class _Parser:
 
     def _error(self, message: str, at: int | None = None) -> GrammarError:
         at = self._token.start("token") if at is None else at
+        found = repr(self._text[at : at + 20]) if at < len(self._text) else "the end"
+        return GrammarError(f"{self._place(at)}: {message}, found {found}")
+
+    def _place(self, at: int) -> str:
         line = self._text.count("\n", 0, at) + 1
-        return GrammarError(f"line {line}: {message}, found {self._text[at : at + 20]!r}")
+        return f"line {line}, column {at - self._text.rfind(chr(10), 0, at)}"
 
     def _next(self) -> None:
         self._token = self._after(self._token.end())
@@ -173,7 +177,7 @@ class _Parser:
         elif self._take("("):
             node = self._alternatives()
             if self._token["token"] != ")":
-                raise self._error("expected ')'")
+                raise self._error(f"expected ')' for the '(' of {self._place(token.start('token'))}")
         elif token["name"] is not None:
             after = self._after(token.end())["token"]
             if after == "::=":  # the next rule begins here

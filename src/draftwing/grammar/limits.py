@@ -105,7 +105,10 @@ def _written_out(pattern: str) -> int:
 
 
 def lark_regex(pattern: str) -> str:
-    """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
+    """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large, or
+    would take the slash behind it."""
+    if re.sub(r"\\.", "", pattern, flags=re.DOTALL).endswith("\\"):
+        raise GrammarError("the regular expression is not supported: nothing follows the backslash at its end")
     written = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], checked_regex(pattern), flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
 
