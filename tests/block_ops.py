@@ -11,6 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from draftwing.ops.contracts import ANY_ROWS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockRows
 
@@ -32,13 +33,18 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockRows:
 
 
 class DenseBlockGemm:
+    max_rows = ANY_ROWS
+
     def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> None:
         dense = [dequantize(rows.data.numpy(), GGMLQuantizationType[rows.kind]) for rows in parts]
         self.weight = torch.cat([torch.from_numpy(part) for part in dense])
         self.outputs, self.inputs = self.weight.shape
         self.dtype = dtype
 
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         assert x.dtype == self.dtype
         y = torch.stack([(self.weight * row.float()).sum(1) for row in x]) if len(x) else x.new_empty(0, self.outputs)
         y = y if bias is None else y + bias

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import Gemm
+from draftwing.ops.fp8_blocks import Fp8Blocks
+from draftwing.ops.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, dense_gemms
 from draftwing.ops.groups import PackedGroups, unpacked
 from draftwing.ops.torch.ops import TorchOps
 
@@ -79,20 +82,17 @@ class GroupTorchOps(TorchOps):
         self.tall: TorchTallGemm | None = None
         self.side: LateSideWork | None = None
 
-    def group_gemm(self, weight: PackedGroups) -> TorchGroupGemm:
-        return self.gemm
-
-    def tall_gemm(self, weight: PackedGroups) -> TorchTallGemm | None:
-        return self.tall
-
-    def side_work(self) -> LateSideWork | None:
-        return self.side
-
-    def small_m_gemm(self, weight: Tensor) -> RowByRow:
-        return RowByRow()
-
-    def packs_with_onednn(self, weight: Tensor) -> bool:
-        return False
+    def gemms(
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
+    ) -> list[Gemm]:
+        if isinstance(weight, Tensor):
+            return dense_gemms(weight, RowByRow(), None, 0, deterministic)
+        if isinstance(weight, Fp8Blocks):
+            return super().gemms(weight, bias, deterministic)
+        found: list[Gemm] = [GroupGemm(self.gemm, weight, GROUP_ROWS)]
+        if self.tall is not None and not deterministic:
+            found.append(GroupGemm(self.tall, weight))
+        return [*found, DequantisedGemm(self.gemm, weight, RowByRow() if deterministic else None, self.side)]
 
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

@@ -75,7 +75,7 @@ def test_rows_that_came_as_they_are_stay_views_until_they_are_packed() -> None:
     op = linear.op
     assert op._parts[0].data.data_ptr() == raw.data.data_ptr()  # type: ignore[attr-defined]
     linear.pack(OPS)
-    assert linear.op is not op and linear.op.few_rows is not None
+    assert linear.op is not op and isinstance(linear.op, PackedBlocks)
 
 
 def test_a_linear_is_gated_as_any_other() -> None:

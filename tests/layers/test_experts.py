@@ -225,7 +225,7 @@ def test_a_shared_expert_makes_the_same_of_a_row_in_any_batch(ops: TorchOps) -> 
 def test_a_wide_router_where_gemms_have_other_bits_in_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic mode of a GPU: no GEMM in float32 keeps to them."""
     ops, generator = TorchOps(CPU), torch.Generator().manual_seed(0)
-    monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)
+    monkeypatch.setattr(ops, "keeps_bits", lambda weight: False)
     router = Router(64, 7, True, torch.bfloat16, CPU, wide=True)
     for param in router.parameters():
         param.data.normal_(generator=generator)

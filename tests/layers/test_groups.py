@@ -21,6 +21,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
 from draftwing.layers.mixer import MixerConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops import gemms
 from draftwing.ops.types import QuantizedRows
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -165,7 +166,7 @@ def test_matrices_are_dequantised_beside_attention(
 ) -> None:
     """Two layers of three matrices, of which the first of each is in front of attention: with the same bits, for all of
     them there when they are needed; not for few rows, nor where nothing runs meanwhile."""
-    monkeypatch.setattr(of_groups, "_MANY_ROWS", 200)
+    monkeypatch.setattr(gemms, "_MANY_ROWS", 200)
     ops = GroupTorchOps(CPU)
     side = ops.side = LateSideWork()
     layers = [
@@ -206,7 +207,8 @@ def test_a_decoder_says_what_comes_behind_its_attention(mixer: MixerConfig) -> N
     last = len(one) - 4  # before attention: behind it are `out` and those of the MLP
     expected = {one[last]: [*one[last + 1 :], *two[: last + 1]], two[last]: two[last + 1 :]}
     for linear in (*one, *two):
-        assert list(linear.op._later) == [other.op for other in expected.get(linear, [])]  # type: ignore[attr-defined]
+        later = [gemm for other in expected.get(linear, []) for gemm in other.op.gemms[-1:]]
+        assert list(linear.op.gemms[-1]._later) == later  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("fp8", 0.028), ("w4a16", 0.105)])

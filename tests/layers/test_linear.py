@@ -5,6 +5,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.ops import make_ops
+from draftwing.ops.gemms import dense_gemms
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.ops import TorchOps
 
@@ -138,8 +139,6 @@ def test_a_residual_that_may_be_overwritten() -> None:
 class Named:
     """A GEMM whose results are all one number."""
 
-    fast = 192
-
     def __init__(self, number: float) -> None:
         self._number = number
 
@@ -168,10 +167,8 @@ FEW, SOME, TORCH = 1.0, 2.0, 0.0
 def test_a_gpu_has_kernels_by_rows(
     inputs: int, outputs: int, deterministic: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = TorchOps(CPU)
-    monkeypatch.setattr(ops, "packs_with_onednn", lambda weight: False)
-    monkeypatch.setattr(ops, "small_m_gemm", lambda weight: Named(FEW))
-    monkeypatch.setattr(ops, "medium_m_gemm", lambda weight: Named(SOME))
+    ops, kernels = TorchOps(CPU), (Named(FEW), Named(SOME), 192)
+    monkeypatch.setattr(ops, "gemms", lambda weight, bias, exact: dense_gemms(weight, *kernels, exact))
     linear = Linear(inputs, outputs, False, torch.bfloat16, CPU)
     linear.weight.data.zero_()
     linear.pack(ops, PackMode(deterministic=deterministic))
@@ -182,8 +179,7 @@ def test_a_gpu_has_kernels_by_rows(
 
 def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = TorchOps(CPU)
-    monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)  # as of CUDA
-    monkeypatch.setattr(ops, "packs_with_onednn", lambda weight: False)
+    monkeypatch.setattr(ops, "keeps_bits", lambda weight: False)  # as of CUDA
     linear = Linear(100, 8, False, torch.float32, CPU)
     with pytest.raises(
         ConfigError, match=r"expected layers\.3\.o\.weight in bfloat16 .*found torch\.float32, \[8, 100\]"

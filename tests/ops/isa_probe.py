@@ -249,8 +249,8 @@ def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
             data[:, :, 0] = 115 + data[:, :, 0] % 8
         gemm = ops.block_gemm([BlockRows(kind, data.view(60, -1), inputs)], dtype)
         x, bias = made.floats(dtype, 37, inputs), made.floats(dtype, 60)
-        yield gemm(x, bias, made.floats(dtype, 37, 60))
-        yield gemm(x[:1], None, None)
+        yield gemm.linear(x, bias, made.floats(dtype, 37, 60))
+        yield gemm.linear(x[:1], None, None)
         yield gemm.rows(torch.arange(60))
     weight = made.floats(dtype, 32, inputs)
     for kind in ("Q8_0", "Q4_0", "Q4_K"):
@@ -272,7 +272,7 @@ def blocks_at_their_ends(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Itera
                 data[:, :, 0] = torch.tensor([0, 1, 2, 3, 100, 127, 200, 201], dtype=torch.uint8).repeat(5)[:, None]
             gemm = ops.block_gemm([BlockRows(kind, data.view(40, -1), 512)], dtype)
             for rows in range(1, 10):
-                yield gemm(x[:rows].to(dtype), None, None)
+                yield gemm.linear(x[:rows].to(dtype), None, None)
 
 
 @case

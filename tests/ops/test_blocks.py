@@ -65,9 +65,9 @@ def test_products(ops: CpuOps, kind: str) -> None:
     gemm, weight = ops.block_gemm([part], torch.float32), dequantized(part).astype(np.float64)
     exact = rounded(x) @ weight.T
     terms = np.abs(rounded(x)) @ np.abs(weight).T  # what a sum in float32 may be off by is a share of these
-    found = gemm(x, None, None).numpy()
+    found = gemm.linear(x, None, None).numpy()
     assert (np.abs(found - exact) <= 4e-6 * terms).all() and not found[3].any()
-    more = gemm(x, bias, residual).numpy()
+    more = gemm.linear(x, bias, residual).numpy()
     assert (np.abs(more - (exact + bias.numpy() + residual.numpy())) <= 4e-6 * terms + 1e-5).all()
     # Rounding rows to 8 bits costs under a percent of a result's size.
     unrounded = x.double().numpy() @ weight.T
@@ -90,7 +90,7 @@ def test_the_largest_numbers_fit(ops: CpuOps, kind: str) -> None:
             x = torch.full((2, 512), 127.0 * sign)
             x[1, ::2] *= -1
             exact = x.double().numpy() @ dequantized(part).astype(np.float64).T
-            found = ops.block_gemm([part], torch.float32)(x, None, None).numpy()
+            found = ops.block_gemm([part], torch.float32).linear(x, None, None).numpy()
             np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-3)
 
 
@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, d
     gemm, before = ops.block_gemm(parts, dtype), torch.get_num_threads()
     x = torch.randn(101, 256, generator=torch.Generator().manual_seed(4)).to(dtype)
     residual = torch.randn(101, 101, generator=torch.Generator().manual_seed(5)).to(dtype)
-    whole = gemm(x, None, residual)
+    whole = gemm.linear(x, None, residual)
     weight = np.concatenate([dequantized(part) for part in parts]).astype(np.float64)
     exact, terms = rounded(x) @ weight.T + residual.double().numpy(), np.abs(rounded(x)) @ np.abs(weight).T
     unit = 2**-8 if dtype == torch.bfloat16 else 0
@@ -113,7 +113,7 @@ def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, d
             for rows in (1, 2, 3, 4, 5, 6, 7, 8, 31, 32, 33, 64, 101):
                 found = torch.cat(
                     [
-                        gemm(*pair)
+                        gemm.linear(*pair)
                         for pair in ((a, None, b) for a, b in zip(x.split(rows), residual.split(rows), strict=True))
                     ]
                 )
@@ -126,8 +126,8 @@ def test_parts_that_threads_cannot_share(ops: CpuOps) -> None:
     """The first part ends within 16 outputs."""
     parts = [blocks("Q5_1", 24, 64, 1), blocks("Q4_0", 8, 64, 2), blocks("Q5_0", 8, 64, 3)]
     gemm, x = ops.block_gemm(parts, torch.float32), torch.randn(40, 64, generator=torch.Generator().manual_seed(4))
-    each = [ops.block_gemm([part], torch.float32)(x, None, None) for part in parts]
-    assert torch.equal(gemm(x, None, None), torch.cat(each, 1))
+    each = [ops.block_gemm([part], torch.float32).linear(x, None, None) for part in parts]
+    assert torch.equal(gemm.linear(x, None, None), torch.cat(each, 1))
     assert torch.equal(gemm.dense(), torch.cat([ops.block_gemm([part], torch.float32).dense() for part in parts]))
 
 
@@ -140,8 +140,8 @@ def test_the_last_outputs_alone(ops: CpuOps, outputs: int) -> None:
     whole = ops.block_gemm(parts, torch.float32)
     gemm = whole.last(outputs)
     assert outputs <= gemm.outputs < outputs + 16
-    found = gemm(x, bias[-gemm.outputs :], None)
-    assert torch.equal(found, whole(x, bias, None)[:, -gemm.outputs :])
+    found = gemm.linear(x, bias[-gemm.outputs :], None)
+    assert torch.equal(found, whole.linear(x, bias, None)[:, -gemm.outputs :])
     exact, terms = rounded(x) @ weight.T + bias[-outputs:].numpy(), np.abs(rounded(x)) @ np.abs(weight).T
     assert (np.abs(found[:, -outputs:].numpy() - exact) <= 4e-6 * terms + 1e-5).all()
     assert np.array_equal(gemm.dense()[-outputs:].numpy(), weight.astype(np.float32))
@@ -161,7 +161,8 @@ def test_mxfp4_has_the_bits_of_its_values_in_other_blocks(ops: CpuOps) -> None:
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(6))
     assert np.array_equal(dequantized(part), dequantized(other))
     assert torch.equal(
-        ops.block_gemm([part], torch.float32)(x, None, None), ops.block_gemm([other], torch.float32)(x, None, None)
+        ops.block_gemm([part], torch.float32).linear(x, None, None),
+        ops.block_gemm([other], torch.float32).linear(x, None, None),
     )
     data[:, :, 0] = torch.randint(0, 256, (48, 16), generator=torch.Generator().manual_seed(7))
     assert np.array_equal(ops.block_gemm([part], torch.float32).dense().numpy(), dequantized(part))
@@ -172,7 +173,7 @@ def test_what_is_no_number_is_not_lost(ops: CpuOps) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(3, 128)
         x[1, 77] = bad
-        found = gemm(x, None, None)
+        found = gemm.linear(x, None, None)
         assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
 
 
@@ -181,7 +182,7 @@ def test_the_smallest_numbers_count_as_zeros(ops: CpuOps) -> None:
     parts, residual = [blocks("Q6_K", 32, 256), blocks("Q4_0", 32, 256)], torch.ones(3, 64)
     gemm = ops.block_gemm(parts, torch.float32)
     x = torch.tensor([1e-45, 1e-39, 1e-36])[:, None] * torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(gemm(x, None, residual), residual) and not gemm(x[:2], None, None).any()
+    assert torch.equal(gemm.linear(x, None, residual), residual) and not gemm.linear(x[:2], None, None).any()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])

@@ -12,6 +12,7 @@ import pytest
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import checked, chosen_isa, load_extension, usable_sets
+from draftwing.ops.cpu.gemm import PackedGemm
 from draftwing.ops.cpu.isa import PLAIN
 
 wanted = pytest.mark.skipif(os.environ.get("DRAFTWING_NATIVE") == "0", reason="they are not wanted")
@@ -49,7 +50,7 @@ def test_gemms_of_few_rows_are_ours() -> None:
         linear = Linear(inputs, outputs, False, torch.bfloat16, torch.device("cpu"))
         linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator))
         linear.pack(make_ops(torch.device("cpu")))
-        assert linear.op.few_rows is not None, (inputs, outputs)
+        assert isinstance(linear.op.few_rows, PackedGemm), (inputs, outputs)
 
 
 def test_an_extension_of_other_sources_is_refused() -> None:

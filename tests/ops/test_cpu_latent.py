@@ -51,7 +51,7 @@ def test_products_of_heads_with_weights_in_blocks(kind: str, dtype: torch.dtype)
     x = made(515, heads, inputs + 7, dtype=dtype, seed=9)[..., 5 : 5 + inputs]  # rows and heads are apart
     for rows in (0, 1, 7, 40, 515):
         found = products(x[:rows])
-        expected = [gemm(x[:rows, head].contiguous(), None, None) for head, gemm in enumerate(gemms)]
+        expected = [gemm.linear(x[:rows, head].contiguous(), None, None) for head, gemm in enumerate(gemms)]
         assert torch.equal(found, torch.stack(expected, 1))
     assert torch.equal(products.weight.float(), torch.cat([gemm.dense() for gemm in gemms]).float())
 

@@ -247,7 +247,7 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
     assert HeadTopK.takes(gemm)
     readout = HeadTopK(gemm, bias, norm, names)
     x = OPS.rms_norm(states, *norm) if norm else states.contiguous()
-    best, logp = OPS.top_tokens(gemm(x, bias, None), 20, 3, None, None)
+    best, logp = OPS.top_tokens(gemm.linear(x, bias, None), 20, 3, None, None)
     best = best if names is None else names[best]
     torch.set_num_threads(threads)
     for places in (None, torch.tensor([4, 17, 0])):
@@ -260,7 +260,7 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
         assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
     # With noise: two rows, the first of which is greedy, of three states each.
     key = NoiseKey(torch.tensor([5, -(2**40)]), torch.tensor([70, 9]), torch.tensor([0.0, 1.3]))
-    best, logp = OPS.top_tokens(gemm(x[:6], bias, None), 2, 3, key, names)
+    best, logp = OPS.top_tokens(gemm.linear(x[:6], bias, None), 2, 3, key, names)
     ids, scores = torch.full((6, 3), -1), torch.zeros(6, 3)
     readout.best(states[:6], None, ids, scores, key)
     assert torch.equal(ids, best if names is None else names[best])

@@ -41,7 +41,7 @@ def until(active, seconds=0.0):
         if time.monotonic() > start + 20:  # another program has the processor
             print("inf")
             sys.exit()
-        found = gemm(x, None, None)
+        found = gemm.linear(x, None, None)
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
 
@@ -98,7 +98,7 @@ torch.set_num_threads(2)
 ops = CpuOps(torch.device("cpu"))
 weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (1024, 64))
 gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
-stage, _ = record(lambda: [gemm(x, None, None) for _ in range(40)], ops.make_calls)
+stage, _ = record(lambda: [gemm.linear(x, None, None) for _ in range(40)], ops.make_calls)
 
 
 def loop():
@@ -135,7 +135,7 @@ torch.set_num_threads(2)
 ops = CpuOps(torch.device("cpu"))
 weight, x = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (512, 8))
 gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
-stage, out = record(lambda: [gemm(x, None, None) for _ in range(10)][-1], ops.make_calls)
+stage, out = record(lambda: [gemm.linear(x, None, None) for _ in range(10)][-1], ops.make_calls)
 stage.replay()
 expected = out.clone()
 child = os.fork()
@@ -143,7 +143,7 @@ if not child:
     signal.alarm(30)
     out.zero_()
     stage.replay()
-    os._exit(not torch.equal(out, expected) or not torch.equal(gemm(x, None, None), expected))
+    os._exit(not torch.equal(out, expected) or not torch.equal(gemm.linear(x, None, None), expected))
 print(os.waitpid(child, 0)[1])
 """
 
@@ -163,7 +163,7 @@ device = CpuDevice()
 device.set_threads(None, processors[::-1])
 weight, x = torch.ones(4096, 512), torch.ones(64, 512)
 gemm = device.ops.block_gemm([device.ops.quantize(weight, "Q8_0")], torch.float32)
-assert torch.allclose(gemm(x, None, None), torch.full((64, 4096), 512.0), rtol=0.01)
+assert torch.allclose(gemm.linear(x, None, None), torch.full((64, 4096), 512.0), rtol=0.01)
 found = sorted(min(one) for t in os.listdir("/proc/self/task") if len(one := os.sched_getaffinity(int(t))) == 1)
 assert found == processors[:-1] or len(processors) == 1, (found, processors)  # the last one is the caller's
 assert sorted(os.sched_getaffinity(0)) == processors, "threads that are made from now on may run on all of these"

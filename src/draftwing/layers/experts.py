@@ -15,12 +15,12 @@ from draftwing.errors import ConfigError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
+from draftwing.layers.linear_ops.dense import Dense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.contracts import ExpertGemm, FewRowsGemm, MixtureWeights, Routed, WholeMixture
+from draftwing.ops.contracts import ExpertGemm, Gemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
@@ -194,7 +194,7 @@ class Router(Linear):
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         if self._packed:
             return
-        alike = ops.small_m_gemm(self.weight) is not None or ops.gemm_keeps_bits(self.weight)
+        alike = ops.keeps_bits(self.weight)
         if self._dtype == torch.float32 and mode is not None and not alike:
             self._ops, self._packed = ops, True
             self.op = EachLogit(self, ops, None if mode.deterministic else ROUTER_ROWS)
@@ -218,7 +218,7 @@ class Router(Linear):
         self.out_features += _MORE_OUTPUTS
 
 
-class EachLogit(InferenceDense):
+class EachLogit(Dense):
     """A product in float32 of which each number is summed by itself: a row has the same bits in any batch."""
 
     def __init__(self, layer: Linear, ops: LayerOps, most_rows: int | None) -> None:
@@ -273,7 +273,7 @@ class ExpertLinear(Linear):
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
             logger.warning("%s: no kernel for its quantised weights; dequantised to %s", mode.name, what)
             self.weight = nn.Parameter(dequantised(groups, self._dtype), False)
-            self.op = InferenceDense(self)
+            self.op = Dense(self)
         if ops.reads_routes:
             self.op = self._gemm = EachExpert(self._each(ops, mode), self)
             for name in [name for name, _ in self.named_parameters() if name != "bias"]:
@@ -281,8 +281,8 @@ class ExpertLinear(Linear):
             return
         weight = as_dense(self)
         gemm = self._gemm = ops.expert_gemm(weight, self.count)
-        self.op, self.device_weight = InferenceDense(self), None if gemm is None else gemm.weight
-        if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
+        self.op, self.device_weight = Dense(self), None if gemm is None else gemm.weight
+        if gemm is None and mode.deterministic and not ops.keeps_bits(weight):
             raise ConfigError(
                 f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
                 f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
@@ -311,7 +311,7 @@ class ExpertLinear(Linear):
         gate_up = self(x, routed)
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
 
-    def each_gemm(self) -> list[FewRowsGemm | None]:
+    def each_gemm(self) -> list[Gemm | None]:
         """Returns the device's GEMM of each expert; none where it takes them together."""
         return [one.op.few_rows for one in self.op.each] if isinstance(self.op, EachExpert) else []
 

@@ -16,27 +16,42 @@ from torch import Tensor
 
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.expert_rows import ExpertRows
-from draftwing.ops.fp8_blocks import Fp8Blocks, Fp8Rows
-from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import LogitEditor, NoiseKey
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
+ANY_ROWS = 1 << 30
 RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU
 
 
 # -- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
-class FewRowsGemm(Protocol):
-    """A GEMM for up to `FEW_ROWS` rows."""
+class Gemm(Protocol):
+    """Products with one weight [outputs, inputs], which it holds or reads where it lies."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], rounded once."""
+    @property
+    def max_rows(self) -> int:
+        """Returns up to how many rows it is to be asked."""
+        ...
+
+    def linear(
+        self, x: Any, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor | None:
+        """x [M, inputs], `Fp8Rows` where the weight is `Fp8Blocks`, bias [outputs], residual [M, outputs] -> x @
+        weight^T + bias + residual [M, outputs], rounded once; None where it has no kernel for so many rows.
+
+        overwrite: the result may be written into `residual`.
+        """
+        ...
+
+    def gated(self, x: Any, bias: Tensor | None) -> Tensor | None:
+        """Returns silu(x @ gate^T) * (x @ up^T) of a weight that has gates and then ups, [M, outputs / 2]; None: the
+        caller does it with what `linear` gives."""
         ...
 
 
-class SmallMGemm(Protocol):
-    """A GEMM that gives a row the same bits among any number of rows, and is the fastest for few."""
+class DenseKernels(Protocol):
+    """Kernels that give a row the same bits among any number of rows, for matrices as they are."""
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -52,59 +67,8 @@ class SmallMGemm(Protocol):
         ...
 
 
-class MediumMGemm(SmallMGemm, Protocol):
-    """A GEMM that gives a row the same bits among any number of rows, others than a `SmallMGemm`, and may be the
-    fastest for more than that is: up to `fast` rows."""
-
-    @property
-    def fast(self) -> int: ...
-
-
-class GroupGemm(Protocol):
-    """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
-    dequantised. Columns of x are in the order of the packed weight."""
-
-    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
-        ...
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        ...
-
-    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
-        """Returns the matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for
-        other kernels, and takes longer."""
-        ...
-
-
-class Fp8Gemm(Protocol):
-    """GEMMs with weights and activations in fp8, whose sums are float32. It quantises x, each row by itself, to the
-    nearest codes (`ops.fp8_blocks.quantised`), where that is not done yet. A row has the same bits among any number."""
-
-    def linear(
-        self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once; N a multiple of 16"""
-        ...
-
-    def gated(self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        ...
-
-
-class TallGemm(Protocol):
-    """A GEMM for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
-
-    def linear(
-        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor | None: ...
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None: ...
-
-
-class BlockGemm(FewRowsGemm, Protocol):
-    """The GEMM of a weight in blocks, for any number of rows; a row has the same bits among any."""
+class BlockGemm(Gemm, Protocol):
+    """The GEMM of a weight in blocks; a row has the same bits among any number."""
 
     inputs: int
     outputs: int
@@ -140,7 +104,7 @@ class LayerWeights(NamedTuple):
     head_norms: HeadNorms | None  # of queries and keys
     kind: AttentionKind
     eps: float
-    gemms: Sequence[FewRowsGemm | None]  # of qkv, o, gate_up and down
+    gemms: Sequence[Gemm | None]  # of qkv, o, gate_up and down
     biases: Sequence[Tensor | None]
 
 
@@ -218,8 +182,8 @@ class MixtureWeights(NamedTuple):
     router: Tensor  # [count, hidden], in float32 where logits are not rounded
     router_bias: Tensor | None  # [count]
     correction: Tensor | None  # [count] float32, as `ExpertOps.route` has it
-    gate_up: Sequence[FewRowsGemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
-    down: Sequence[FewRowsGemm | None]  # [hidden, ffn] each
+    gate_up: Sequence[Gemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
+    down: Sequence[Gemm | None]  # [hidden, ffn] each
     biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
     routing: Routing
     limit: float  # as `ExpertGemm.gated` has it

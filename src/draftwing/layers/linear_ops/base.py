@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.contracts import FewRowsGemm
+from draftwing.ops.contracts import Gemm
+from draftwing.ops.fp8_blocks import Fp8Rows
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
@@ -76,10 +77,15 @@ class LinearOp:
     """
 
     takes_fp8 = False  # whether products are of activations in fp8, which may come so (`Fp8Rows`)
-    few_rows: FewRowsGemm | None = None  # what calls of several operations in one are told of it (`ops.whole_layers`)
+    gemms: Sequence[Gemm] = ()  # once packed: the first that takes the rows of a call runs
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
+
+    @property
+    def few_rows(self) -> Gemm | None:
+        """Returns what calls of several operations in one are told of it (`ops.whole_layers`)."""
+        return self.gemms[0] if self.gemms else None
 
     @property
     def sizes(self) -> Counter[str]:
@@ -164,6 +170,28 @@ class LinearOp:
         for a mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of
         now."""
         return None
+
+
+class PackedOp(LinearOp):
+    """A weight for inference, as the device's GEMMs take it."""
+
+    def __init__(self, layer: Linear, gemms: Sequence[Gemm]) -> None:
+        """gemms: the last one takes any number of rows."""
+        super().__init__(layer)
+        self.gemms = gemms
+
+    def __call__(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        rows = x.shape[0] if isinstance(x, Tensor) else x.rows
+        for gemm in self.gemms:
+            if rows <= gemm.max_rows and (y := gemm.linear(x, bias, residual, overwrite)) is not None:
+                return y
+        raise AssertionError("the last GEMM takes any number of rows")
+
+    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
+        rows = x.shape[0] if isinstance(x, Tensor) else x.rows
+        return next(gemm for gemm in self.gemms if rows <= gemm.max_rows).gated(x, bias)
 
 
 class WeightFormat:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.linear_ops.base import LinearOp, PackedOp
 from draftwing.ops.fp8_blocks import TALL, Fp8Blocks, Fp8Rows
 from draftwing.ops.torch.layer_ops import LayerOps
 
@@ -16,23 +16,18 @@ if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
 
-class Fp8Linear(LinearOp):
+class Fp8Linear(PackedOp):
     """Activations are quantised whatever the number of rows, each row by itself, and a row's sums have one order: it
     has the same bits in plain steps, trees and prompts, with or without deterministic mode."""
 
     takes_fp8 = True
 
     def __init__(self, layer: Linear, ops: LayerOps, weight: Fp8Blocks) -> None:
-        super().__init__(layer)
-        self._weight, self._gemm = weight, ops.fp8_gemm()
-
-    def __call__(
-        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        return self._gemm.linear(x, self._weight, bias, residual)
+        super().__init__(layer, ops.gemms(weight))
+        self._weight = weight
 
     def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
-        return None if self._weight.rows % (2 * TALL) else self._gemm.gated(x, self._weight, bias)
+        return None if self._weight.rows % (2 * TALL) else super().gated(x, bias)
 
     def copy_from(self, other: LinearOp) -> None:
         assert isinstance(other, Fp8Linear)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import LinearOp, PackedOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.ops import fp8_blocks
-from draftwing.ops.contracts import TallGemm
 from draftwing.ops.fp8_blocks import Fp8Blocks
+from draftwing.ops.gemms import DequantisedGemm
 from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
@@ -29,12 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Part = PackedGroups | MXRows | Fp8Blocks  # of a weight as it is held
-
-# Up to this many rows weights are dequantised in registers, by kernels that give a row the same bits for each number of
-# them; beyond, they are where the device has kernels for it (`tall_gemm`), or a matrix is dequantised first and then
-# has the GEMMs of a dense one.
-_FEW_ROWS = 128
-_MANY_ROWS = 2048  # more than kernels are for: all matrices of a layer are dequantised
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,7 @@ class Groups(Dense):
         self._parts.clear()
 
 
-class PackedLinear(LinearOp):
+class PackedLinear(PackedOp):
     """The device's kernels for few rows of activations; for more, those for many where there are any, or the matrix
     dequantised for the time of one GEMM.
 
@@ -201,82 +193,22 @@ class PackedLinear(LinearOp):
     """
 
     def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
-        super().__init__(layer)
-        self._weight, self._ops = weight, ops
-        self._gemm = ops.group_gemm(weight)
-        self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
-        self._side = ops.side_work()
-        self._later: Sequence[PackedLinear] = ()
-        self._ahead: tuple[Tensor, Any] | None = None  # the matrix, and what to join before it is there
-        if mode.deterministic and self._exact is None:
+        if mode.deterministic and not ops.keeps_bits(weight.scales.new_empty(1, weight.columns)):
             raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
+        super().__init__(layer, ops.gemms(weight, deterministic=mode.deterministic))
+        self._weight = weight
 
-    @functools.cached_property
-    def _tall(self) -> TallGemm | None:
-        """Compiles kernels, which a weight that few rows are multiplied with does not need."""
-        return None if self._exact is not None else self._ops.tall_gemm(self._weight)
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        x = self._ordered(x)
-        if x.shape[0] <= _FEW_ROWS:
-            return self._gemm.linear(x, self._weight, bias, residual)
-        if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
-            return y
-        y = self._with_matrix(self._matrix(), x, bias, residual, overwrite)
-        if x.shape[0] > _MANY_ROWS:
-            for op in self._later:
-                op._begin()
-        return y
-
-    def _with_matrix(
-        self, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, overwrite: bool
-    ) -> Tensor:
-        if self._exact is not None:
-            return self._exact.linear(x, weight, bias, residual, fresh=True)
-        if overwrite and residual is not None and bias is None:
-            return residual.addmm_(x, weight.t())
-        y = F.linear(x, weight, bias)
-        return y if residual is None else y + residual
-
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        few = x.shape[0] <= _FEW_ROWS
-        if self._weight.rows % 32 or (not few and self._exact is None and self._tall is None):
-            return None
-        x = self._ordered(x)
-        if few:
-            return self._gemm.gated(x, self._weight, bias)
-        if self._exact is None:
-            return None if self._tall is None else self._tall.gated(x, self._weight, bias)
-        return self._exact.gated(x, self._matrix(), bias, fresh=True)
-
-    def prefetch_dequant(self, later: Sequence[PackedLinear]) -> None:
-        """Has these matrices, which the next calls of the same forward pass need, dequantised after a call of many rows
-        while what follows runs."""
-        self._later = later
-
-    def _begin(self) -> None:
-        if self._side is None or self._ahead is not None:  # nobody took it: it is still right
-            return
-        out = self._weight.scales.new_empty(self._weight.rows, self._weight.columns)
-        done = self._side.start(lambda: self._gemm.dense(self._weight, out, aside=True))
-        self._ahead = None if done is None else (out, done)
-
-    def _matrix(self) -> Tensor:
-        """Dequantises the matrix."""
-        if self._ahead is None or self._side is None:
-            return self._gemm.dense(self._weight)
-        (matrix, done), self._ahead = self._ahead, None
-        self._side.join(done)
-        return matrix
+    @property
+    def dequantised(self) -> DequantisedGemm | None:
+        """Returns the GEMM that dequantises the matrix first."""
+        return gemm if isinstance(gemm := self.gemms[-1], DequantisedGemm) else None
 
     def copy_from(self, other: LinearOp) -> None:
         assert isinstance(other, PackedLinear)
         own, theirs = self._weight, other._weight
         assert _traits(own) == _traits(theirs)
-        if self._ahead is not None:
-            self._matrix()  # of the weight as it was
+        if self.dequantised is not None:
+            self.dequantised.settle()
         for mine, part in zip(own, theirs, strict=True):
             if isinstance(mine, Tensor) and isinstance(part, Tensor):
                 mine.copy_(part)
@@ -288,18 +220,15 @@ class PackedLinear(LinearOp):
     def dense_weight(self) -> Tensor:
         return unpacked(self._weight)
 
-    def _ordered(self, x: Tensor) -> Tensor:
-        return x if self._weight.order is None else x.index_select(1, self._weight.order)
-
 
 def dequantise_beside_attention(layers: Sequence[tuple[Sequence[LinearOp], Sequence[LinearOp]]]) -> None:
     """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
     dequantised, where the device does anything meanwhile. layers: of each decoder layer the operations before its
     attention, and those behind it, in the order of their calls."""
     for (before, behind), (following, _) in zip(layers, [*layers[1:], ((), ())], strict=True):
-        if isinstance(before[-1], PackedLinear):
-            later = (*behind, *following)
-            before[-1].prefetch_dequant([op for op in later if isinstance(op, PackedLinear)])
+        if isinstance(before[-1], PackedLinear) and before[-1].dequantised is not None:
+            later = [op.dequantised for op in (*behind, *following) if isinstance(op, PackedLinear)]
+            before[-1].dequantised.prefetch_dequant([gemm for gemm in later if gemm is not None])
 
 
 def part_of(parts: Mapping[int, Part], rows: Sequence[range], columns: range) -> list[PackedGroups] | None:

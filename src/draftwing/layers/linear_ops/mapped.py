@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from draftwing.gguf_file import dequantized
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.dense import DenseFormat, InferenceDense
+from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
@@ -35,7 +35,7 @@ class MappedFormat(WeightFormat):
         return Mapped(layer, dtype)
 
 
-class Mapped(InferenceDense):
+class Mapped(Dense):
     """A weight that is never multiplied with."""
 
     def __init__(self, layer: Linear, dtype: torch.dtype) -> None:

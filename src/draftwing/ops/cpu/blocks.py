@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.ops.contracts import ANY_ROWS
 from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
@@ -34,6 +35,7 @@ class _Panels(NamedTuple):
 class BlockedGemm:
     """Implements `BlockGemm`: x @ weight.T + bias + residual. Rows are rounded to 8 bits in blocks of 32."""
 
+    max_rows = ANY_ROWS
     block = 0  # see `PackedGemm`
 
     def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype, workers: Workers, arena: Arena) -> None:
@@ -80,7 +82,10 @@ class BlockedGemm:
         self.raw.block_pack(panels, data, kind, rows, self.inputs, self.workers.address)
         return panels
 
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         rows, outputs = x.shape[0], self.outputs
         assert x.shape[1] == self.inputs and x.dtype == self.dtype
         x, out = x.contiguous(), x.new_empty(rows, outputs)

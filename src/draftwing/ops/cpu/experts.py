@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from draftwing.ops.contracts import FewRowsGemm, MixtureWeights
+from draftwing.ops.contracts import Gemm, MixtureWeights
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.tape import is_recording
@@ -50,7 +50,7 @@ def can_mix(weights: MixtureWeights) -> bool:
     return _in_blocks(weights.gate_up) and _in_blocks(weights.down)
 
 
-def _in_blocks(gemms: Sequence[FewRowsGemm | None]) -> TypeGuard[Sequence[BlockedGemm]]:
+def _in_blocks(gemms: Sequence[Gemm | None]) -> TypeGuard[Sequence[BlockedGemm]]:
     return all(isinstance(gemm, BlockedGemm) and gemm.shared and gemm.outputs % _UNIT == 0 for gemm in gemms)
 
 

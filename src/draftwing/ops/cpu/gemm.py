@@ -30,6 +30,7 @@ def has_gemm() -> bool:
 class PackedGemm:
     """x @ weight.T + bias + residual, rounded once, for a weight [outputs, inputs] in bfloat16."""
 
+    max_rows = FEW_ROWS
     dtype = torch.bfloat16
     parts = rounded = 0  # of a weight in blocks
 
@@ -50,7 +51,10 @@ class PackedGemm:
             return False
         return bool(torch.ops.mkldnn._nbytes(packed) == 2 * outputs * inputs)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], all bfloat16 on the CPU."""
         rows, outputs = x.shape[0], self.outputs
         assert x.shape[1] == self.inputs and x.dtype == torch.bfloat16
@@ -145,7 +149,9 @@ def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None, workers: Worker
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(FEW_ROWS, inputs, generator=generator).bfloat16()
     residual = torch.randn(FEW_ROWS, outputs, generator=generator).bfloat16()
-    same = all(torch.equal(own(x, bias, added), onednn.gemm(x, packed, bias, added)) for added in (None, residual))
+    same = all(
+        torch.equal(own.linear(x, bias, added), onednn.gemm(x, packed, bias, added)) for added in (None, residual)
+    )
     return own if same else None
 
 
@@ -163,6 +169,6 @@ def summed_in_blocks(in_features: int, out_features: int, threads: int) -> int:
     expected = [onednn.gemm(part, packed, None, None) for part in parts]
     for block in _BLOCKS:
         own = PackedGemm(packed, block, workers)
-        if all(torch.equal(own(part, None, None), y) for part, y in zip(parts, expected, strict=True)):
+        if all(torch.equal(own.linear(part, None), y) for part, y in zip(parts, expected, strict=True)):
             return block
     return 0

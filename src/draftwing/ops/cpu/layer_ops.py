@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.contracts import RECORDED_ROWS, FewRowsGemm, LayerWeights, MixtureWeights
+from draftwing.ops.contracts import RECORDED_ROWS, Gemm, LayerWeights, MixtureWeights
 from draftwing.ops.cpu.arena import Arena
 from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, BlockReader, quantize
 from draftwing.ops.cpu.experts import NativeMixture, Spare, can_mix
@@ -23,6 +23,9 @@ from draftwing.ops.cpu.latent import HeadBlocks, HeadGemm
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.cpu.tree import with_rows
 from draftwing.ops.cpu.workers import Workers
+from draftwing.ops.fp8_blocks import Fp8Blocks
+from draftwing.ops.gemms import OneDnnGemm
+from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows
 
@@ -240,8 +243,14 @@ class CpuLayerOps(LayerOps):
         )
         return out
 
-    def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
-        return packed_gemm_like_onednn(packed, bias, self.workers) if alike <= 2 else None
+    def gemms(
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
+    ) -> list[Gemm]:
+        found = super().gemms(weight, bias, deterministic)
+        if isinstance(many := found[0], OneDnnGemm) and many.alike <= 2:
+            few = packed_gemm_like_onednn(many.packed, bias, self.workers)
+            return found if few is None else [few, many]
+        return found
 
     block_kinds = frozenset(TYPES)
 
@@ -269,7 +278,7 @@ class CpuLayerOps(LayerOps):
         return HeadBlocks(self.block_gemm(weight, dtype), heads, self.spare)
 
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
-        """Takes layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
+        """Takes layers whose four GEMMs are all `PackedGemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
         return NativeLayers(layers, kept, self.take_rows) if can_run(layers, kept) else None
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
@@ -277,6 +286,6 @@ class CpuLayerOps(LayerOps):
         return NativeMixture(weights, self.spare, self.workers) if can_mix(weights) else None
 
     def head_top_k(
-        self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+        self, gemm: Gemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> HeadTopK | None:
         return HeadTopK(gemm, bias, norm, names) if HeadTopK.takes(gemm) else None

@@ -126,8 +126,6 @@ def make_cut(
 class DenseGemm:
     """The kernels of one device. A row of a result has the same bits among any number."""
 
-    fast = MOST
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

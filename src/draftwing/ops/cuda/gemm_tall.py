@@ -73,13 +73,21 @@ class TallGemm(PackedGemm[Tensor | None]):
     """The kernels of one width on one device, for bfloat16. Where a GEMM has none, its result is None."""
 
     def __init__(self, device: torch.device, width: Width, shapes: TallShapes) -> None:
-        modules = [(Module(read_source(width, part), _OPTIONS, device), part) for part in programs(shapes)]
+        self._width, self._device = width, device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
-        self._kernels: dict[tuple[str, int], Kernel] = {
-            key: kernel_of(module, key, shape, width.part) for module, part in modules for key, shape in part.items()
-        }
-        self._order = order_kernels(modules)
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[dict[tuple[str, int], Kernel], dict[int, Kernel]]:
+        """Kernels, and those of `order_kernels`; not for a weight that few rows are multiplied with."""
+        modules = [
+            (Module(read_source(self._width, part), _OPTIONS, self._device), part) for part in programs(self._shapes)
+        ]
+        kernels = {
+            key: kernel_of(module, key, shape, self._width.part)
+            for module, part in modules for key, shape in part.items()
+        }  # fmt: skip
+        return kernels, order_kernels(modules)
 
     def _run(
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
@@ -90,10 +98,10 @@ class TallGemm(PackedGemm[Tensor | None]):
             return None
         x = x.contiguous()
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        shape = self._shapes[key]
-        panels = ordered(self._order[shape.tokens], shape.tokens, x)
+        (kernels, order), shape = self._loaded, self._shapes[key]
+        panels = ordered(order[shape.tokens], shape.tokens, x)
         out = x.new_empty(rows, width)
-        self._kernels[key](
+        kernels[key](
             shape.grid(kind, rows, width), panels, weight.codes, weight.scales, weight.zeros, bias, residual, out,
             rows, width, depth,
         )  # fmt: skip
@@ -125,6 +133,6 @@ def compile_ahead(
 
 @functools.cache
 def tall_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> TallGemm | None:
-    """Compiles on first use. None where there are no kernels. Raises OSError without NVRTC."""
+    """Its first product compiles. That raises OSError without NVRTC. None where there are no kernels."""
     shapes = shapes_for(width.bits, torch.cuda.get_device_capability(device), dtype)
     return TallGemm(device, width, shapes) if shapes else None

@@ -11,23 +11,18 @@ from torch import Tensor
 from draftwing.ops import fp8_blocks, groups
 from draftwing.ops.contracts import (
     BlockGemm,
-    FewRowsGemm,
-    Fp8Gemm,
-    GroupGemm,
+    Gemm,
     HeadProducts,
     HeadTopK,
     LayerWeights,
-    MediumMGemm,
     MixtureWeights,
     PeerSums,
     Routed,
-    SideWork,
-    SmallMGemm,
-    TallGemm,
     WholeLayers,
     WholeMixture,
 )
 from draftwing.ops.fp8_blocks import Fp8Blocks, Fp8Rows, packed_rows, quantised
+from draftwing.ops.gemms import KernelGemm, OneDnnGemm, TorchGemm
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps
@@ -259,16 +254,22 @@ class LayerOps(ExpertOps):
 
     # -- what some devices have -------------------------------------------------------------------------------------
 
-    def packs_with_onednn(self, weight: Tensor) -> bool:
-        """Returns whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
-        return onednn.takes(weight)
+    def gemms(
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
+    ) -> list[Gemm]:
+        """Returns products with this weight, those for few rows first; the last one takes any number of rows.
 
-    def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
-        """Returns a GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or None.
-
-        packed: a weight [outputs, inputs] by `onednn.pack`; alike: what `onednn.rows_summed_alike` says of it.
+        bias: that it will have. deterministic: a row must have the same bits in any batch, which only weights allow
+        that it `keeps_bits` of. `PackedGroups`: only where it `keeps_groups`.
         """
-        return None
+        if isinstance(weight, Fp8Blocks):
+            return [KernelGemm(TorchFp8Gemm(), weight)]
+        assert isinstance(weight, Tensor)
+        return [OneDnnGemm(weight, torch.get_num_threads()) if onednn.takes(weight) else TorchGemm(weight)]
+
+    def keeps_bits(self, weight: Tensor) -> bool:
+        """Returns whether there are GEMMs with this matrix that give a row the same bits in any batch."""
+        return weight.device.type != "cuda"
 
     block_kinds: frozenset[str] = frozenset()  # types of quantised blocks that there are GEMMs for
 
@@ -283,28 +284,11 @@ class LayerOps(ExpertOps):
 
     keeps_groups = False  # whether there are GEMMs for `PackedGroups`
 
-    def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        """Returns the GEMMs for such a weight; only where `keeps_groups`."""
-        raise NotImplementedError
-
-    def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
-        """Returns the GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is
-        dequantised."""
-        return None
-
     fp8_from: int | None = None  # values of a weight from which products with activations in fp8 are faster; None: none
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
         """rows, to which `fp8_blocks.why_not` has nothing to say, on this device."""
         return fp8_blocks.pack(rows, rows.codes.device)
-
-    def fp8_gemm(self) -> Fp8Gemm:
-        """Returns the GEMMs of `Fp8Blocks`."""
-        return TorchFp8Gemm()
-
-    def side_work(self) -> SideWork | None:
-        """Returns what runs beside other work, None where a device does one thing after the other."""
-        return None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""
@@ -313,19 +297,6 @@ class LayerOps(ExpertOps):
     def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
         """weight [rows, columns] floating point -> its codes as `groups.quantized` has them, on this device."""
         return groups.quantized(weight, scheme, dynamic)
-
-    def gemm_keeps_bits(self, weight: Tensor) -> bool:
-        """Returns whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
-        return weight.device.type != "cuda"
-
-    def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
-        """Returns a GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or
-        None."""
-        return None
-
-    def medium_m_gemm(self, weight: Tensor) -> MediumMGemm | None:
-        """Returns a GEMM that is faster than torch's for more rows than `small_m_gemm` is, or None."""
-        return None
 
     def head_products(
         self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
@@ -347,7 +318,7 @@ class LayerOps(ExpertOps):
         return None
 
     def head_top_k(
-        self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+        self, gemm: Gemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> HeadTopK | None:
         """Returns the end of a draft head for few rows in one call: norm, GEMM and the best of its outputs; or None.
 

@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from draftwing.ops import fp8_blocks, groups
-from draftwing.ops.contracts import (
-    DeviceExpertGemm,
-    Fp8Gemm,
-    GroupGemm,
-    HeadProducts,
-    MediumMGemm,
-    PeerSums,
-    SideWork,
-    SmallMGemm,
-    TallGemm,
-)
+from draftwing.ops.contracts import DeviceExpertGemm, Gemm, HeadProducts, PeerSums
 from draftwing.ops.cuda import gemm, gemm_dense, gemm_fp8, gemm_groups, gemm_heads, gemm_tall, wgmma
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8_blocks import FP8_FROM, Fp8Blocks
+from draftwing.ops.gemms import (
+    GROUP_ROWS,
+    DequantisedGemm,
+    GroupGemm,
+    KernelGemm,
+    TorchGemm,
+    dense_gemms,
+)
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.triton import expert_gemm, experts, layers, norms, peer_sums, rope
@@ -103,14 +101,31 @@ class TritonLayerOps(LayerOps):
     def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
         return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2), begin).view(ids.shape)
 
-    def packs_with_onednn(self, weight: Tensor) -> bool:
-        return False
+    def gemms(
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
+    ) -> list[Gemm]:
+        if isinstance(weight, Fp8Blocks):
+            return [KernelGemm(gemm_fp8.fp8_gemm(self.device), weight)]
+        if isinstance(weight, PackedGroups):
+            return self._group_gemms(weight, deterministic)
+        if not gemm.takes(weight):
+            return [TorchGemm(weight)]
+        medium = gemm_dense.dense_gemm(weight.device) if gemm_dense.takes(weight) else None
+        few = gemm.small_m_gemm(weight.device, weight.dtype)
+        return dense_gemms(weight, few, medium, gemm_dense.MOST, deterministic)
 
-    def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
-        return gemm.small_m_gemm(weight.device, weight.dtype) if gemm.takes(weight) else None
+    def _group_gemms(self, weight: PackedGroups, deterministic: bool) -> list[Gemm]:
+        device, dtype, width = weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight)
+        kernels = gemm_groups.group_gemm(device, dtype, width)
+        exact = gemm.small_m_gemm(device, dtype) if deterministic else None
+        side = side_stream(self.device) if self.device.type == "cuda" else None
+        found: list[Gemm] = [GroupGemm(kernels, weight, GROUP_ROWS)]
+        if exact is None and (tall := gemm_tall.tall_gemm(device, dtype, width)) is not None:
+            found.append(GroupGemm(tall, weight))
+        return [*found, DequantisedGemm(kernels, weight, exact, side)]
 
-    def medium_m_gemm(self, weight: Tensor) -> MediumMGemm | None:
-        return gemm_dense.dense_gemm(weight.device) if gemm.takes(weight) and gemm_dense.takes(weight) else None
+    def keeps_bits(self, weight: Tensor) -> bool:
+        return gemm.takes(weight) or super().keeps_bits(weight)
 
     @property
     def keeps_groups(self) -> bool:  # type: ignore[override]
@@ -123,18 +138,6 @@ class TritonLayerOps(LayerOps):
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
         return fp8_blocks.pack(rows, self.device)
-
-    def fp8_gemm(self) -> Fp8Gemm:
-        return gemm_fp8.fp8_gemm(self.device)
-
-    def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
-
-    def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
-        return gemm_tall.tall_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
-
-    def side_work(self) -> SideWork | None:
-        return side_stream(self.device) if self.device.type == "cuda" else None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)
