@@ -118,7 +118,7 @@ def test_a_head_edits_before_it_chooses(dtype: torch.dtype, mapped: bool, thread
     try:
         torch.set_num_threads(threads)
         for key in (None, keys):
-            logits = gemm(states, None, None)
+            logits = gemm.linear(states, None)
             unedited = logits.clone()
             case.editor(rows=rows).apply(logits)
             assert not torch.equal(logits[:2], unedited[:2]) and torch.equal(logits[2:4], unedited[2:4])
