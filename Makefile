@@ -48,6 +48,7 @@ test-clients: $(VENV)/.installed-dev
 
 check: style
 	$(call TESTS,not slow and not exhaustive)
+	@$(BIN)/python tools/count_code.py
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
