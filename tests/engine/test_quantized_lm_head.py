@@ -93,8 +93,7 @@ def accepted(engine: Engine) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.further(kind=["EAGLE", "DSPARK"])
-@pytest.mark.further(kind="EAGLE3", scheme="int8")
+@pytest.mark.further(kind=["EAGLE", "EAGLE3", "DSPARK"])
 @pytest.mark.parametrize("scheme", ["int8", "w4a16"])
 @pytest.mark.parametrize("kind", ["NEXTN", "EAGLE", "EAGLE3", "DSPARK"])
 def test_drafts_change_no_text(kind: str, scheme: str, tmp_path: Path, ops: list[tuple[int, str]]) -> None:

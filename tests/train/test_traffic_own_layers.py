@@ -90,6 +90,7 @@ def answered(llm: LLM) -> tuple[list[list[int]], float]:
 
 @pytest.mark.slow
 @pytest.mark.further(kind="qwen3.5")
+@pytest.mark.further(kind="qwen3.5")
 @pytest.mark.parametrize("kind", ["qwen3.5", "mimo"])
 def test_it_learns_and_is_replaced_in_a_running_engine(tmp_path: Path, kind: str) -> None:
     target = written(tmp_path / "target", kind)
