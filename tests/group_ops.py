@@ -41,7 +41,7 @@ class TorchGroupGemm:
         self.rows.append(len(x))
         return RowByRow().gated(x, self.dense(weight), bias)
 
-    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
+    def dense(self, weight: PackedGroups, out: Tensor | None = None, leave_room: bool = False) -> Tensor:
         matrix = unpacked(weight._replace(order=None))
         return matrix if out is None else out.copy_(matrix)
 

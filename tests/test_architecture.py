@@ -23,7 +23,7 @@ HOST_SIDE = ("errors", "log", "core", "config", "requests", "sched")
 MAY_ASK = {
     "cli.doctor": "says what is wrong with each device of a machine, before there is one",
     "engine.devices.cuda": "says whether there is a GPU",
-    "engine.graphs.cpu_tape": "made where `ops.records_calls` alone",
+    "engine.graphs.cpu_tape": "made where `ops.can_record` alone",
     "engine.startup.compiler_process": "says whether something may be compiled, before there is a device",
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
     "kv.zeros": "only a CPU's memory is taken as it is written",

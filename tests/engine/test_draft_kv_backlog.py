@@ -353,7 +353,7 @@ def test_queries_that_are_rounded_up(on_cpu: Any, kind: str, monkeypatch: pytest
     """As on a GPU: what is added to a prompt's queries changes nothing of its KV."""
     expected, passes = kv_of_prompts(on_cpu, kind, NO_DEFERRAL)
     asked: list[int] = []
-    monkeypatch.setattr(TorchOps, "even_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
+    monkeypatch.setattr(TorchOps, "round_up_rows", lambda self, count: asked.append(count) or -(-count // 16) * 16)
     for deferral in (NO_DEFERRAL, DraftDeferral(200, 100))[: 1 + (kind in ("EAGLE3", "STANDALONE"))]:
         asked.clear()
         found, passes = kv_of_prompts(on_cpu, kind, deferral)

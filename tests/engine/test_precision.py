@@ -33,8 +33,8 @@ GROUPS = CpuDevice(ops=GroupTorchOps(CPU))
 
 
 class GpuOps(TorchOps):
-    widens_pool = False
-    narrows_pool = True
+    reads_half_pool_in_fp32 = False
+    reads_fp8_pool = True
 
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

@@ -154,7 +154,7 @@ def test_a_shared_expert_becomes_one_of_the_others(
                 merged.get_parameter(name).data.copy_(param)
     kept = [weakref.ref(part.weight) for part in (merged.gate_up, merged.down) if form == "dense"]
     held: list[list[bool]] = []
-    ops.give_back_memory = lambda: held.append([ref() is not None for ref in kept])  # type: ignore[method-assign]
+    ops.empty_cache = lambda: held.append([ref() is not None for ref in kept])  # type: ignore[method-assign]
     pack_layers(merged, ops, PackMode())
     assert held[0::many] == ([[False, True], [False, False]] if kept else [[], []]), "one goes before another one comes"
     assert merged.shared is None and merged.gate_up.count == COUNT + many

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftwing.ops.cuda import gemm, gemm_groups
 from draftwing.ops.cuda.gemm import Shape
 from draftwing.ops.cuda.gemm_groups import TILES, Width
-from draftwing.ops.groups import WHOLE, PackedGroups, pack, unpacked, why_not
+from draftwing.ops.groups import WHOLE, PackedGroups, pack, unpacked, unsupported_reason
 
 PROCESSORS = 1  # so few that blocks that stay have work
 LAYOUTS = {  # groups of rows and columns, 0: all of them
@@ -101,7 +101,7 @@ def run(width: Width, tmp_path_factory: pytest.TempPathFactory) -> Host:
 def test_unpacking(run: Host, width: Width) -> None:
     for columns, layout in itertools.product((320, 576, 640), LAYOUTS[width]):
         rows = quantized(width, 48, columns, *layout)
-        assert why_not(rows, torch.bfloat16) is None
+        assert unsupported_reason(rows, torch.bfloat16) is None
         packed = pack(rows, torch.bfloat16, "cpu")
         expected = rows._replace(scales=rows.scales.bfloat16()).dense(torch.bfloat16)
         assert packed.shift == width.shift and torch.equal(unpacked(packed), expected)

@@ -43,7 +43,7 @@ def inputs(rows: int, columns: int) -> Tensor:
 def test_products_are_those_of_transformers(tall: int, wide: int) -> None:
     rows, x = rows_of(192, 512, tall, wide), inputs(5, 512)
     weight, right = fp8_blocks.pack(rows, "cpu"), as_in_transformers(inputs(5, 512), rows)
-    assert fp8_blocks.why_not(rows, BF16) is None and (weight.rows, weight.columns) == (192, 512)
+    assert fp8_blocks.unsupported_reason(rows, BF16) is None and (weight.rows, weight.columns) == (192, 512)
     gemm, residual, bias = TorchFp8Gemm(), torch.randn(5, 192).to(BF16), torch.randn(192).to(BF16)
 
     def close(found: Tensor, expected: Tensor) -> None:
@@ -105,5 +105,5 @@ def test_parts_are_joined_and_taken_apart() -> None:
     ],
 )
 def test_what_has_no_kernel(rows: QuantizedRows, reason: str) -> None:
-    found = fp8_blocks.why_not(rows, BF16)
+    found = fp8_blocks.unsupported_reason(rows, BF16)
     assert found is not None and reason in found

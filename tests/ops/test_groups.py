@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from draftwing.ops.groups import cut, join, pack, unpacked, why_not
+from draftwing.ops.groups import cut, join, pack, unpacked, unsupported_reason
 from draftwing.ops.types import QuantizedRows
 
 COLUMNS = 320  # of which the last group of 128, 192 or 96 columns has fewer
@@ -28,7 +28,7 @@ def test_groups_of_two_sizes_are_joined(bits: int, zeros: bool) -> None:
     """zeros: of the second part alone."""
     for one, other in product(WIDTHS, WIDTHS):
         parts = [rows_of(bits, one, 1), rows_of(bits, other, 2, zeros)]
-        assert [why_not(part, torch.bfloat16) for part in parts] == [None, None]
+        assert [unsupported_reason(part, torch.bfloat16) for part in parts] == [None, None]
         packed = [pack(part, torch.bfloat16, "cpu") for part in parts]
         for at in ((0, 1), (1, 0)):
             whole = join([packed[i] for i in at])

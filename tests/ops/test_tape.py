@@ -73,7 +73,7 @@ def test_threads_that_stay_for_all_calls_give_the_same(held: int) -> None:
                 y = OPS.rms_norm(gemm.linear(y, None), norm, 1e-6)
             return y
 
-        recording, out = record(work, OPS.make_calls)
+        recording, out = record(work, OPS.replay_calls)
         assert isinstance(recording, Recording)
         for _ in range(20):
             x.copy_(torch.randn(2, 1024, generator=generator))
@@ -92,7 +92,7 @@ def test_what_a_call_raises_ends_a_replay() -> None:
     made: list[object] = []
     raw = Notable(type("Module", (), {"fail": staticmethod(lambda: 1 / len(made))}))
     made.append(x)
-    recording, _ = record(lambda: [(OPS.take_rows(x, index), raw.fail()) for _ in range(9)], OPS.make_calls)
+    recording, _ = record(lambda: [(OPS.take_rows(x, index), raw.fail()) for _ in range(9)], OPS.replay_calls)
     assert isinstance(recording, Recording)
     recording.replay()
     made.clear()

@@ -51,7 +51,7 @@ def test_every_rank_hashes_before_it_launches(monkeypatch: pytest.MonkeyPatch) -
         raise Hashed
 
     device = pick_device("cpu")
-    monkeypatch.setattr(device.ops, "before_launches", hashing)
+    monkeypatch.setattr(device.ops, "hash_kernels", hashing)
     monkeypatch.setattr(build, "pick_device", lambda *asked: device)
     monkeypatch.setattr(device, "set_threads", lambda *threads: None)
     setup = SimpleNamespace(options=SimpleNamespace(device="cpu", num_threads=1), rank=1)

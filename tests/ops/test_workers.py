@@ -98,7 +98,7 @@ torch.set_num_threads(2)
 ops = CpuOps(torch.device("cpu"))
 weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(size)) for size in (1024, 64))
 gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
-stage, _ = record(lambda: [gemm.linear(x, None, None) for _ in range(40)], ops.make_calls)
+stage, _ = record(lambda: [gemm.linear(x, None, None) for _ in range(40)], ops.replay_calls)
 
 
 def loop():
@@ -135,7 +135,7 @@ torch.set_num_threads(2)
 ops = CpuOps(torch.device("cpu"))
 weight, x = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (512, 8))
 gemm = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32)
-stage, out = record(lambda: [gemm.linear(x, None, None) for _ in range(10)][-1], ops.make_calls)
+stage, out = record(lambda: [gemm.linear(x, None, None) for _ in range(10)][-1], ops.replay_calls)
 stage.replay()
 expected = out.clone()
 child = os.fork()

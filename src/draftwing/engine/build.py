@@ -148,7 +148,7 @@ def build(
     broadcast: RankBroadcast = SINGLE_RANK
     ranks: Ranks = ALONE
     compute = device.ops.compute_capability
-    device.ops.before_launches()
+    device.ops.hash_kernels()
     if compute is not None:
         job = Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute)
         ahead = precompile(job, compiler)
@@ -225,7 +225,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     """Returns the share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
     options, device = setup.options, pick_device(setup.options.device, setup.rank)
     device.set_threads(options.num_threads or 1)
-    device.ops.before_launches()
+    device.ops.hash_kernels()
     config = load_config(setup.path)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     where = device.device, device.collectives

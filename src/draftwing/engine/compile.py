@@ -41,7 +41,7 @@ def compile_forwards(
     for module in (model, head):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
-    ops.before_tracing()
+    ops.probe_device()
     setattr(model, "forward", _limited(model.forward, max_tokens, backend))  # noqa: B010
     if head is not None:
         setattr(head, head.forward_name, _limited(getattr(head, head.forward_name), max_tokens, backend))

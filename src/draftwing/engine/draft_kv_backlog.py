@@ -139,7 +139,7 @@ class DraftKVBacklog:
         self.see(who.texts)
         if not len(who.rows):
             return
-        width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
+        width = who.behind if self._ops.can_record else next(width for width in WIDTHS if width >= who.behind)
         count, upload = min((MAX_QUERIES // width, *self._sizes[-1:])), self._table.device.upload
         for first in range(0, len(who.rows), count):
             rows = self._padded(who.rows[first : first + count])

@@ -82,7 +82,7 @@ class Executor:
         self.device = device
         self.ops = device.ops
         self.graphs = GraphCache(device, table.rows, graph_size)
-        if not graph_size and self.ops.records_calls:
+        if not graph_size and self.ops.can_record:
             self.graphs = RecordedStages(device, table.rows, drafter)
         self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()

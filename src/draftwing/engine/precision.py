@@ -126,7 +126,7 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
     if options.kv_cache_dtype == "auto":
         return default
     if options.kv_cache_dtype == "fp8_e4m3":
-        if dtype.itemsize != 2 or not device.ops.narrows_pool:
+        if dtype.itemsize != 2 or not device.ops.reads_fp8_pool:
             raise ConfigError(
                 "--kv-cache-dtype fp8_e4m3: expected a model in bfloat16 or float16 on CUDA (compute capability 8.9 "
                 f"or later), found one in {str(dtype).removeprefix('torch.')} on {device.kind}: leave it out"
@@ -141,7 +141,7 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
             )
         return torch.int8
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)
-    if asked == dtype or (device.ops.widens_pool and dtype == torch.float32):
+    if asked == dtype or (device.ops.reads_half_pool_in_fp32 and dtype == torch.float32):
         return asked
     found = str(dtype).removeprefix("torch.")
     raise ConfigError(

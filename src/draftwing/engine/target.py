@@ -79,7 +79,7 @@ class TargetForward:
         if key is None:
             queries = trees.ids.shape[0]
             end = queries + batch.ids.shape[0]
-            if (total := self._ops.even_rows(end)) > end:
+            if (total := self._ops.round_up_rows(end)) > end:
                 batch = batch.padded(total - queries, self._table.rows)
             first, other = cut(self.run(batch, trees), queries, end)
             return Verified(*first), Verified(*other)

@@ -61,7 +61,7 @@ class Linear(nn.Module):
         self.out_features += other.out_features
         # Torch would cut the next matrix from the block of the one that was, too small for one of its own kind, and
         # what is left of a cut block can never be given back.
-        ops.give_back_memory()
+        ops.empty_cache()
 
     def part(self, rows: Sequence[range], columns: range) -> Linear | None:
         """Returns a layer with these rows of the weight, one beneath the other, and these columns, or None where the

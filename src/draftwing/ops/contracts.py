@@ -168,10 +168,10 @@ class Routing:
     @property
     def choices(self) -> int:
         """Returns the experts that a row goes to."""
-        return self.top_k + self.more
+        return self.top_k + self.shared_choices
 
     @property
-    def more(self) -> int:
+    def shared_choices(self) -> int:
         """Returns the experts that every row goes to besides those that it chooses."""
         return 0 if self.shared == "none" else self.shared_count
 

@@ -70,7 +70,7 @@ class Fp8Rows(NamedTuple):
         return _straight(self.codes)[: self.rows], self.scales.T[: self.rows]
 
 
-def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
+def unsupported_reason(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
     """Returns what keeps these rows, as a part of a weight, from being packed for activations of `dtype`, or None."""
     height, width = rows.codes.shape
     if rows.codes.dtype != torch.float8_e4m3fn or rows.zeros is not None or rows.group_of is not None:
@@ -85,7 +85,7 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
 
 
 def pack(rows: QuantizedRows, device: torch.device | str) -> Fp8Blocks:
-    """Returns the rows, for which `why_not` has nothing to say, on `device`."""
+    """Returns the rows, for which `unsupported_reason` has nothing to say, on `device`."""
     height, width = rows.codes.shape
     down = torch.arange(height // TALL, device=device) * TALL // rows.tall
     across = torch.arange(width // WIDE, device=device) * WIDE // rows.wide

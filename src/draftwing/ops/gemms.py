@@ -168,7 +168,7 @@ class DequantisedGemm:
         if self._side is None or self._ahead is not None:  # nobody took it: it is still right
             return
         out = self._weight.scales.new_empty(self._weight.rows, self._weight.columns)
-        done = self._side.start(lambda: self._kernels.dense(self._weight, out, aside=True))
+        done = self._side.start(lambda: self._kernels.dense(self._weight, out, leave_room=True))
         self._ahead = None if done is None else (out, done)
 
 

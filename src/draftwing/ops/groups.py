@@ -54,7 +54,7 @@ class PackedGroups(NamedTuple):
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
 
 
-def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
+def unsupported_reason(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
     """Returns what keeps these rows from being packed for activations of `dtype`, or None where they can be."""
     fp8, (height, width) = rows.codes.is_floating_point(), rows.codes.shape
     if dtype not in (torch.bfloat16, torch.float16) or (fp8 and dtype != torch.bfloat16):
@@ -74,7 +74,7 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
 
 
 def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) -> PackedGroups:
-    """Returns the rows, for which `why_not` has nothing to say, on `device`. dtype: of activations."""
+    """Returns the rows, for which `unsupported_reason` has nothing to say, on `device`. dtype: of activations."""
     codes, fp8, zeros, order = rows.codes.to(device), rows.codes.is_floating_point(), rows.zeros, None
     if rows.group_of is not None:
         order = torch.argsort(rows.group_of, stable=True).to(device)

@@ -189,11 +189,11 @@ class Drafter(ABC):
 
     @staticmethod
     def evened(ops: TorchOps, seen: SeenTokens, more: int = 0) -> SeenTokens:
-        """Returns chunks with as many queries as such a device has been tried with (`ops.even_rows`): others are added
-        in the dummy row. more: queries that the caller adds."""
+        """Returns chunks with as many queries as such a device has been tried with (`ops.round_up_rows`): others are
+        added in the dummy row. more: queries that the caller adds."""
         count, aux_hidden = seen.next_ids.shape[0], seen.aux_hidden
         assert count == seen.batch.ids.shape[0]
-        size = ops.even_rows(count + more) - more
+        size = ops.round_up_rows(count + more) - more
         if size == count:
             return seen
         return seen._replace(

@@ -24,7 +24,7 @@ class LookupDrafter(Drafter):
     fixed_confidence = False
 
     def __init__(self, index: NGramIndex | SuffixIndex, ops: NGramOps | SuffixOps) -> None:
-        self.index, self.in_parts = index, ops.draws_by_row and not ops.records_calls
+        self.index, self.in_parts = index, ops.draws_by_row and not ops.can_record
 
     def flush(self) -> None:
         self.index.flush()

@@ -44,7 +44,7 @@ class ModelDrafter(HeadDrafter):
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """Returns chains on a CPU, which are cheaper to draft."""
-        return chain_menu(shape) if self.ops.records_calls else tree_menu(shape)
+        return chain_menu(shape) if self.ops.can_record else tree_menu(shape)
 
     def span(self, shape: TreeShape) -> int:
         """Returns the most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""

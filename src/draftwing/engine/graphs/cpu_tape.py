@@ -45,7 +45,7 @@ class RecordedStages(GraphCache):
 
     def __init__(self, device: Device, dummy_row: int, drafter: Drafter | None = None) -> None:
         super().__init__(device, dummy_row, 0)
-        self._foreign, self._make_calls = foreign_steps(drafter), device.ops.make_calls
+        self._foreign, self._make_calls = foreign_steps(drafter), device.ops.replay_calls
         self.rows = torch.full((RECORDED_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
         self._host_rows = np.full(RECORDED_ROWS, dummy_row, np.int64)
         self.refused: set[Hashable] = set()

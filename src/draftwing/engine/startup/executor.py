@@ -82,7 +82,7 @@ def make_executor(
     scales = model.kv_scales.of(model.pool_owners) if kv_dtype == FP8 else ()
     pool = KVPool(rig.layers, pool_tokens, kv_dtype, device.device, scales)
     pool.states = rig.states(states, rows)
-    if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
+    if model.kv_scales and kv_dtype != FP8 and device.ops.reads_fp8_pool:
         log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
     _log_memory(options, rig, pool_tokens, states, context)
 

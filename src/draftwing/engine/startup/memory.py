@@ -279,7 +279,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     step = graphs = 0
     try:
         step = peak(executor, first_step(tokens, longest, length))
-        if rig.drafter is not None and 0 < tokens - 1 < rig.device.ops.even_rows(tokens - 1):
+        if rig.drafter is not None and 0 < tokens - 1 < rig.device.ops.round_up_rows(tokens - 1):
             step = max(step, peak(executor, first_step(tokens - 1, longest, length)))  # a copy is rounded up for it
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
         if rig.drafter is not None and rig.drafter.kv_layers:

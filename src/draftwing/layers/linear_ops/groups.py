@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.fp8 import Fp8Linear
 from draftwing.ops import fp8_blocks
 from draftwing.ops.fp8_blocks import Fp8Blocks
 from draftwing.ops.gemms import DequantisedGemm
-from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, why_not
+from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, unsupported_reason
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
@@ -103,9 +103,9 @@ class Groups(Dense):
 
     def _packed_part(self, rows: QuantizedRows) -> Part | str:
         """Returns the rows as kernels read them, or why there are none."""
-        if rows.dynamic and self._is_large and fp8_blocks.why_not(rows, self._dtype) is None:
+        if rows.dynamic and self._is_large and fp8_blocks.unsupported_reason(rows, self._dtype) is None:
             return self._format.ops.pack_fp8(rows)
-        return why_not(rows, self._dtype) or self._format.ops.pack_groups(rows, self._dtype)
+        return unsupported_reason(rows, self._dtype) or self._format.ops.pack_groups(rows, self._dtype)
 
     @property
     def sizes(self) -> Counter[str]:
@@ -169,7 +169,7 @@ class Groups(Dense):
     def _for_16_bits(self, part: Part) -> Part:
         """Returns a part for activations in 16 bits, of which kernels read more together, where it can be one."""
         rows = part.quantized() if isinstance(part, Fp8Blocks) else None
-        if rows is None or why_not(rows, self._dtype) is not None:
+        if rows is None or unsupported_reason(rows, self._dtype) is not None:
             return part
         return self._format.ops.pack_groups(rows, self._dtype)
 

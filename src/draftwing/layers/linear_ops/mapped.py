@@ -77,7 +77,7 @@ class Mapped(Dense):
         return taken.to(where, self._dtype).view(*ids.shape, -1)
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
-        held = None if self._kept is None else ops.held_rows(self.rows, self.layer.out_features)
+        held = None if self._kept is None else ops.upload_matrix(self.rows, self.layer.out_features)
         if held is not None:
             self.layer.weight, self._kept = nn.Parameter(held, False), None
         elif isinstance(self._kept, BlockRows):

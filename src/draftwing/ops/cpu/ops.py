@@ -35,7 +35,7 @@ class CpuOps(
     """Made where the extension was built and the device is a CPU. Takes tensors with data only."""
 
     name = "cpu"
-    records_calls = True
+    can_record = True
     exact_by_design = True
     reads_int8_pool = True
     table_dtype = torch.int64  # C reads these; a CPU's memory is taken as it is written
@@ -48,7 +48,7 @@ class CpuOps(
         assert self.raw is not None, "the extension was not built, or is not wanted"
         self.spare, self.workers, self.arena, self.scratches = Spare(), Workers(), Arena(), {}
 
-    def make_calls(self, calls: Calls) -> None:
+    def replay_calls(self, calls: Calls) -> None:
         """Calls what was noted (`ops.cpu.tape`), in threads that stay for all of it."""
         self.raw.replay(calls, self.workers.address)
 

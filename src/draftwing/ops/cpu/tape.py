@@ -143,13 +143,13 @@ class Recording:
         self._make(self._calls)
 
 
-def make_calls(calls: Calls) -> None:
+def replay_calls(calls: Calls) -> None:
     for function, numbers in calls:
         function(*numbers)
 
 
 def record(
-    function: Callable[[], T], make: Callable[[Calls], None] = make_calls, memory: StepMemory | None = None
+    function: Callable[[], T], make: Callable[[Calls], None] = replay_calls, memory: StepMemory | None = None
 ) -> tuple[Recording | str, T]:
     """Calls it once. The recording does the same again, on what is then in the same places, and writes what the
     function returned anew; the name of an operation where torch computes something itself. What the function does in

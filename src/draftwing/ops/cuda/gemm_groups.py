@@ -244,10 +244,10 @@ class GroupGemm(PackedGemm[Tensor]):
         unpack = modules[0][0].kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
         return _Loaded(kernels, tiles, order_kernels(modules), unpack)
 
-    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
-        """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
+    def dense(self, weight: PackedGroups, out: Tensor | None = None, leave_room: bool = False) -> Tensor:
+        """[N, K], columns in the order of the packed weight. out: where to.  leave_room: leaves room for other kernels."""
         out = weight.scales.new_empty(weight.rows, weight.columns) if out is None else out
-        room = self._processors * (_UNPACK_ASIDE if aside else _UNPACK_BLOCKS)
+        room = self._processors * (_UNPACK_ASIDE if leave_room else _UNPACK_BLOCKS)
         grid = unpack_blocks(weight.rows, weight.columns, room)
         self._loaded.unpack((grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
         return out

@@ -260,5 +260,5 @@ class NGramOps:
 
     device: torch.device
     draws_by_row: bool
-    records_calls: bool
+    can_record: bool
     ngram_index: type[NGramIndex] = NGramIndex

@@ -316,5 +316,5 @@ class SuffixOps:
 
     device: torch.device
     draws_by_row: bool
-    records_calls: bool
+    can_record: bool
     suffix_index: type[SuffixIndex] = SuffixIndex

@@ -104,9 +104,9 @@ class ExpertOps:
         if routing.shared != "none":
             assert own is None
             more = _sigmoid(gate) if routing.shared == "gated" else torch.ones_like(gate)
-            last = torch.arange(count, count + routing.more, device=experts.device).expand(len(experts), -1)
+            last = torch.arange(count, count + routing.shared_choices, device=experts.device).expand(len(experts), -1)
             experts, weights = torch.cat((experts, last), 1), torch.cat((weights, more.expand_as(last)), 1)
-            count += routing.more
+            count += routing.shared_choices
         if own is None:
             return Routed(experts, weights, count)
         here = (experts >= own.start) & (experts < own.stop)

@@ -46,7 +46,7 @@ class LayerOps(ExpertOps):
     merges_matrices = False  # whether one GEMM of more outputs, or experts, is faster than two
     convolves_by_tap = False  # whether a delta net's weights of a tap are to lie beside each other
 
-    def give_back_memory(self) -> None:
+    def empty_cache(self) -> None:
         """Gives the device what no tensor holds any more."""
 
     def mix_norm(
@@ -194,7 +194,7 @@ class LayerOps(ExpertOps):
         columns] in `dtype`, float32 or bfloat16. None: the device has nothing better than numpy."""
         return None
 
-    def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+    def upload_matrix(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
         """Returns a matrix [count, n] of which `rows` gives the rows of ids [M], on the device, for `take_rows`; None
         where the device shares the host's memory, and rows are read from where they are."""
         return None
@@ -287,11 +287,11 @@ class LayerOps(ExpertOps):
     fp8_from: int | None = None  # values of a weight from which products with activations in fp8 are faster; None: none
 
     def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
-        """rows, to which `fp8_blocks.why_not` has nothing to say, on this device."""
+        """rows, to which `fp8_blocks.unsupported_reason` has nothing to say, on this device."""
         return fp8_blocks.pack(rows, rows.codes.device)
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
-        """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""
+        """rows, to which `groups.unsupported_reason` has nothing to say, on this device. dtype: of activations."""
         return groups.pack(rows, dtype, rows.codes.device)
 
     def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:

@@ -28,11 +28,11 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     """The operations of one device, made once; see docs/architecture.md."""
 
     name = "torch"
-    records_calls = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
-    make_calls: Callable[[Any], None]  # where it may: makes what was noted
+    can_record = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
+    replay_calls: Callable[[Any], None]  # where it may: makes what was noted
     exact_by_design = False  # whether a row has the same bits in any batch, else it has to be tried
-    widens_pool = True  # whether attention in float32 reads a pool of a half type
-    narrows_pool = False  # whether attention in 16 bits reads a pool in fp8
+    reads_half_pool_in_fp32 = True  # whether attention in float32 reads a pool of a half type
+    reads_fp8_pool = False  # whether attention in 16 bits reads a pool in fp8
     reads_int8_pool = False
     lazy_states = False  # whether every second plain step leaves states as they are, see `kv.row_states`
     # Of page tables and the tokens of rows, which are there for all rows and positions; what they hold is below 2^31.
@@ -52,7 +52,7 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
     def reads_routes(self) -> bool:  # type: ignore[override]
         return self.device.type == "cpu"
 
-    def held_rows(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+    def upload_matrix(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
         if self.device.type == "cpu":
             return None
         first = rows(torch.zeros(1, dtype=torch.int64))
@@ -61,7 +61,7 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
             out[ids[0] : ids[0] + len(ids)].copy_(rows(ids))
         return out
 
-    def even_rows(self, count: int) -> int:
+    def round_up_rows(self, count: int) -> int:
         """As how many rows so many of a prompt are best multiplied outside of graphs."""
         return count
 
@@ -97,8 +97,8 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         chunks."""
         states.advance(rows, prefix_len + 1, nodes)
 
-    def before_launches(self) -> None:
+    def hash_kernels(self) -> None:
         """Names kernels as the process does that compiles them ahead, which may be another one."""
 
-    def before_tracing(self) -> None:
+    def probe_device(self) -> None:
         """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""

@@ -252,7 +252,7 @@ def route(
     own: range | None = None,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
-    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.more
+    rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared_choices
     count = logits.shape[1] - (routing.shared == "gated")
     here = range(count) if own is None else own
     assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)

@@ -68,7 +68,7 @@ class TritonLayerOps(LayerOps):
     def reads_routes(self) -> bool:  # type: ignore[override]
         return False
 
-    def give_back_memory(self) -> None:
+    def empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -39,7 +39,7 @@ class TritonOps(
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
     name = "triton"
-    widens_pool = False
+    reads_half_pool_in_fp32 = False
     attention_bytes = 512 << 20
     batch_invariant = True
     exact_by_design = True
@@ -50,17 +50,17 @@ class TritonOps(
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
 
     @property
-    def narrows_pool(self) -> bool:  # type: ignore[override]
+    def reads_fp8_pool(self) -> bool:  # type: ignore[override]
         return (self.compute_capability or _FP8) >= _FP8
 
     def attention(self, pool: KVPool, exact: bool = False) -> AttnBackend:
         return PagedAttention(pool, exact)
 
-    def even_rows(self, count: int) -> int:
+    def round_up_rows(self, count: int) -> int:
         return even(count)
 
-    def before_tracing(self) -> None:
+    def probe_device(self) -> None:
         launch_options(self.device)
 
-    def before_launches(self) -> None:
+    def hash_kernels(self) -> None:
         hash_all()

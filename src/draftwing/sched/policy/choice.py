@@ -29,7 +29,7 @@ class ShapeChoice:
         self._draft_prefill = DraftPrefill(deferral.most) if deferral.from_tokens else None
         self._by_slot = deferral.by_slot
         # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
-        self._telling = deferral.most if deferral.from_tokens else MAX_BACKLOG if deferral.by_slot else 0
+        self._timed_positions = deferral.most if deferral.from_tokens else MAX_BACKLOG if deferral.by_slot else 0
         # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
         self._planned: dict[int, tuple[list[int], bool]] = {}
         self._since_cost = 0  # steps since the last whose seconds were its cost
@@ -165,7 +165,7 @@ class ShapeChoice:
             self._record_mixed(plan, plan.beside, result, _kv_tokens(req for req in live if req is not None))
         confidences, behind = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
-        counted = positions if 0 < self._telling <= positions else 0  # fewer cost their launches
+        counted = positions if 0 < self._timed_positions <= positions else 0  # fewer cost their launches
         kv_tokens = _kv_tokens(req for req in live if req is not None)
         context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
