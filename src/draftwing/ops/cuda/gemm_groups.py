@@ -245,7 +245,7 @@ class GroupGemm(PackedGemm[Tensor]):
         return _Loaded(kernels, tiles, order_kernels(modules), unpack)
 
     def dense(self, weight: PackedGroups, out: Tensor | None = None, leave_room: bool = False) -> Tensor:
-        """[N, K], columns in the order of the packed weight. out: where to.  leave_room: leaves room for other kernels."""
+        """Returns [N, K], columns in the order of the packed weight. out: where to.  leave_room: for other kernels."""
         out = weight.scales.new_empty(weight.rows, weight.columns) if out is None else out
         room = self._processors * (_UNPACK_ASIDE if leave_room else _UNPACK_BLOCKS)
         grid = unpack_blocks(weight.rows, weight.columns, room)
