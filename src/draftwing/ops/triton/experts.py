@@ -86,8 +86,8 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.shared_choices`. GATED: as
-    `Routing.shared`. tiles: to be filled, where there is but one row."""
+    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.shared_choices`.
+    GATED: as `Routing.shared`. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
