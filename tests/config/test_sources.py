@@ -166,7 +166,7 @@ def test_what_is_wrong_in_the_environment(name: str, text: str, said: str) -> No
 def test_an_empty_variable_is_as_none(tmp_path: Path) -> None:
     """Of every option but those that keep strangers out; what it would overrule counts."""
     names = {*names_of(Options), *FOREIGN} - {"api_key", "admin_api_key", "api_key_file"}
-    assert read(**{f"DRAFTWING_{name.upper()}": "" for name in names}, DRAFTWING_CONFIG="") == Options()
+    assert read(**{f"DRAFTWING_{name.upper()}": "" for name in names}) == Options()
     file = tmp_path / "a.toml"
     file.write_text("port = 1\nenable-overlap = true")
     found = read(DRAFTWING_CONFIG=str(file), DRAFTWING_PORT="", DRAFTWING_DISABLE_OVERLAP_SCHEDULE="")
@@ -198,3 +198,10 @@ def test_the_command_takes_them(
     monkeypatch.delenv("DRAFTWING_DTYPE")
     assert main(["serve", "--config", str(file)]) == 2
     assert "'/no/such/model' does not exist" in capsys.readouterr().err
+
+
+def test_an_empty_name_of_the_file_is_refused() -> None:
+    """It may hold the key."""
+    with pytest.raises(ConfigError, match="DRAFTWING_CONFIG: expected the name of a file"):
+        with_sources({}, {"DRAFTWING_CONFIG": ""})
+    assert with_sources({"config": None}, {}) == {}

@@ -154,6 +154,16 @@ TOGETHER: dict[str, Any] = {
     },
     "examples": {"$ref": "#/examples/+0", "examples": [{"allOf": STRINGS}]},
     "quoted": {"$ref": "#%2F$defs%2Fa", "$defs": {"a": {"allOf": STRINGS}}},
+    "another spelling": {"$ref": "json-schema:///#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "a dot": {"$ref": "./#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "two dots": {"$id": "http://x/", "$ref": "z/..#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "a host in capitals": {"$id": "http://X", "$ref": "http://x#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "a query": {"$id": "http://x/y?q", "$ref": "?q#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "a name": {"$id": "urn:a:b", "$ref": "URN:a:b#/$defs/a", "$defs": {"a": {"allOf": STRINGS}}},
+    "an old address": {"id": "http://x/y", "$ref": "y#/definitions/a", "definitions": {"a": {"allOf": STRINGS}}},
+    "an old anchor": {"$ref": "#foo", "definitions": {"a": {"id": "#foo", "allOf": STRINGS}}},
+    "a decoy": {"$id": "http://x/y/", "$ref": "y/.#/$defs/a", "$defs": {
+        "a": {"allOf": STRINGS}, "b": {"$id": "z/.", "$defs": {"a": True}}}},
     "if": {"if": True, "then": {"allOf": STRINGS[:5]}, "allOf": STRINGS[5:]},
 }  # fmt: skip
 
@@ -183,6 +193,43 @@ def test_many_patterns_of_several_texts_are_not(byte_vocab: Any, schema: dict[st
     Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps(schema)))
 
 
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "allOf": [{"pattern": one["pattern"]} for one in STRINGS]},
+    {"type": ["integer", "null"], "allOf": [{"anyOf": [one, {"type": "integer"}]} for one in STRINGS[:9]]},
+    {"$defs": {str(i): {"$id": f"http://x/{i}", "$defs": {"a": one}, "properties": {"b": {"$ref": f"{i}#/$defs/a"}}}
+               for i, one in enumerate(STRINGS)}, "anyOf": [{"$ref": f"http://x/{i}"} for i in range(20)]},
+])  # fmt: skip
+def test_patterns_that_no_text_meets_together_are_not(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("schema", [
+    {"properties": {str(i): one for i, one in enumerate(STRINGS)},
+     "$defs": {"b": {f"q{i}": {"$ref": "#/b"} for i in range(2000)}, "c": [{"$id": "a"} for _ in range(2000)]}},
+    {"properties": {**{str(i): one for i, one in enumerate(STRINGS)}, "q": {"$ref": "#/" + "b/" * 30_000}},
+     "$defs": {str(i): {"$id": "a"} for i in range(1000)}},
+    {"properties": {f"p{i}": {"anyOf": [{"type": "string", "format": ["date", "time", "email", "uuid", "uri",
+     "ipv4", "ipv6", "hostname", "duration", "date-time"][i % 10]}, {"type": "null"}]} for i in range(3000)}},
+    {"allOf": [{"properties": {f"{i}.{j}": STRINGS[i % 20] for j in range(60)}} for i in range(120)]},
+    {"properties": {f"p{i}": STRINGS[i % 20] for i in range(3000)},
+     "patternProperties": {f"^x{i}$": STRINGS[i % 20] for i in range(400)}},
+])  # fmt: skip
+def test_large_schemas_take_little(byte_vocab: Any, schema: dict[str, Any]) -> None:
+    begin = time.thread_time()
+    Translator(byte_vocab.tokenizer).translate(Grammar("json_schema", json.dumps(schema)))
+    assert time.thread_time() - begin < 5, "a minute and more"
+
+
+@pytest.mark.parametrize("pattern", ["a\\", "^a\\", "\\\\\\"])
+def test_nothing_follows_a_backslash_at_the_end(byte_vocab: Any, pattern: str) -> None:
+    for grammar in (
+        Grammar("regex", pattern),
+        Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern})),
+    ):
+        with pytest.raises(RequestError, match="backslash at its end"):
+            byte_vocab.compiler.compile(grammar)
+
+
 def test_expressions_that_are_allowed_together_take_little(byte_vocab: Any) -> None:
     begin = time.process_time()
     with pytest.raises(RequestError, match="cannot be used"):
@@ -192,7 +239,6 @@ def test_expressions_that_are_allowed_together_take_little(byte_vocab: Any) -> N
 
 @pytest.mark.parametrize("schema", [
     {"allOf": [{"anyOf": [*STRINGS[i:], {"$ref": "#"}]} for i in range(18)]},
-    {"allOf": [{"properties": {f"{i}.{j}": STRINGS[i % 20] for j in range(60)}} for i in range(120)]},
     {"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20)], "$defs": {
         str(i): {**STRINGS[i], "allOf": [{"anyOf": [{"$ref": f"#/$defs/{j}"} for j in range(20)]}]}
         for i in range(20)}},

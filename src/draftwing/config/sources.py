@@ -36,6 +36,8 @@ def with_sources(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> di
     names; `FILE` is none of them. Raises ConfigError."""
     typed: Layer = {name: (value, "the command line") for name, value in arguments.items() if name != FILE}
     path = arguments.get(FILE) or environ.get(PREFIX + FILE.upper())
+    if path == "":  # it may hold a key
+        raise ConfigError(f"{PREFIX}{FILE.upper()}: expected the name of a file, found an empty text")
     sglang: Layer = {name: (value, "SGLang's variable") for name, value in compat.from_environment(environ).items()}
     layers = [_from_file(Path(path).expanduser())] if path else []
     found: Layer = {}

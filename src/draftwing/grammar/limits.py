@@ -43,8 +43,10 @@ def checked_regex(pattern: str) -> str:
     """Returns `pattern` with \\d, \\w and \\s as the ASCII characters that their users mean, not as the hundreds of
     digits of all scripts, from which a hot sampler would choose. Whatever matches it matches the original, too.
 
-    Raises GrammarError if the expression is too large.
+    Raises GrammarError if the expression is too large, or would escape what is written behind it.
     """
+    if re.sub(r"\\.", "", pattern, flags=re.DOTALL).endswith("\\"):
+        raise GrammarError("the regular expression is not supported: nothing follows the backslash at its end")
     if len(pattern) > MAX_REGEX_CHARS:
         raise GrammarError(f"the expression has {len(pattern)} characters, at most {MAX_REGEX_CHARS} are allowed")
     if _written_out(pattern) > MAX_REPETITION:
@@ -105,10 +107,7 @@ def _written_out(pattern: str) -> int:
 
 
 def lark_regex(pattern: str) -> str:
-    """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large, or
-    would take the slash behind it."""
-    if re.sub(r"\\.", "", pattern, flags=re.DOTALL).endswith("\\"):
-        raise GrammarError("the regular expression is not supported: nothing follows the backslash at its end")
+    """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError as `checked_regex`."""
     written = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], checked_regex(pattern), flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
 

@@ -6,14 +6,15 @@ time may double with each expression, and none of its limits counts that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.references import Resolver
 
-MAX_TOGETHER = 8  # expressions of one text: 8 take 0.05 s of the library at most, 14 half a second, 16 2.5 s, 19 31 s
-MAX_STEPS = 500_000  # schemas that are put together to find that out: a second
+MAX_TOGETHER = 8  # expressions of one text: 8 take up to a second of the library, 14 simple ones half of it, 19 31 s
+MAX_STEPS = 300_000  # schemas that are put together to find that out: one or two seconds
 
 Schema = dict[str, Any]
 
@@ -34,23 +35,26 @@ def check_merged(schema: Schema) -> None:
     `MAX_TOGETHER` expressions and formats, or where that is too much to find out."""
     if len(set(_expressions(schema))) <= MAX_TOGETHER:
         return
-    resolver, steps = Resolver(schema), 0
-    left, seen = [_Value((), (schema,))], set()
+    resolver, weights, steps = Resolver(schema), _Weights(), 0
+    left, seen = [_Value((), (schema,))], set[Any]()
     while left:
-        value = _expanded(left.pop(), resolver)
-        steps += len(value.parts)
-        if steps > MAX_STEPS:
-            raise GrammarError("its alternatives and references stand for too many combinations of patterns")
-        key = frozenset(map(id, value.parts)), frozenset(tuple(map(id, every)) for every in value.choices)
-        if key in seen:
+        value = left.pop()
+        key = frozenset(map(id, value.parts)), frozenset(map(id, value.more)), frozenset(map(_ids, value.choices))
+        if key in seen or weights.of_value(value) <= MAX_TOGETHER:
             continue
         seen.add(key)
+        value = _expanded(value, resolver)
+        if not (kinds := _kinds(value.parts)):
+            continue  # no value is all of that
+        steps += len(value.parts) + sum(map(len, value.choices))
+        if steps + resolver.steps > MAX_STEPS:
+            raise GrammarError("its alternatives and references stand for too many combinations of patterns")
         if value.choices:
             first, *rest = value.choices
             left += [_Value(value.parts, (one,), tuple(rest)) for one in first]
             continue
         found = {own for part in value.parts for own in _own(part)}
-        if len(found) > MAX_TOGETHER:
+        if len(found) > MAX_TOGETHER and "string" in kinds:
             raise GrammarError(
                 f"one text would have to match {len(found)} patterns and formats at once, at most {MAX_TOGETHER} are "
                 "allowed: say it with fewer"
@@ -60,6 +64,43 @@ def check_merged(schema: Schema) -> None:
             if steps > MAX_STEPS:
                 break
             left.append(inner)
+
+
+def _ids(choices: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(map(id, choices))
+
+
+def _kinds(parts: tuple[Schema, ...]) -> set[str]:
+    """Returns the types that all of them allow."""
+    found = {"array", "boolean", "integer", "null", "number", "object", "string"}
+    for part in parts:
+        named = part.get("type", [*found])
+        allowed = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+        found &= allowed | ({"integer"} if "number" in allowed else set())
+    return found
+
+
+class _Weights:
+    """At most how many expressions a text can meet in a schema; endless where it refers to others."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def of_value(self, value: _Value) -> float:
+        """Returns it of all that holds for one value."""
+        together = sum(map(self._of, (*value.parts, *value.more)))
+        return together + sum(max(map(self._of, every), default=0) for every in value.choices)
+
+    def _of(self, schema: Any) -> float:
+        if isinstance(schema, list):
+            return sum(map(self._of, schema))
+        if not isinstance(schema, dict):
+            return 0
+        if id(schema) not in self._known:
+            refers = isinstance(schema.get("$ref", schema.get("$dynamicRef")), str)
+            own = math.inf if refers else len([*_own(schema)])
+            self._known[id(schema)] = own + sum(map(self._of, schema.values()))
+        return self._known[id(schema)]
 
 
 def _own(schema: Schema) -> Iterator[tuple[str, str]]:
@@ -92,8 +133,14 @@ def _expanded(value: _Value, resolver: Resolver) -> _Value:
         for key in ("$ref", "$dynamicRef"):
             if isinstance(reference := one.get(key), str):
                 left += resolver.targets(reference)
-        choices += [tuple(every) for key in ("anyOf", "oneOf") if (every := _list(one, key))]
+        choices += [_options(every) for key in ("anyOf", "oneOf") if (every := _list(one, key))]
     return _Value((*parts.values(),), (), (*choices,))
+
+
+def _options(schemas: list[Any]) -> tuple[Any, ...]:
+    """Returns the schemas, of those that say nothing one."""
+    found = [one for one in schemas if isinstance(one, dict)]
+    return (*found, *[True] * (len(found) < len(schemas)))
 
 
 def _within(parts: tuple[Schema, ...]) -> Iterator[_Value]:

@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote
 
 from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_MAPS
 
+_PLAIN = re.compile(r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")  # parts of addresses that are written in one way
 _NOT_IN_URIS = re.compile(r"%(?![0-9A-Fa-f]{2})|[^\w.~!$&'()*+,;=:@/?%-]", re.ASCII)
 
 
@@ -23,6 +24,8 @@ def pointed(root: Any, reference: str) -> Any:
 
 def _found(root: Any, pointer: str) -> Any:
     for part in pointer.split("/"):
+        if not isinstance(root, dict | list):
+            return None
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.removeprefix("+").isdecimal() and len(name) < 10:  # the library reads +0
             root = root[int(name)] if int(name) < len(root) else None
@@ -76,35 +79,50 @@ def references(value: Any) -> list[str]:
 
 
 class Resolver:
-    """Finds what references of any form may stand for in a schema: pointers, anchors, and both behind an `$id`."""
+    """Finds what references of any form may stand for in a schema: pointers, anchors, and both behind an address."""
 
     def __init__(self, root: Any) -> None:
-        self._resources: list[tuple[str, Any]] = [("", root)]  # last part of its address, where it is
+        self._bases = [root]  # what a pointer may begin at
+        self._named: dict[str, list[Any]] = {}  # the same by the last part of the address
         self._anchors: dict[str, list[Any]] = {}
+        self._found: dict[str, list[Any]] = {}
+        self.steps = 0  # looked at so far
         left = [root]
         while left:
             one = left.pop()
-            if isinstance(one, dict):
-                if isinstance(name := one.get("$id"), str):
-                    self._resources.append((_last(name.partition("#")[0]), one))
-                for key in ("$anchor", "$dynamicAnchor", "$id"):
-                    if isinstance(name := one.get(key), str):
-                        self._anchors.setdefault(name.rpartition("#")[2], []).append(one)
-                left += one.values()
-            elif isinstance(one, list):
+            if isinstance(one, list):
                 left += one
+            if not isinstance(one, dict):
+                continue
+            left += one.values()
+            for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
+                if isinstance(name := one.get(key), str):
+                    address, _, anchor = name.partition("#")
+                    self._anchors.setdefault(anchor if "#" in name else name, []).append(one)
+                    if key in ("$id", "id"):
+                        self._bases.append(one)
+                        self._named.setdefault(_last(address), []).append(one)
 
     def targets(self, reference: str) -> list[Any]:
-        """Returns all that it may stand for, which is nothing where it leads out of the schema."""
+        """Returns all that it may stand for; nothing where it leads out of the schema. An address says little, for the
+        same one is written in many ways."""
+        if reference not in self._found:
+            self._found[reference] = self._look(reference)
+        return self._found[reference]
+
+    def _look(self, reference: str) -> list[Any]:
         address, _, fragment = reference.partition("#")
         if not fragment.startswith("/"):
             fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             return self._anchors.get(fragment, [])
-        name = _last(address)
-        bases = [one for own, one in self._resources if not address or own == name]
+        bases = self._named.get(_last(address)) if _PLAIN.fullmatch(_last(address)) else None
+        bases = self._bases if bases is None else bases
+        self.steps += len(bases) + fragment.count("/")
         return [found for one in bases if (found := pointed(one, f"#{fragment}")) is not None]
 
 
 def _last(address: str) -> str:
-    return unquote(address).rstrip("/").rpartition("/")[2]
+    """Returns the last part of an address's path; "" of a host alone."""
+    path = address.partition("://")[2].partition("/")[2] if "://" in address else address
+    return path.rstrip("/").rpartition("/")[2]

@@ -31,7 +31,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.server.admission_quota import AdmissionQuota
 from draftwing.server.dispatch_queue import DispatchQueue
 from draftwing.server.logprob_quota import LogprobQuota
-from draftwing.server.output_stream import Stream
+from draftwing.server.output_stream import Stream, Wakeups
 from draftwing.server.supervision import CrashHistory, Watchdog
 from draftwing.server.telemetry.observer import Observer
 
@@ -56,6 +56,7 @@ class AsyncEngine:
         self.link, self._spawn = link, spawn  # the link of today; another one after a restart
         self._crashes = CrashHistory()
         self._dispatch = DispatchQueue(lambda requests: self.link.send(requests))
+        self.wakeups = Wakeups()
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._compiles: dict[int, Grammar] = {}  # by number of what the engine compiles or will, whoever still waits

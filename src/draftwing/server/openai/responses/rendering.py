@@ -144,7 +144,10 @@ class ResponseObject:
                     if isinstance(event, str):
                         yield event
                     else:
-                        yield await self.generation.render(answer.entries, partial(named_event, *event))
+                        # It repeats the whole text.
+                        yield await self.generation.render(
+                            len(answer.text) + answer.entries, partial(named_event, *event)
+                        )
         except EngineDead as error:
             yield await self._whole("response.failed", str(error))
             return
