@@ -18,7 +18,7 @@ from fp8 import BYTES, LAUNCHES, PRODUCTS
 from timing import read_rate, replay_us
 from torch import Tensor
 
-from draftwing.ops.contracts import SmallMGemm
+from draftwing.ops.contracts import DenseKernels
 from draftwing.ops.cuda.gemm import small_m_gemm
 from draftwing.ops.cuda.gemm_dense import MOST, dense_gemm
 
@@ -32,7 +32,7 @@ def weight_of(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16()
 
 
-def own(gemm: SmallMGemm) -> Product:
+def own(gemm: DenseKernels) -> Product:
     return lambda x, weight, gated: gemm.gated(x, weight, None) if gated else gemm.linear(x, weight, None)
 
 

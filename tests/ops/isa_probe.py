@@ -25,7 +25,7 @@ from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, HeadNorms
-from draftwing.ops.contracts import FewRowsGemm, MixtureWeights, Routing
+from draftwing.ops.contracts import Gemm, MixtureWeights, Routing
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.types import BlockRows, Draft, DraftEdits, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
 
@@ -284,7 +284,7 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
     ):
 
-        def gemms(rows: int, columns: int, kind: str = kind) -> list[FewRowsGemm | None]:
+        def gemms(rows: int, columns: int, kind: str = kind) -> list[Gemm | None]:
             weights = [made.floats(torch.float32, rows, columns, scale=columns**-0.5) for _ in range(count)]
             return [ops.block_gemm([ops.quantize(weight, kind)], dtype) for weight in weights]
 

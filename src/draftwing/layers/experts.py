@@ -282,8 +282,7 @@ class ExpertLinear(Linear):
         weight = as_dense(self)
         gemm = self._gemm = ops.expert_gemm(weight, self.count)
         self.op, self.device_weight = Dense(self), None if gemm is None else gemm.weight
-        alike = not weight.is_cuda and ops.keeps_bits(weight)  # as torch multiplies each expert's rows
-        if gemm is None and mode.deterministic and not alike:
+        if gemm is None and mode.deterministic and not ops.keeps_bits(weight):
             raise ConfigError(
                 f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
                 f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
