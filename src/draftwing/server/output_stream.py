@@ -15,7 +15,9 @@ from draftwing.server.logprob_quota import LogprobQuotaFull, count_logprobs
 if TYPE_CHECKING:
     from draftwing.server.engine_client import AsyncEngine
 
-WAKES = 16  # streams that go on in a turn of the event loop: about 2 ms of it
+# Streams that go on in a turn of the event loop: about 2 ms of it. Beside 500 that nobody reads 4, 8, 16 and 32 let
+# /health answer within 70 to 105 ms.
+WAKES = 16
 MAX_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
 
 
