@@ -50,7 +50,7 @@ def test_gemms_of_few_rows_are_ours() -> None:
         linear = Linear(inputs, outputs, False, torch.bfloat16, torch.device("cpu"))
         linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator))
         linear.pack(make_ops(torch.device("cpu")))
-        assert isinstance(linear.op.few_rows, PackedGemm), (inputs, outputs)
+        assert isinstance(linear.op.first_gemm, PackedGemm), (inputs, outputs)
 
 
 def test_an_extension_of_other_sources_is_refused() -> None:

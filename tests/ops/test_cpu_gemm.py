@@ -42,7 +42,7 @@ def own_gemm_is_used() -> bool:
     linear = Linear(64, 64, False, torch.bfloat16, CPU)
     linear.weight.data.copy_(numbers(64, 64, seed=1))
     linear.pack(OPS)
-    return isinstance(linear.op.few_rows, PackedGemm)
+    return isinstance(linear.op.first_gemm, PackedGemm)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, qk_norm: bool, eight_bi
     model, pools = tiny(eight_bits, qkv_bias=bias, qk_norm=qk_norm), []
     layer = model.layers[1]
     assert isinstance(layer, DecoderLayer) and layer._whole is not None
-    assert isinstance(layer.mlp.down.op.few_rows, BlockedGemm) == eight_bits
+    assert isinstance(layer.mlp.down.op.first_gemm, BlockedGemm) == eight_bits
     for _ in range(2):
         pools.append(KVPool([KVSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
         for kv in pools[-1].kv:
@@ -209,14 +209,14 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
 def test_other_layers_are_run_by_parts() -> None:
     layer = tiny(head_dim=16).layers[0]
     assert isinstance(layer, DecoderLayer) and layer._whole is None
-    assert isinstance(layer.mlp.down.op.few_rows, PackedGemm)
+    assert isinstance(layer.mlp.down.op.first_gemm, PackedGemm)
 
 
 def test_own_gemms_are_used_where_the_sums_are_onednns() -> None:
     linear = Linear(576, 192, False, torch.bfloat16, CPU)
     linear.weight.data.copy_(numbers(192, 576, seed=1))
     linear.pack(OPS)
-    own = linear.op.few_rows
+    own = linear.op.first_gemm
     if not isinstance(own, PackedGemm):
         pytest.skip("this oneDNN sums in another order")
     x = numbers(300, 576, seed=2)

@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
             head_norms=attention.head_norms(),
             kind=attention.kind,
             eps=self.mlp_norm.eps,
-            gemms=[linear.op.few_rows for linear in linears],
+            gemms=[linear.op.first_gemm for linear in linears],
             biases=[linear.bias for linear in linears],
         )
 

@@ -313,7 +313,7 @@ class ExpertLinear(Linear):
 
     def each_gemm(self) -> list[Gemm | None]:
         """Returns the device's GEMM of each expert; none where it takes them together."""
-        return [one.op.few_rows for one in self.op.each] if isinstance(self.op, EachExpert) else []
+        return [one.op.first_gemm for one in self.op.each] if isinstance(self.op, EachExpert) else []
 
     def _each(self, ops: LayerOps, mode: PackMode) -> list[Linear]:
         """Returns a packed layer for each expert."""

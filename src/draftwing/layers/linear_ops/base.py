@@ -83,7 +83,7 @@ class LinearOp:
         self.layer = layer
 
     @property
-    def few_rows(self) -> Gemm | None:
+    def first_gemm(self) -> Gemm | None:
         """Returns what calls of several operations in one are told of it (`ops.whole_layers`)."""
         return self.gemms[0] if self.gemms else None
 

@@ -196,7 +196,7 @@ class FeatureHead(DraftHead, nn.Module):
         norm, lm_head = self.output_layer()
         if lm_head.out_features == self.vocab:
             weight = None if norm is None else (norm.weight, norm.eps)
-            self.top_k = ops.head_top_k(lm_head.op.few_rows, lm_head.bias, weight, self.target_ids)
+            self.top_k = ops.head_top_k(lm_head.op.first_gemm, lm_head.bias, weight, self.target_ids)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""

@@ -322,7 +322,7 @@ class LayerOps(ExpertOps):
     ) -> HeadTopK | None:
         """Returns the end of a draft head for few rows in one call: norm, GEMM and the best of its outputs; or None.
 
-        gemm: `LinearOp.few_rows`; norm: weight and eps; names [outputs] int64: what the outputs are called.
+        gemm: `LinearOp.first_gemm`; norm: weight and eps; names [outputs] int64: what the outputs are called.
         """
         return None
 
