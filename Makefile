@@ -19,19 +19,21 @@ serve: $(VENV)/.installed
 # for it: to compile the tests takes a process 8 s.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+# `--changed` leaves out tests of training that have passed since anything that training imports was changed, see
+# tests/changed.py; `make test-all`, and files that `ARGS` names, run in any case.
 # Types are checked during the tests, for the first time takes half a minute; tests that measure time come afterwards,
 # with nothing else running. pytest ends with 5 where there is no test to run: `ARGS` may choose none of one kind.
 define TESTS
 @$(BIN)/mypy & mypy=$$!; timing=0; \
-$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(ARGS); tests=$$?; \
+$(PYTEST) --numprocesses $(or $(JOBS),$(if $(2),3,2)) -m "not timing and $(1)" $(3) $(ARGS); tests=$$?; \
 wait $$mypy; types=$$?; \
-$(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(ARGS); timing=$$?;) \
+$(if $(2),echo "tests that measure time:"; $(PYTEST) --numprocesses 0 -m "timing and $(1)" $(3) $(ARGS); timing=$$?;) \
 echo "exit codes: types $$types, tests $$tests, tests that measure time $$timing"; \
 case "$$types $$tests $$timing" in "0 0 0" | "0 0 5" | "0 5 0") ;; *) exit 1 ;; esac
 endef
 
 test: style
-	$(call TESTS,not cluster and not exhaustive,timing)
+	$(call TESTS,not cluster and not exhaustive,timing,--changed)
 
 # The whole of each grid of cases, of which `make test` has representatives.
 test-all: style
@@ -47,7 +49,7 @@ test-clients: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tools/clients/run.py $(ARGS)
 
 check: style
-	$(call TESTS,not slow and not exhaustive)
+	$(call TESTS,not slow and not exhaustive,,--changed)
 	@$(BIN)/python tools/count_code.py
 
 style: $(VENV)/.installed-dev
@@ -68,7 +70,7 @@ sanitize: $(VENV)/.installed-dev
 	  $(BIN)/python setup.py --quiet build --build-base build/sanitize-objects --build-lib build/sanitize
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not exhaustive and not timing" -k "not triton and not cuda and not foreign_code and not test_idle" $(ARGS)
+	  $(BIN)/python -m pytest tests/ops tests/engine/test_graphs.py tests/engine/test_graphs_cpu.py tests/engine/test_target.py -m "not exhaustive and not timing" -k "not triton and not cuda and not foreign_code" $(ARGS)
 
 # The C extension for aarch64, in an emulator: the same bits as here, or with ARGS=--text the same text. The first time
 # it downloads a Python and a torch.

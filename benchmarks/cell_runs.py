@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from load_runs import Answered, Job, Step, drive, driving, jobs_of, name_of, watched
 from load_texts import Texts
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
-from draftwing.engine.startup.quiet import delays, since
+from draftwing.engine.startup.measure_costs import delays, since
 
 WAVES = 4  # requests for each that runs
 # Prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to it.

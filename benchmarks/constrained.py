@@ -22,7 +22,7 @@ import jsonschema
 
 from draftwing import LLM
 from draftwing.errors import RequestError
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.sampling_params import SamplingParams
 
 BATCH = 16

@@ -16,12 +16,12 @@ import torch
 from load_texts import mt_bench
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.trees import TREE
-from draftwing.core import TreeShape
+from draftwing.config.trees import TREE, TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_model
-from draftwing.spec.drafter import Draft, DraftContext, DraftStep, SeenTokens
+from draftwing.ops.types import Draft
+from draftwing.spec.drafter import DraftContext, DraftStep, SeenTokens
 from draftwing.spec.model_drafter import ModelDrafter
 
 

@@ -41,7 +41,7 @@ from load_texts import questions
 from svg_plot import Line, Panel, render
 from turns import Answer, Ask, ask_engine, cpu_engine, in_turn, kv_bytes_per_token, median_ratio, read_bandwidth
 
-from draftwing.engine.startup.quiet import delays, since
+from draftwing.engine.startup.measure_costs import delays, since
 from draftwing.models.hub import resolve_model
 from draftwing.text.tokenizer import load_tokenizer
 

@@ -25,11 +25,11 @@ from draftwing import LLM
 from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.trees import TREE
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.folder import folder_tensors
 from draftwing.models.heads.base import FeatureHead, linear_of
-from draftwing.ops.groups import quantized
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.gemm.groups import quantized
+from draftwing.ops.table import LayerOps
 
 SAMPLES = 1000  # of prompts, for the error of a ratio
 

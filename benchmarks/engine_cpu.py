@@ -118,7 +118,7 @@ def load_transformers(dtype: torch.dtype) -> Any:
 def single(llm: LLM, repeats: int) -> dict[str, Any]:
     """One request of 128 tokens against transformers' `generate`, same prompt, dtype and threads."""
     prompt = questions(llm, 1)[0]
-    model = load_transformers(llm.engine.parts.dtype)
+    model = load_transformers(llm.engine.parts.executor.model.dtype)
     ids = torch.tensor([prompt])
 
     def reference() -> int:

@@ -74,6 +74,8 @@ def written(folder: Path, name: str) -> dict[str, Any]:
     config = dict(FAMILIES[name])
     config.pop("quantization_config", None)
     config.pop("dtype", None)
+    if "n_routed_experts" not in config:  # whose first layers may be dense
+        config.pop("first_k_dense_replace", None)
     config.setdefault("architectures", ["Gemma4ForCausalLM"])
     if name.startswith("gemma4"):
         own = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "layer_types": KINDS[:4]}

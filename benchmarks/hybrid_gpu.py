@@ -32,7 +32,7 @@ from tokenizers.models import WordLevel
 from tqdm import tqdm
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
 from draftwing.engine.startup.memory import first_step
 

@@ -8,7 +8,8 @@ DIR has `KIND.jsonl` and `KIND_later.jsonl` for each kind of traffic, and `own.j
 written (`draftwing write-prompts`): JSON lines with `turns`. Answers of the model, half of them greedy and half at
 0.8, are replayed (`train.judge`), the same text for all heads, so that differences of 1% are seen with some 80 of
 them. MT-bench and the prompts that a server judges by are never trained on. Text with the repetition penalty of 1.1,
-which `smollm2` has by default, is a set of its own (`french_penalty`). RUN/results.jsonl gets a line for each head.
+which `smollm2` has by default, is a set of its own (`french_penalty`, by `--kind`). RUN/results.jsonl gets a line for
+each head.
 """
 
 from __future__ import annotations
@@ -28,15 +29,13 @@ from draftwing.config.options import Options
 from draftwing.models.hub import resolve_model
 from draftwing.train import heads
 from draftwing.train.capture import FeatureModel, capture
-from draftwing.train.coupling import Temperatures
-from draftwing.train.fit import Fit
-from draftwing.train.fit_config import FitConfig
-from draftwing.train.general_prompts import general_prompts
-from draftwing.train.judge import Drafted, compare, draft_along
+from draftwing.train.fit import Fit, FitConfig
+from draftwing.train.heads import renewed
+from draftwing.train.judge import Drafted, Temperatures, compare, draft_along
 from draftwing.train.merge import input_moments, merge
 from draftwing.train.store import FeatureStore, Part, Tokens
+from draftwing.train.traffic import general_prompts
 from draftwing.train.ttt import Loss
-from draftwing.train.vocabulary import renewed
 
 MT_BENCH = Path(__file__).parent / "data" / "mt_bench.jsonl"
 GENERAL = ("mt_bench", "mt_bench_penalty", "general", "own")

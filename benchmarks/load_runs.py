@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.requests.request import GenerationRequest
@@ -214,7 +214,7 @@ def watched(engine: Engine) -> Iterator[list[Step]]:
     def watch(plan: Any, result: Any) -> None:
         before(plan, result)
         count = int(result.count.sum())
-        mixed = plan.beside is not None
+        mixed = plan.mixed_prefill is not None
         steps.append(Step(time.monotonic(), plan.kind, len(plan.rows), plan.shape, count, result.seconds, mixed))
 
     loop._watch = watch

@@ -27,7 +27,7 @@ from llama_cpp_build import CACHE, ISAS, build
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.arguments import add_arguments
+from draftwing.config.sources import add_arguments
 from draftwing.models.hub import resolve_model
 
 TEXT = Path(__file__).parent / "data" / "mt_bench.jsonl"

@@ -28,10 +28,10 @@ from load_texts import Texts, questions
 from torch import Tensor
 
 from draftwing.config.drafters import MATCHES, SUFFIXES
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.drafts import new_calibration
+from draftwing.ops.assign.spec import new_calibration
+from draftwing.ops.attention.batch import Batch, ChunkSpan
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 
@@ -170,7 +170,7 @@ def _batch(rows: Tensor, prefix_len: Tensor) -> Batch:
 
 
 class Calibration:
-    """How often nodes of a grade and depth were right, as `ops.drafts` counts them."""
+    """How often nodes of a grade and depth were right, as `ops.assign.spec` counts them."""
 
     def __init__(self) -> None:
         seen, accepted = new_calibration(torch.device("cpu"))

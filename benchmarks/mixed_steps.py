@@ -66,8 +66,8 @@ def both_ways(engine: Any, run: Callable[[Any, int], Driven], rounds: int) -> di
     watch = engine._loop._watch
 
     def counted(plan: Any, result: Any) -> None:
-        if turn and plan.beside is not None:
-            steps.append((plan.shape.depth > 0, sum(one.length for one in plan.beside.chunks), result.seconds))
+        if turn and plan.mixed_prefill is not None:
+            steps.append((plan.shape.depth > 0, sum(one.length for one in plan.mixed_prefill.chunks), result.seconds))
         watch(plan, result)
 
     engine._loop._watch = counted

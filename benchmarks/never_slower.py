@@ -57,7 +57,7 @@ from load_runs import (
 )
 from load_texts import Texts
 
-from draftwing.engine.startup.quiet import BUSY, delays, since
+from draftwing.engine.startup.measure_costs import BUSY, delays, since
 
 REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
 TEXTS = ("chat", "code", "copy", "random")

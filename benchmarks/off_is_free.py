@@ -21,7 +21,7 @@ from engine_cpu import generate, questions
 from load_runs import add_arguments, check_pinned, given_options, listed, pinned, watched
 
 from draftwing import LLM
-from draftwing.core import PLAIN
+from draftwing.config.trees import PLAIN
 
 Clock = Callable[[], float]
 

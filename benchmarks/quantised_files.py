@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwing.gguf_file import open_gguf
-from draftwing.models.gguf import model_config, tensors
+from draftwing.models.gguf_config import model_config
+from draftwing.models.gguf_tensors import tensors
 from draftwing.models.hub import resolve_model
 
 GROUP = 64  # columns with one scale; divides all widths of SmolLM2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Defaults, Device, Download
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 LATENCY = 0.001  # seconds that a result is on its way
 

@@ -9,12 +9,12 @@ import torch
 from plain_attention import brute_force
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, AttentionKind
-from draftwing.ops.triton.attention_tiles import prefill_tiles
+from draftwing.ops.attention.batch import FULL, AttentionKind
+from draftwing.ops.attention.triton_tiles import prefill_tiles
 
-attention = pytest.importorskip("draftwing.ops.triton.attention")
-common = pytest.importorskip("draftwing.ops.triton.attention_common")
-chunked = pytest.importorskip("draftwing.ops.triton.attention_prefill")
+attention = pytest.importorskip("draftwing.ops.attention.triton_decode")
+common = pytest.importorskip("draftwing.ops.attention.triton_common")
+chunked = pytest.importorskip("draftwing.ops.attention.triton_prefill")
 
 # Small sizes, so that few keys reach many splits and the interpreter has time for them.
 TINY = common.Tiling(

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from group_ops import by_rows
 from torch import Tensor
 
-from draftwing.ops.contracts import ANY_ROWS
-from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import BlockRows
+from draftwing.ops.gemm.contract import ANY_ROWS
+from draftwing.ops.gemm.spec import GemmOps
+from draftwing.ops.gemm.stored import BlockRows
+from draftwing.ops.table import TorchOps
 
 # Where a block has its float16 numbers; others: at 0 and 2.
 HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "MXFP4": ()}
@@ -46,7 +48,7 @@ class DenseBlockGemm:
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         assert x.dtype == self.dtype
-        y = torch.stack([(self.weight * row.float()).sum(1) for row in x]) if len(x) else x.new_empty(0, self.outputs)
+        y = by_rows(x, self.weight)
         y = y if bias is None else y + bias
         return (y if residual is None else y + residual).to(self.dtype)
 
@@ -57,9 +59,7 @@ class DenseBlockGemm:
         return self.weight.to(self.dtype)
 
 
-class BlockTorchOps(TorchOps):
-    """A row has the same bits among any number, for rows are multiplied one by one."""
-
+class BlockGemmOps(GemmOps):
     block_kinds = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q6_K"})
 
     def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> DenseBlockGemm:
@@ -69,3 +69,10 @@ class BlockTorchOps(TorchOps):
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         data = quantize(weight.detach().float().numpy(), GGMLQuantizationType[kind])
         return BlockRows(kind, torch.from_numpy(data), weight.shape[1])
+
+
+class BlockTorchOps(TorchOps):
+    def __init__(self, device: torch.device, kinds: frozenset[str] = BlockGemmOps.block_kinds) -> None:
+        gemms = BlockGemmOps()
+        gemms.block_kinds = kinds
+        super().__init__(device, gemms=gemms)

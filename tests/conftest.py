@@ -10,22 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import Changed
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
     "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
-    "tests/train/test_traffic_stages.py", "tests/engine/test_fp8_activations.py", "tests/engine/graphs/test_prefill.py",
-    "tests/engine/test_compile.py",
-    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/test_hybrid_models.py",
-    "tests/engine/startup/test_precompile.py", "tests/cli/test_main.py", "tests/server/test_attacks.py",
-    "tests/sched/policy/test_tree_policy.py", "tests/ops/test_triton_delta_net.py", "tests/engine/test_exact_states.py",
-    "tests/spec/test_model_drafter_reference.py", "tests/ops/test_cuda_experts_host.py",
+    "tests/train/test_traffic_stages.py", "tests/engine/startup/test_precompile.py",
+    "tests/engine/startup/test_executor.py", "tests/engine/test_hybrid_models.py",
+    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/test_family_formats.py",
+    "tests/engine/test_fp8_activations.py", "tests/cli/test_main.py", "tests/server/test_attacks.py",
+    "tests/sched/policy/test_shape_policy.py", "tests/ops/test_delta_net.py",
+    "tests/spec/test_model_drafter_reference.py", "tests/ops/experts/test_cuda.py",
     "tests/sched/test_scheduler_stateful.py", "tests/engine/test_exact.py", "tests/engine/test_no_host_reads.py",
-    "tests/engine/test_requests.py", "tests/ops/test_isa.py", "tests/ops/test_suffix.py",
-    "tests/engine/test_triton_engine.py", "tests/engine/test_quantized_lm_head.py", "tests/test_docs.py",
+    "tests/engine/test_requests.py", "tests/ops/cpu/test_extension.py", "tests/ops/test_suffix.py",
+    "tests/engine/test_draft_kv_backlog.py", "tests/test_docs.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--changed", action="store_true", help="leave out tests of training that nothing has changed for")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hands_out = getattr(config.option, "numprocesses", None) and not config.option.collectonly
     if hasattr(config, "workerinput") or not hands_out:
         config.pluginmanager.import_plugin("shared_fixtures")
+    config.pluginmanager.register(Changed(config), "changed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,8 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(has(item, **mark.kwargs) for mark in item.iter_markers("further")):
             item.add_marker(pytest.mark.exhaustive)
+        slower = any(has(item, **mark.kwargs) for mark in item.iter_markers("slower"))
         fixtures = set(getattr(item, "fixturenames", ()))
-        if fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
+        if slower or fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     order = {name: i for i, name in enumerate(LONGEST)}

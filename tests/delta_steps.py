@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, KVPool
-from draftwing.kv.row_states import RowStates
-from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.kv.pool import DeltaSpec, KVPool, RowStates
+from draftwing.ops.attention.batch import Batch, ChunkSpan, DeltaInputs, DeltaWeights
+from draftwing.ops.table import TorchOps
 
 ROWS, NODES, LONGEST = 2, 8, 200
 SLOTS = 2 * ROWS + 2  # of states: two of each row, and two that are saved
@@ -103,13 +102,3 @@ class DeltaSteps:
             self.commit(len(parents), accepted)
         yield from self.states.layers[0][1:]
         yield from (self.states.read, self.states.write, self.states.page, self.states.length, self.states.fresh)
-
-
-def check_dead_nodes(steps: DeltaSteps) -> None:
-    """Nodes without a path give zeros, and change nothing of the others."""
-    tree = steps.trees([0, 0, 0])
-    path, lengths = torch.tensor([[[0, 0], [0, 1], [2, 2]]] * ROWS), torch.tensor([[1, 2, 1]] * ROWS)
-    inputs = steps.inputs(ROWS * 3)
-    dead = tree._replace(path=path, path_len=lengths)
-    found, expected = steps.run(dead, inputs).view(ROWS, 3, -1), steps.run(tree, inputs).view(ROWS, 3, -1)
-    assert torch.equal(found[:, :2], expected[:, :2]) and not found[:, 2].any()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, Attend, AttentionKind
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import FULL, AttentionKind
 
 
 class DenseCache(Attend):

@@ -10,28 +10,26 @@ import torch
 from decoder_configs import decoder_config
 from thread_ranks import lead, shares_of
 
-from draftwing.core import MAX_CONFIDENCE, NO_DEFERRAL, PLAIN, Output, TokenLogprobs
+from draftwing.config.trees import MAX_CONFIDENCE, PLAIN
+from draftwing.core import NO_DEFERRAL, Output, TokenLogprobs
 from draftwing.engine.devices import pick_device
 from draftwing.engine.draft_kv_backlog import ROOM, DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.loop import Loop
-from draftwing.engine.page_table_check import PageTableCheck
+from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.pool import KVPool, StateSpec
-from draftwing.kv.row_states import RowStates, delta_specs
+from draftwing.kv.pool import KVPool, RowStates, StateSpec, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
-from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.attention.spec import TorchAttention
+from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
-from draftwing.spec.drafter import Draft
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 
 VOCAB = 48
@@ -311,7 +309,7 @@ class Rig:
     def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
-        names = "logprobs", "limits", "prediction", "traced", "thinking"
+        names = "logprobs", "limits", "prediction", "traced", "thinking", "bad_word_ids"
         asked = {name: more.pop(name) for name in names if name in more}
         req = Req(
             GenerationRequest(uid, list(prompt), params, priority, **asked), seed=params.sampling_seed or 0,

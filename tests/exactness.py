@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.spec.model_drafter import ModelDrafter
@@ -50,14 +50,14 @@ class Exactness:
         return case[0].again()
 
     @pytest.mark.further(harness=["ranks", "ranks with whole experts"], shape=[CHAIN, TREE])
-    @pytest.mark.further(harness=["torch", "blocks"], shape=CHAIN)
+    @pytest.mark.further(harness=["torch", "blocks"], shape=[CHAIN, DEEP])
     @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deep"])
     def test_disturbed_drafts(self, harness, case, shape):
         rig = answer(harness, case, shapes=(shape,), miss=2)
         assert rig.accept_length > 1.5
         assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
-    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "torch", "blocks"], chunk=1)
+    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "torch", "blocks"])
     @pytest.mark.further(case=["gpt-oss", "gemma"], chunk=1)
     @pytest.mark.parametrize("chunk", [1, 5])
     def test_prefill_chunks_and_the_best_nodes_of_a_batch(self, harness, case, chunk):
@@ -68,6 +68,7 @@ class Exactness:
         rig = answer(harness, case, shapes=(TREE,), slots=self.slots, chunk=8)
         assert rig.sched.retractions >= 2 and rig.accept_length > 1.5
 
+    @pytest.mark.further(harness=["ranks", "ranks with whole experts", "torch", "blocks"])
     def test_prefix_hits(self, harness, case):
         """What a request that is gone has left is seen as its own layers saw it."""
         model, prompts, params, expected, book = case
@@ -78,7 +79,7 @@ class Exactness:
         cached = sum(out.meta["cached_tokens"] for out in got.final.values())
         assert cached == sum(len(prompt) - 1 for prompt in prompts)
 
-    @pytest.mark.further(harness="ranks")
+    @pytest.mark.further(harness=["ranks", "torch"])
     def test_as_its_own_draft_model(self, harness, case, another):
         """What it proposes greedily is what it draws, if its layers in the pool are as good as the target's."""
         model, prompts, _, _, _ = case

@@ -3,28 +3,76 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import KINDS, Shape
-from draftwing.ops.cuda.gemm_groups import Width
-from draftwing.ops.types import QuantizedRows
+from draftwing.files import cache_folder
+from draftwing.ops.gemm.cuda import KINDS
+from draftwing.ops.gemm.cuda_groups import Width
+from draftwing.ops.gemm.shapes import Shape
+from draftwing.ops.gemm.stored import QuantizedRows
+
+LATE, EARLY, COPIES_EARLY = 0, 1, 2  # when copies and instructions are done, as gemm_host.cpp has them
+HAS_GPU = torch.cuda.is_available()
+HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
+Test = Callable[..., None]
+
+
+def on_host(test: Test) -> Test:
+    """Kernels compiled as C++ run on the CPU."""
+    return pytest.mark.slow(pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")(test))
+
+
+def on_gpu(test: Test) -> Test:
+    skip = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: CUDA C++")
+    return pytest.mark.slow(pytest.mark.gpu(skip(test)))
+
+
+def on_hopper(test: Test) -> Test:
+    skip = pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of Hopper's: CUDA C++")
+    return pytest.mark.slow(pytest.mark.gpu(skip(test)))
+
+
+def device() -> torch.device:
+    """The GPU that is in use."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def width_name(width: Width) -> str:
+    return f"{'fp' * width.fp8}{width.bits}{'z' if width.zeros else ''}{width.shift}"
 
 
 def compiled(folder: Path, source: str, *flags: str) -> ctypes.CDLL:
-    """What gemm.py and its like compile from where their PTX ends. Fused multiply-adds as instructions are most of the
-    speed, and have the same bits as calls of them; more than -O1 takes longer to compile than it saves."""
-    (folder / "gemm.inc").write_text(
-        source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
-    )
-    library, host = folder / "gemm.so", Path(__file__).parent / "ops/gemm_host.cpp"
-    options = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    command = ["g++", *options, *flags, f'-DSOURCE="{folder / "gemm.inc"}"', str(host), "-o", str(library)]
-    subprocess.run(command, check=True)
+    """What gemm.py and its like compile from where their PTX ends; the same source is compiled once by a user. Fused
+    multiply-adds as instructions are most of the speed, and have the same bits as calls of them; more than -O1 takes
+    longer to compile than it saves."""
+    source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
+    host = Path(__file__).parent / "ops/gemm_host.cpp"
+    options = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-w", "-shared", "-fPIC", *flags]
+    compiler = subprocess.run(
+        ["g++", "-v", "-E", "-march=native", "-"], input="", capture_output=True, text=True
+    ).stderr
+    words = "\n".join([*options, compiler, host.read_text(), source])
+    kept = cache_folder() / "kernels" / "host"
+    library = kept / f"{hashlib.sha256(words.encode()).hexdigest()}.so"
+    if not library.exists():
+        kept.mkdir(parents=True, exist_ok=True)
+        (folder / "gemm.inc").write_text(source)
+        made = folder / "gemm.so"
+        subprocess.run(["g++", *options, f'-DSOURCE="{folder / "gemm.inc"}"', str(host), "-o", str(made)], check=True)
+        partly = library.with_suffix(f".{os.getpid()}")
+        shutil.copy(made, partly)
+        partly.replace(library)
+        for old in sorted(kept.glob("*.so"), key=lambda one: one.stat().st_mtime)[:-100]:
+            old.unlink(missing_ok=True)
     return ctypes.CDLL(str(library))
 
 

@@ -7,20 +7,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftwing.ops.contracts import Gemm
-from draftwing.ops.fp8_blocks import Fp8Blocks
-from draftwing.ops.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, dense_gemms
-from draftwing.ops.groups import PackedGroups, unpacked
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.fp8.spec import Fp8Blocks
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.gemm.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, dense_gemms
+from draftwing.ops.gemm.groups import PackedGroups, unpacked
+from draftwing.ops.gemm.spec import GemmOps
+from draftwing.ops.runtime import Runtime
+from draftwing.ops.table import TorchOps
+
+
+def by_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K], weight [N, K] -> [M, N] float32, of which a row has the same bits among any number: each element is a
+    sum by itself."""
+    wide = weight.float()
+    return torch.cat([(wide * some.unsqueeze(1)).sum(2) for some in x.float().split(16)])
 
 
 class RowByRow:
-    """A row has the same bits among any number, for rows are multiplied one by one."""
-
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
-        y = torch.stack([(weight.float() * row.float()).sum(1) for row in x])
+        y = by_rows(x, weight)
         y = y if bias is None else y + bias.float()
         return (y if residual is None else y + residual.float()).to(x.dtype)
 
@@ -73,11 +80,10 @@ class LateSideWork:
         done()
 
 
-class GroupTorchOps(TorchOps):
+class GroupGemmOps(GemmOps):
     keeps_groups = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self) -> None:
         self.gemm = TorchGroupGemm()
         self.tall: TorchTallGemm | None = None
         self.side: LateSideWork | None = None
@@ -94,11 +100,25 @@ class GroupTorchOps(TorchOps):
             found.append(GroupGemm(self.tall, weight))
         return [*found, DequantisedGemm(self.gemm, weight, RowByRow() if deterministic else None, self.side)]
 
+
+class HalfRuntime(Runtime):
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+
+class GroupTorchOps(TorchOps):
+    def __init__(self, device: torch.device) -> None:
+        self.made = self.make_gemms()
+        super().__init__(device, runtime=HalfRuntime(device), gemms=self.made)
+
+    def make_gemms(self) -> GroupGemmOps:
+        return GroupGemmOps()
 
 
 class Fp8TorchOps(GroupTorchOps):
     """As those of a GPU that multiplies activations in fp8, with weights of any size."""
 
-    fp8_from = 0
+    def make_gemms(self) -> GroupGemmOps:
+        gemms = GroupGemmOps()
+        gemms.fp8_from = 0
+        return gemms

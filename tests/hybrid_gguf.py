@@ -16,6 +16,7 @@ from torch import Tensor
 
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -33,7 +34,7 @@ LFM2 = {
     "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
-    "conv.conv": "shortconv.conv",
+    "conv.conv": "shortconv.conv", "feed_forward.gate": "ffn_gate_inp",
 }  # fmt: skip
 NEXTN = {
     "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -85,12 +86,18 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
-    if arch == "lfm2":
+    if arch.startswith("lfm2"):
         writer.add_head_count_kv([0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types])
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_shortconv_l_cache(config.conv_L_cache)
         ffn = config.intermediate_size
-        if config.block_auto_adjust_ff_dim:
+        if arch == "lfm2moe":
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            writer.add_expert_gating_func(gguf_package.ExpertGatingFuncType.SIGMOID)
+            writer.add_leading_dense_block_count(config.num_dense_layers)
+        elif config.block_auto_adjust_ff_dim:
             ffn = -(-(2 * ffn // 3) // config.block_multiple_of) * config.block_multiple_of
         writer.add_feed_forward_length(ffn)
         return
@@ -126,7 +133,7 @@ def _converted(
 ) -> list[tuple[str, Tensor]]:
     module, _, suffix = name.rpartition(".")
     is_norm = name.endswith("norm.weight") or (module in NEXTN and module != "mtp.fc")
-    if arch != "lfm2" and is_norm and not name.endswith("linear_attn.norm.weight"):
+    if not arch.startswith("lfm2") and is_norm and not name.endswith("linear_attn.norm.weight"):
         value = value + 1
     if name in ("model.embed_tokens.weight", "model.norm.weight", "model.embedding_norm.weight", "lm_head.weight"):
         named = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
@@ -136,7 +143,9 @@ def _converted(
     parts = name.split(".")
     number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
     block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
-    if arch == "lfm2":
+    if suffix == "expert_bias":
+        return [(f"{block}.exp_probs_b.bias", value)]
+    if arch.startswith("lfm2") and ".experts" not in name:
         return [(f"{block}.{LFM2[part]}.weight", value.squeeze(1) if value.dim() == 3 else value)]
     if ".experts" in name:
         if suffix == "down_proj":

@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import meet
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, KVPool
-from draftwing.kv.row_states import RowStates
+from draftwing.kv.pool import DeltaSpec, KVPool, RowStates
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.attention import TorchAttention
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.attention.spec import TorchAttention
+from draftwing.ops.table import TorchOps
 from draftwing.parallel.ranks import Ranks
 from draftwing.train.capture import Causal
 
@@ -37,8 +36,11 @@ NET = {
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
+LFM2_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
 CONVS = {
-    "conv_L_cache": 3, "block_multiple_of": 32, "norm_eps": 1e-5,
+    "conv_L_cache": 3, "norm_eps": 1e-5,
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
@@ -58,7 +60,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5Moe", {**NET, **EXPERTS}),
     "qwen3-next": ("Qwen3Next", {**NET, **EXPERTS}),
     "qwen3-next-mixed": ("Qwen3Next", {**NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
-    "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150}),
+    "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
+    "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
 }
 
@@ -80,6 +83,9 @@ def reference(kind: str, **overrides: Any) -> Any:
                 param.uniform_(0.5, 1.5)
             else:
                 param.normal_(0, 0.5 if "conv" in name and param.dim() == 3 else 0.15)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(0, 0.3)
     return model
 
 

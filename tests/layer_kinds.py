@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
-from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
-from draftwing.ops.torch.state import ancestor_slots, scan
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
+from draftwing.ops.row_states.spec import ancestor_slots, scan
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Ranks, Share
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draftwing.core import LOOKUP_ALONE, StepResult, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, TreeShape
+from draftwing.core import StepResult
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.policy.shape_policy import StepContext
-from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
 
 
 class OnMadeUpMachine(TreePolicy):

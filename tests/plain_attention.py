@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import FULL, AttentionKind
-from draftwing.ops.dense_attention import DenseAttend
+from draftwing.ops.attention.batch import FULL, AttentionKind
+from draftwing.ops.attention.dense import DenseAttend
 
 TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys reach many splits
     "lanes": dict(programs=96, context_programs=96, context_rows=0),

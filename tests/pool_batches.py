@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, KVSpec
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.attention.cpu import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
 

@@ -16,7 +16,7 @@ from moe_models import by_expert
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftwing.ops.types import MXRows
+from draftwing.ops.gemm.stored import MXRows
 
 FOLDER = Path(__file__).parent / "models" / "published"
 PROMPT = 96  # tokens: sizes in positions are a 64th of the published ones, so that most windows are shorter

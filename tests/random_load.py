@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from engine_rig import InTurn
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, TreeShape
-from draftwing.kv.row_states import delta_specs
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.kv.pool import delta_specs
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched.state_slots import StateSizes
 

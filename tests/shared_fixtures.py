@@ -25,7 +25,7 @@ from draftwing.config import devices
 from draftwing.files import cache_folder
 from draftwing.models.hub import fetch_default_model
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 from draftwing.spec import build
 
 

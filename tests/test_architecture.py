@@ -13,7 +13,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import draftwing
+from draftwing.models.families import FAMILIES
 
 ROOT = Path(draftwing.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
@@ -23,19 +26,38 @@ HOST_SIDE = ("errors", "log", "core", "config", "requests", "sched")
 MAY_ASK = {
     "cli.doctor": "says what is wrong with each device of a machine, before there is one",
     "engine.devices.cuda": "says whether there is a GPU",
-    "engine.graphs.cpu_tape": "made where `ops.can_record` alone",
+    "engine.graphs": "`RecordedStages`, which is made where `ops.can_record` alone",
     "engine.startup.compiler_process": "says whether something may be compiled, before there is a device",
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
-    "kv.zeros": "only a CPU's memory is taken as it is written",
+    "kv.pool": "only a CPU's memory is taken as it is written",
     "serve.ray": "says what a replica needs of a machine, before there is one",
-    "train.batches": "pins memory for a GPU",
-    "train.chain_attention": "training's own kernels, with gradients",
-    "train.cross_entropy": "training's own kernels, with gradients",
-    "train.fit": "the process group's backend, and whether bfloat16 is native",
+    "train.store": "pins memory for a GPU",
+    "train.losses": "training's own kernels, with gradients",
+    "train.fit": "the process group's backend, whether bfloat16 is native, and torch's fused step",
     "train.stages": "a forecast: processes on a CPU share its cores",
-    "train.optimizer": "torch has its fused step for CUDA",
-    "train.ttt": "a GPU would wait for the number of rows that are to be learnt",
+    "train.ttt": "training's own kernels, with gradients; and a GPU would wait for the number of rows to be learnt",
 }
+
+# Who else than `models.families` may name one, and why.
+MAY_NAME = {
+    "config.aliases": "the library of models",
+    "config.drafters": "trees that people know of SGLang, which has others for this architecture",
+    "config.option_fields": "values of options, as other servers have them",
+    "config.options": "which of these trees",
+    "layers.rope": "the name of a way to scale, in `rope_type`",
+    "models.fields": "keys of configs of many",
+    "models.positions": "the name of a way to scale, in `rope_type`",
+    "server.parsers.reasoning": "values of options, as other servers have them",
+    "server.parsers.tools": "values of options, and marks of chat templates",
+    "text.gguf_tokenizer": "names of tokenizers in GGUF files",
+    "train.checkpoint": "what other engines expect of the config of a head",
+    "train.evaluate": "a sentence of a model card",
+}
+FAMILY = re.compile(
+    r"deepseek|dots1|ernie|exaone|gemma|glm|gpt_?oss|granite|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minimax|"
+    r"mi(?:ni)?stral|mixtral|olmo|phi[34]|qwen|seed_?oss|smollm3",
+    re.IGNORECASE,
+)
 
 
 class Import(NamedTuple):
@@ -45,14 +67,19 @@ class Import(NamedTuple):
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
+def texts() -> dict[str, str]:
     """The package's modules by dotted name, "" for its root."""
     found = {}
-    gc.disable()  # to look for garbage among so many nodes takes as long as to make them
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf8"))
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf8")
+    return found
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    gc.disable()  # to look for garbage among so many nodes takes as long as to make them
+    found = {name: ast.parse(text) for name, text in texts().items()}
     gc.enable()
     return found
 
@@ -105,6 +132,7 @@ def _top(module: str) -> str:
 
 
 DEVICES = {"'cpu'", "'cuda'"}  # as ast.unparse writes them
+QUESTION = re.compile(r"is_cuda|is_cpu|is_available|use_triton|device\.type|(['\"])(cpu|cuda)\1")  # what may be one
 OWN_FOLDERS = ("ops.cpu", "ops.cuda", "ops.triton")
 
 
@@ -113,7 +141,7 @@ def questions(module: str) -> Iterator[str]:
     for found in imports(module):
         if any(found.target == folder or found.target.startswith(folder + ".") for folder in OWN_FOLDERS):
             yield f"{module}: imports {'.'.join(found.target.split('.')[:2])}"
-    for node in ast.walk(trees()[module]):
+    for node in ast.walk(trees()[module]) if QUESTION.search(texts()[module]) else ():
         if isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_cpu"):
             yield f"{module}: {node.attr}"
         elif isinstance(node, ast.Attribute) and node.attr == "is_available":
@@ -182,15 +210,42 @@ def test_nobody_else_asks_about_the_device() -> None:
     assert not idle, "no longer asks: remove from MAY_ASK"
 
 
+def named_families(module: str) -> Iterator[str]:
+    """Yields names and texts of a module's code that speak of a family of models; docstrings and comments may."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    owners = [node for node in ast.walk(trees()[module]) if isinstance(node, kinds)]
+    documented = {id(owner.body[0].value) for owner in owners if owner.body and isinstance(owner.body[0], ast.Expr)}
+    for node in ast.walk(trees()[module]):
+        texts = [getattr(node, key, None) for key in ("id", "attr", "arg", "name", "asname")]
+        if isinstance(node, ast.Constant) and id(node) not in documented:
+            texts.append(node.value)
+        yield from (text for text in texts if isinstance(text, str) and FAMILY.search(text))
+
+
+@pytest.mark.slow
+def test_nobody_else_names_a_family_of_models() -> None:
+    modules = [module for module in trees() if not f"{module}.".startswith("models.families.")]
+    found = {module: set(named_families(module)) for module in modules if FAMILY.search(texts()[module])}
+    assert not {module: names for module, names in found.items() if names and module not in MAY_NAME}
+    idle = {module for module in MAY_NAME if not found.get(module)}
+    assert not idle, "no longer names one: remove from MAY_NAME"
+    assert all(FAMILY.search(name) for name in FAMILIES), "the pattern knows all that are served"
+
+
 def test_drafters_never_see_the_sampler() -> None:
     """They may couple with the target through the same noise; what was drawn they get."""
     for module in trees():
         if _top(module) == "spec":
             targets = {found.target for found in imports(module)}
-            assert not targets & {"ops.torch.sampling", "ops.torch.filters"} and "sampling" not in map(_top, targets)
+            assert not targets & {
+                "ops.sampling.spec",
+                "ops.sampling.cpu",
+                "ops.sampling.triton",
+            } and "sampling" not in map(_top, targets)
 
 
 def test_importing_the_package_is_light() -> None:
-    code = "import sys, draftwing.cli.main; from draftwing import SamplingParams; print('torch' in sys.modules)"
+    code = "import sys, draftwing.cli.main, draftwing.server.run; from draftwing import SamplingParams; "
+    code += "print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -1,5 +1,5 @@
-"""Every command of the documentation, and of SGLang's page on speculative decoding, is taken as it is typed; one server
-is started, by that page's helpers, and is sent every `curl`."""
+"""Every command of the documentation, and of SGLang's page on speculative decoding, is taken as it is typed. What
+`curl` asks is asked in tests/test_readme.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from scripts import script
 
@@ -17,8 +16,6 @@ from draftwing.cli import main
 from draftwing.config.drafters import find_drafter
 from draftwing.config.options import Options
 from draftwing.config.sources import with_sources
-from draftwing.test.doc_patch import launch_server_cmd
-from draftwing.utils import print_highlight, terminate_process, wait_for_server
 
 ROOT = Path(__file__).parent.parent
 examples = script(ROOT / "tools" / "readme_commands.py").examples
@@ -56,20 +53,20 @@ def commands(page: str) -> list[str]:
 EVERY = sorted({command for page in PAGES for command in commands(page)})
 
 
-@pytest.mark.parametrize("command", [one for one in EVERY if one.startswith("draftwing ")] + [*SGLANG], ids=str)
-def test_a_command_is_taken_as_it_is_typed(command: str) -> None:
+def test_a_command_is_taken_as_it_is_typed() -> None:
     """With a tree as large as it says, and the drafter that it names."""
-    words = shlex.split(command.removeprefix("draftwing "))
-    words = ["serve", "--model", "m", *words] if command in SGLANG else words
     parser, _, _ = main._parser()
-    given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
-    main._take_positional_model(given)
-    if given.pop("command") == "serve":
-        options = Options.from_kwargs(**with_sources(given, {})).resolve()
-        asked = given.get("speculative_algorithm")
-        assert asked is None or options.speculative_algorithm == find_drafter(asked).name
-        if "speculative_num_draft_tokens" in given:
-            assert options.speculative_num_draft_tokens == int(given["speculative_num_draft_tokens"])
+    for command in [one.removeprefix("draftwing ") for one in EVERY if one.startswith("draftwing ")] + [*SGLANG]:
+        words = shlex.split(command)
+        words = ["serve", "--model", "m", *words] if command in SGLANG else words
+        given: dict[str, Any] = vars(parser.parse_args([words[0], *main.dashed(words[1:])]))
+        main._take_positional_model(given)
+        if given.pop("command") == "serve":
+            options = Options.from_kwargs(**with_sources(given, {})).resolve()
+            asked = given.get("speculative_algorithm")
+            assert asked is None or options.speculative_algorithm == find_drafter(asked).name, command
+            if "speculative_num_draft_tokens" in given:
+                assert options.speculative_num_draft_tokens == int(given["speculative_num_draft_tokens"]), command
 
 
 def test_no_command_is_left_out() -> None:
@@ -78,35 +75,6 @@ def test_no_command_is_left_out() -> None:
         assert command.startswith(("draftwing ", "curl ", "make ", *OTHERS)), command
         if command.startswith("make "):  # setting up an environment is no unit test; that make knows what to do is
             subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.mark.slow
-def test_the_server_of_a_notebook(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Started, asked and ended by the lines of SGLang's page. Smaller trees may be faster here: the shape is fixed."""
-    tree = "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6"
-    process, port = launch_server_cmd(
-        "python3 -m sglang.launch_server --model smollm2 --speculative-algorithm EAGLE3 \\\n    --log-level warning "
-        f"{tree} --speculative-fixed-shape --context-length 300"
-    )
-    try:
-        wait_for_server(f"http://localhost:{port}", timeout=240, process=process)
-        client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
-        question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
-        response = client.chat.completions.create(model="m", messages=question, temperature=0, max_tokens=64)
-        print_highlight(f"Response: {response}")
-        for command in (one for one in EVERY if one.startswith("curl ")):
-            assert PORT_OF_PAGES in command
-            there = command.replace(PORT_OF_PAGES, f"http://127.0.0.1:{port}")
-            words = [*shlex.split(there), "--silent", "--fail-with-body"]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stdout
-            if "/generate" in command:
-                assert float(re.findall(r'"spec_accept_length":([\d.]+)', done.stdout)[0]) > 1.3
-    finally:
-        terminate_process(process)
-    assert process.returncode == 0
-    assert capsys.readouterr().out.startswith("Response: ChatCompletion(id='")
-    assert response.usage is not None and 1 <= response.usage.completion_tokens <= 64
 
 
 @pytest.mark.slow

@@ -24,9 +24,10 @@ from scripted import serving
 from scripts import script
 
 from draftwing import LLM, Completion
-from draftwing.layers.linear_ops import formats
-from draftwing.models.config import FAMILIES, from_hf
+from draftwing.layers.linear_ops.dense import FORMATS
+from draftwing.models.config import from_hf
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.families import FAMILIES
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -109,6 +110,7 @@ def test_contributing_add_a_device(model: str, tmp_path: Path, monkeypatch: pyte
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 
 
+@pytest.mark.slow
 def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint in 8 bits and one dequantised: the text is the same."""
     code, line = blocks("Add a weight format")
@@ -118,7 +120,7 @@ def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.Mo
     found = dict(vars(importlib.import_module("int8_rows")))
     exec(line, found)
     for name, make in found["FORMATS"].items():
-        monkeypatch.setitem(formats.FORMATS, name, make)
+        monkeypatch.setitem(FORMATS, name, make)
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, weight in load_file(f"{model}/model.safetensors").items():
@@ -141,6 +143,7 @@ def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.Mo
     assert texts[0] == texts[1] and len(set(texts[0])) > 10
 
 
+@pytest.mark.slow
 def test_contributing_add_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's recurrence in a checkpoint, served with drafts and without."""
     code, family = blocks("Add a kind of layer")

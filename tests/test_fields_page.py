@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from test_pages import table_rows, text_of
 
 from draftwing.requests import sampling_params
-from draftwing.server.anthropic.schema import MessagesRequest
-from draftwing.server.native.schema import GenerateRequest
+from draftwing.server.anthropic import MessagesRequest
+from draftwing.server.generate import GenerateRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import HINT, NotBuilt

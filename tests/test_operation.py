@@ -80,6 +80,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert done.returncode == 0 and "draftwing.service" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_nginx_takes_its_file(tmp_path: Path) -> None:
     if shutil.which("nginx") is None or shutil.which("openssl") is None:
         pytest.skip("nginx and openssl are not installed: apt install nginx openssl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ from draftwing.cli.chat import COMMANDS as CHAT_COMMANDS
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.server.app import create_app
-from draftwing.server.unserved import unserved
+from draftwing.server.edge.paths import unserved
 
 ROOT = Path(__file__).parent.parent
 CODE = ROOT / "src" / "draftwing"
@@ -37,9 +38,8 @@ ELSEWHERE = {  # flags of other programs
 TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
-
+@functools.cache
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf8")
 
@@ -48,6 +48,7 @@ def without_code(text: str) -> str:
     return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """Of the page's headings, as the forges make them."""
     headings = re.findall(r"^#+ (.+)$", without_code(text_of(page)), re.MULTILINE)
@@ -70,16 +71,16 @@ def ours(page: Path) -> str:
     return "\n".join(row[-1] for row in table_rows(text)) if page.name == "migrating.md" else text
 
 
-@pages
-def test_links(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page)))
-    for link in links:
-        if re.match(r"https?:", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists(), f"{page.name}: {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+def test_links() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page)))
+        for link in links:
+            if re.match(r"https?:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize("folder", [ROOT / "docs", ROOT / "docs" / "dev"], ids=lambda folder: folder.name)
@@ -91,25 +92,31 @@ def test_index_has_every_page(folder: Path) -> None:
     assert linked >= {*above, ROOT / "docs" / "dev" / "index.md"} - {index}
 
 
-@pages
-def test_files(page: Path) -> None:
+def test_files() -> None:
     """Files of this repository that a page names, from its root or from the package's."""
-    for name in re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]+\.(?:py|c|cu|md|jsonl))\b", ours(page)):
-        found = any((folder / name).exists() for folder in (page.parent, ROOT, CODE))
-        assert found or name in TO_WRITE, f"{page.name}: {name}"
+    for page in PAGES:
+        for name in re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]+\.(?:py|c|cu|md|jsonl))\b", ours(page)):
+            found = any((folder / name).exists() for folder in (page.parent, ROOT, CODE))
+            assert found or name in TO_WRITE, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "dev/grammar.md"])
-def test_names(name: str) -> None:
+@pytest.mark.slow
+def test_names() -> None:
     """Identifiers that a page for developers names stand somewhere in the code or in its file names."""
     files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
-    words = {word for path in files for word in re.findall(r"\w+", str(path.relative_to(ROOT)))}
-    for path in files:
-        if path.suffix in (".py", ".c", ".h", ".cu"):
-            words |= set(re.findall(r"[A-Za-z_]\w*", text_of(path)))
-    spans = re.findall(r"`([^`\n]+)`", without_code(text_of(ROOT / "docs" / name)))
-    named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w*", span)}
-    assert named <= words | {"my_module", "MyDrafter"}
+    code = [text_of(path) for path in files if path.suffix in (".py", ".c", ".h", ".cu")]
+    every = "\n".join([*map(str, files), *code])
+
+    def stands(word: str) -> bool:
+        at = every.find(word)
+        while at >= 0 and re.search(r"\w", every[at - 1] + every[at + len(word)]):
+            at = every.find(word, at + 1)
+        return at >= 0
+
+    for name in ("architecture.md", "dev/grammar.md"):
+        spans = re.findall(r"`([^`\n]+)`", without_code(text_of(ROOT / "docs" / name)))
+        named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w*", span)} - {"my_module", "MyDrafter"}
+        assert not {word for word in named if not stands(word)}, name
 
 
 def test_nouns() -> None:
@@ -138,10 +145,10 @@ def flags() -> set[str]:
     return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *CARDS.values()], ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags(page: Path, flags: set[str]) -> None:
-    for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w{-])", ours(page)):
-        assert flag in flags | ELSEWHERE, f"{page.name}: {flag}"
+def test_flags(flags: set[str]) -> None:
+    for page in (*PAGES, *CARDS.values()):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w{-])", ours(page)):
+            assert flag in flags | ELSEWHERE, f"{page.name}: {flag}"
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +158,12 @@ def endpoints() -> set[str]:
     return {route.path for route in app.routes}  # type: ignore[attr-defined]
 
 
-@pages
-def test_endpoints(page: Path, endpoints: set[str]) -> None:
-    for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
-        known = endpoint in CHAT_COMMANDS or any(path.startswith(endpoint) for path in endpoints)
-        known = known or unserved(endpoint) is not None
-        assert known, f"{page.name}: {endpoint}"
+def test_endpoints(endpoints: set[str]) -> None:
+    for page in PAGES:
+        for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
+            known = endpoint in CHAT_COMMANDS or any(path.startswith(endpoint) for path in endpoints)
+            known = known or unserved(endpoint) is not None
+            assert known, f"{page.name}: {endpoint}"
 
 
 def test_the_commands_of_a_chat_are_all_on_their_page() -> None:

@@ -11,14 +11,13 @@ from reference.hf_configs import LLAMA2_7B
 
 from draftwing import plugins
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.layers.linear_ops.dense import DenseFormat
-from draftwing.layers.linear_ops.formats import FORMATS
-from draftwing.models.config import ENTRY_POINTS, FAMILIES, from_hf
+from draftwing.layers.linear_ops.dense import FORMATS, DenseFormat
+from draftwing.models.config import ENTRY_POINTS, from_hf
+from draftwing.models.families import FAMILIES
 
 MODULE = """
-from draftwing.layers.linear_ops.dense import DenseFormat
-from draftwing.layers.linear_ops.formats import FORMATS
-from draftwing.models.config import FAMILIES, Family
+from draftwing.layers.linear_ops.dense import FORMATS, DenseFormat
+from draftwing.models.families import FAMILIES, Family
 
 FAMILIES["OursForCausalLM"] = Family("ours", qkv_bias=True)
 FORMATS["ours"] = lambda config: DenseFormat()

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from scripts import script
 ROOT = Path(__file__).parent.parent
 runner = script(ROOT / "tools" / "readme_commands.py")
 FOUND = runner.examples((ROOT / "README.md").read_text(encoding="utf8"))
+PAGES = (ROOT / "docs" / "constrained.md", ROOT / "docs" / "speculative_decoding.md")
+ELSEWHERE = [one for page in PAGES for one in runner.examples(page.read_text(encoding="utf8"))]
 NOT_RUN = {  # by their first words
     "pip install": "a package index",
     "hf auth": "a network",
@@ -50,6 +53,11 @@ def test_the_commands_run(smollm2_path: Path, tmp_path: Path, monkeypatch: pytes
             assert outcome.code == 0, f"{outcome.example.text}\n{outcome.errors}"
             program = "python" if outcome.example.language == "python" else shlex.join(outcome.example.words[:2])
             outputs[program] = outcome.output
+            if program == "curl -N":  # the server runs, so what other pages ask is answered, too
+                for words in (one.words for one in ELSEWHERE if one.language == "bash" and one.words[0] == "curl"):
+                    asked = [*words, "--silent", "--fail-with-body"]
+                    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+                    assert done.returncode == 0, done.stdout
     assert list(outputs) == ["draftwing chat", "draftwing serve", "curl -N", "python"]
     assert len(outputs["draftwing chat"].split()) > 3
     events = [line.removeprefix("data: ") for line in outputs["curl -N"].splitlines() if line.startswith("data: ")]

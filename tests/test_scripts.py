@@ -16,7 +16,7 @@ from reference.learnable import ENGINE, prompts, write_target
 from scripts import script
 
 from draftwing import LLM
-from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_block_head

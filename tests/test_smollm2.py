@@ -65,18 +65,17 @@ TAGS = {"type": "object", "properties": {
 
 
 def test_answers_of_small_schemas_come_to_an_end(plain, ngram):
-    """With any white space two of these twelve go on with it up to their limit. Drafts change none of them."""
+    """With any white space some go on with it up to their limit. Drafts change none of them."""
     asked = [(THREE, "Hello"), (PAIR, "What is the capital of France?"), (TAGS, "Write a poem."), (TAGS, "Once upon"),
              (PAIR, "The weather"), (THREE, "def f(x):")]  # fmt: skip
-    prompts = [[{"role": "user", "content": text}] for _, text in asked for _ in range(2)]
+    prompts = [[{"role": "user", "content": text}] for _, text in asked]
     params = [
-        SamplingParams.read({"json_schema": schema, "max_new_tokens": 120, "temperature": heat, "seed": 1})
-        for schema, _ in asked
-        for heat in (0.0, 0.8)
+        SamplingParams.read({"json_schema": schema, "max_new_tokens": 120, "temperature": i % 2 * 0.8, "seed": 1})
+        for i, (schema, _) in enumerate(asked)
     ]
     answers = plain.chat(prompts, params)
-    assert [answer.finish_reason["type"] for answer in answers] == ["stop"] * 12
-    for answer, (schema, _) in zip(answers, [one for one in asked for _ in range(2)], strict=True):
+    assert [answer.finish_reason["type"] for answer in answers] == ["stop"] * 6
+    for answer, (schema, _) in zip(answers, asked, strict=True):
         jsonschema.validate(json.loads(answer.text), schema)
     assert [answer.token_ids for answer in ngram.chat(prompts, params)] == [answer.token_ids for answer in answers]
 

@@ -73,6 +73,7 @@ def test_what_never_answers(stand_in: None) -> None:
         launch_server_cmd("A=1")
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_terminate_is_killed() -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.engine.rank_broadcast import Follower, RemoteBroadcast
+from draftwing.engine.process.rank import Follower
+from draftwing.engine.rank_broadcast import RemoteBroadcast
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, is_elsewhere, own_experts, stored_tensors

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.models.fields import Fields
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.quantised.read import assembled
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.gemm.stored import QuantizedRows
 
 Array = npt.NDArray[Any]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word, from the lowest

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftwing.config import sglang_compat as compat
+from draftwing.config import foreign_names as compat
 from draftwing.config.fields import flag
 from draftwing.config.foreign_names import OURS, WITHOUT_COUNTERPART
 from draftwing.config.options import Options
 from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
-from draftwing.server.unserved import UNSERVED
+from draftwing.server.edge.paths import UNSERVED
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("server_arguments.md", "migrating.md", "python.md", "routes.md")

@@ -95,11 +95,13 @@ def classes(files: Mapping[Path, tuple[str, ast.Module]]) -> Iterator[ast.ClassD
 
 
 def shape_rows(tree: ast.Module) -> Iterator[int]:
-    """Yields how many calls with three numbers and more each constant of a module is made of: shapes of kernels."""
+    """Yields how many calls with three numbers and more each constant of a module is made of, named or not: shapes of
+    kernels."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             calls = (one for one in ast.walk(node.value) if isinstance(one, ast.Call))
-            yield sum(sum(isinstance(arg, ast.Constant) for arg in one.args) >= 3 for one in calls)
+            values = ([*one.args, *(keyword.value for keyword in one.keywords)] for one in calls)
+            yield sum(sum(isinstance(value, ast.Constant) for value in one) >= 3 for one in values)
 
 
 def table_rows(page: Path, heading: str) -> int:
@@ -137,7 +139,11 @@ def counted() -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     shapes = sum(sum(shape_rows(tree)) for path, (_, tree) in files.items() if KERNELS in path.parents)
     native = [path for kind in ("*.c", "*.h", "*.cu", "*.cuh", "*.cpp") for path in SOURCE.rglob(kind)]
     protocols = [node for node in every if any("Protocol" in ast.unparse(base) for base in node.bases)]
-    functions = [node for node in table.body if isinstance(node, ast.FunctionDef)] if table else []
+    names = {
+        node.attr
+        for node in (ast.walk(table) if table else ())
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
     counts = {
         "code lines of src": sum(lines for _, lines in packages.values()),
         "files of src": len(files),
@@ -150,7 +156,7 @@ def counted() -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
         "nouns": table_rows(ROOT / "docs" / "architecture.md", "noun"),
         "protocols": len(protocols),
         "protocols of GEMMs": sum("Gemm" in node.name or node.name == "HeadProducts" for node in protocols),
-        "methods of the device table": len(functions),
+        "names in the table of layers": len(names),
         "rows of kernel shapes in code": shapes,
         "import circles": len(circles(graph)),
     }

@@ -89,7 +89,7 @@ def published_configs() -> str:
     """Which models' configs are served, by architecture and by whether they are quantised, and which are refused for
     what."""
     sys.path.insert(0, str(ROOT / "src"))
-    from draftwing.models.unserved import unserved_part
+    from draftwing.models.families.unserved import unserved_part
 
     index = json.loads((PUBLISHED / "index.json").read_text(encoding="utf8"))
     served: dict[str, tuple[list[str], list[str]]] = {}

@@ -75,13 +75,13 @@ class Work:
         return mask
 
     def ours(self, exact: bool, tiling: Any = None) -> float:
-        from draftwing.ops.attention import AttentionKind
-        from draftwing.ops.triton import attention
+        from draftwing.ops.attention import triton_decode
+        from draftwing.ops.attention.batch import AttentionKind
 
-        workspace = attention.Workspace(self.q.device)
+        workspace = triton_decode.Workspace(self.q.device)
         kind = AttentionKind(values=self.shape.values)
         return replayed_layers(
-            lambda i: attention.tree_attention(
+            lambda i: triton_decode.tree_attention(
                 self.q, self.kv[i], self.table, self.rows, self.prefix, self.path, self.path_len, self.out, workspace,
                 exact, self.nodes, tiling, kind=kind,
             ),
@@ -91,8 +91,8 @@ class Work:
     def part(self, mean: int, known: bool, exact: bool) -> float:
         """Of each tree the first nodes, 1 to 2 * mean - 1 and `mean` on average; known: which are one tree, else
         each is a row of its own."""
-        from draftwing.ops.attention import Ragged
-        from draftwing.ops.triton import attention
+        from draftwing.ops.attention import triton_decode
+        from draftwing.ops.attention.batch import Ragged
 
         counts = (torch.arange(self.batch) + mean - 1) % (2 * mean - 1) + 1
         picked = torch.cat([b * self.nodes + torch.arange(int(count)) for b, count in enumerate(counts)]).cuda()
@@ -101,9 +101,9 @@ class Work:
         ragged = Ragged(self.rows, self.prefix, starts, self.nodes, -(-len(picked) // self.batch)) if known else None
         path, path_len = self.path.flatten(0, 1)[picked].unsqueeze(1), self.path_len.flatten()[picked].unsqueeze(1)
         q, out, rows, prefix = self.q[picked], torch.empty_like(self.out[picked]), self.rows[tree], self.prefix[tree]
-        workspace = attention.Workspace(q.device)
+        workspace = triton_decode.Workspace(q.device)
         return replayed_layers(
-            lambda i: attention.tree_attention(
+            lambda i: triton_decode.tree_attention(
                 q, self.kv[i], self.table, rows, prefix, path, path_len, out, workspace, exact, self.nodes, None, ragged
             ),
             self.layers,
@@ -141,11 +141,11 @@ class Work:
 
     def ours_once(self) -> None:
         """Layer 0, exact, into `out`."""
-        from draftwing.ops.triton import attention
+        from draftwing.ops.attention import triton_decode
 
-        attention.tree_attention(
+        triton_decode.tree_attention(
             self.q, self.kv[0], self.table, self.rows, self.prefix, self.path, self.path_len, self.out,
-            attention.Workspace(self.q.device), True, self.nodes, None,
+            triton_decode.Workspace(self.q.device), True, self.nodes, None,
         )  # fmt: skip
 
 
@@ -279,7 +279,7 @@ LATENT_TILINGS: list[dict[str, int]] = [
 
 def latents() -> Iterator[tuple[str, float]]:
     """Latents of one key row for all heads: tilings around the default, exact, and the time of a read at full rate."""
-    from draftwing.ops.triton.attention_common import pick_tiling
+    from draftwing.ops.attention.triton_common import pick_tiling
 
     rate = read_rate()
     for case in LATENT_SHAPES:
@@ -299,10 +299,10 @@ CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096), (768, 2700), (1024, 12000
 
 
 def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    from draftwing.ops.triton.attention import Workspace
-    from draftwing.ops.triton.attention_common import pick_tiling
-    from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_room, prefill_rows
-    from draftwing.ops.triton.attention_tiles import WHOLE, prefill_tiles
+    from draftwing.ops.attention.triton_common import pick_tiling
+    from draftwing.ops.attention.triton_decode import Workspace
+    from draftwing.ops.attention.triton_prefill import prefill_attention, prefill_room, prefill_rows
+    from draftwing.ops.attention.triton_tiles import WHOLE, prefill_tiles
 
     workspace = Workspace(torch.device("cuda"))
     work = Work(1, start + length, 1, 1, layers=4)
@@ -346,7 +346,7 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
 
 
 def rope() -> list[tuple[str, float]]:
-    from draftwing.ops.triton.rope import rope_and_write
+    from draftwing.ops.rope.triton import rope_and_write
 
     found = []
     for count in (1, 32, 64, 512):
@@ -364,7 +364,7 @@ def rope() -> list[tuple[str, float]]:
 
 def sweep() -> list[tuple[str, float]]:
     """Tilings around the default, for the shapes that matter most."""
-    from draftwing.ops.triton.attention_common import pick_tiling
+    from draftwing.ops.attention.triton_common import pick_tiling
 
     changes: list[dict[str, Any]] = [
         {}, {"unit": 32}, {"short": 64}, {"short": 256}, {"long": 256}, {"warps": 8}, {"stages": 2}, {"stages": 4},

@@ -15,12 +15,11 @@ import time
 import torch
 from timing import replay_us
 
-from draftwing.kv.pool import DeltaSpec
-from draftwing.kv.row_states import RowStates
-from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights
-from draftwing.ops.triton import delta_net
-from draftwing.ops.triton.delta_plan import Walks, plan_chunks, plan_trees
-from draftwing.ops.triton.short_conv import short_conv, sources_of
+from draftwing.kv.pool import DeltaSpec, RowStates
+from draftwing.ops.attention.batch import Batch, ChunkSpan, DeltaInputs, DeltaWeights
+from draftwing.ops.delta_net import triton as delta_net
+from draftwing.ops.delta_net.triton_plan import Walks, plan_chunks, plan_trees
+from draftwing.ops.short_conv.triton import short_conv, sources_of
 
 SHAPES = {name: DeltaSpec(16, heads, 128, 128, 4) for name, heads in (("27B", 48), ("9B", 32), ("0.8B", 16))}
 NODES, AGAIN, CONTEXT = 16, 2, 1024  # AGAIN: tokens that a step with drafts runs again

@@ -18,9 +18,9 @@ from fp8 import BYTES, LAUNCHES, PRODUCTS
 from timing import read_rate, replay_us
 from torch import Tensor
 
-from draftwing.ops.contracts import DenseKernels
-from draftwing.ops.cuda.gemm import small_m_gemm
-from draftwing.ops.cuda.gemm_dense import MOST, dense_gemm
+from draftwing.ops.gemm.contract import DenseKernels
+from draftwing.ops.gemm.cuda import small_m_gemm
+from draftwing.ops.gemm.cuda_dense import MOST, dense_gemm
 
 ROWS = (1, 8, 16, 17, 32, 64, 96, 128)
 FEW = 64  # rows that gemm.cu is timed with

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/cuda/gemm_experts.py, right and how fast,
+"""Mixtures of experts: the kernels of ops/triton/expert{s,_gemm}.py and ops/experts/cuda.py, right and how fast,
 at the sizes of four models.
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
@@ -32,15 +32,16 @@ from torch import Tensor
 
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import dequantised
-from draftwing.ops.contracts import Routed, Routing
-from draftwing.ops.cuda import gemm_experts
-from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
-from draftwing.ops.expert_rows import FP8, INT4, MX
-from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
-from draftwing.ops.triton import expert_gemm, experts
-from draftwing.ops.triton.expert_gemm import DENSE, ExpertGemm
-from draftwing.ops.triton.expert_tiles import LARGE_TILE, tile_rows
-from draftwing.ops.types import MXRows
+from draftwing.ops.experts import cuda as gemm_experts
+from draftwing.ops.experts import triton as experts
+from draftwing.ops.experts import triton_gemm
+from draftwing.ops.experts.cuda import Cut, Cuts, FewPairs, Layout, Stream
+from draftwing.ops.experts.routing import Routed, Routing
+from draftwing.ops.experts.rows import FP8, INT4, MX
+from draftwing.ops.experts.triton_gemm import DENSE, ExpertGemm
+from draftwing.ops.experts.triton_tiles import LARGE_TILE, tile_rows
+from draftwing.ops.gemm.groups import WHOLE, PackedGroups, pack, quantized
+from draftwing.ops.gemm.stored import MXRows
 
 LAYERS = 6
 CAPABILITY = 90  # that kernels are compiled for ahead
@@ -155,7 +156,7 @@ def compile_one(wanted: Kernels) -> str | None:
     knobs.runtime.jit_cache_hook = note
     model, tokens = MODELS[wanted.model], wanted.tokens
     if wanted.shape is not None:
-        expert_gemm.SHAPES[KINDS[wanted.kind], LARGE_TILE] = wanted.shape, wanted.shape
+        triton_gemm.SHAPES[KINDS[wanted.kind], LARGE_TILE] = wanted.shape, wanted.shape
     routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), Routing(model.top_k))
     x = torch.empty(tokens, model.hidden, dtype=HALF, device="meta")
     gate_up = without_data(wanted.kind, model.count * 2 * model.ffn, model.hidden)
@@ -359,7 +360,7 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
     """The best of all cuts and streams of few pairs and of all programs of many for each GEMM, beside the engine's
     own."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
-    own_shapes, own_kernels = expert_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
+    own_shapes, own_kernels = triton_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
     made: dict[tuple[Layout, Tried], FewPairs] = {}
 
     def kernels(layout: Layout, tried: Tried) -> FewPairs:
@@ -379,12 +380,12 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
                 if isinstance(tried, Cut | int):
                     gemm_experts.few_pairs = lambda _, __, layout, tried=tried: kernels(layout, tried)
                 else:
-                    expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = tried, tried
+                    triton_gemm.SHAPES[KINDS[kind], LARGE_TILE] = tried, tried
                 shown = tried if isinstance(tried, int) else tuple(tried)
                 found.append((bench.timed(bench.gate_up), bench.timed(bench.down), shown))
             except Exception as error:  # too much shared memory, for one
                 print(f"  {tried}: {str(error)[:60]}")
-        gemm_experts.few_pairs, expert_gemm.SHAPES[KINDS[kind], LARGE_TILE] = own_kernels, own_shapes
+        gemm_experts.few_pairs, triton_gemm.SHAPES[KINDS[kind], LARGE_TILE] = own_kernels, own_shapes
         for part, label in enumerate(("gate_up", "down")):
             best = sorted(found, key=lambda one, part=part: one[part])  # type: ignore[misc]
             print(

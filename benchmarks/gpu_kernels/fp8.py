@@ -14,8 +14,8 @@ import torch
 from timing import read_rate, replay_us
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm_fp8 import Fp8Gemm, fp8_gemm
-from draftwing.ops.fp8_blocks import TALL, WIDE, Fp8Blocks, Fp8Rows
+from draftwing.ops.fp8.spec import TALL, WIDE, Fp8Blocks, Fp8Rows
+from draftwing.ops.gemm.cuda_fp8 import Fp8Gemm, fp8_gemm
 
 PRODUCTS = {  # rows and columns of a weight; are they gates and ups
     "27b": {

@@ -12,10 +12,10 @@ import torch
 from timing import replayed
 from torch import Tensor
 
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.ops import make_ops
-from draftwing.ops.torch.expansion import top_tokens
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.expansion.spec import top_tokens
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Continuations, First
 
 HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096

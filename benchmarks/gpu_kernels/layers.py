@@ -12,7 +12,8 @@ HIDDEN, FFN, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.ops.triton import layers, norms
+    from draftwing.ops.elementwise import triton as layers
+    from draftwing.ops.norms import triton as norms
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").bfloat16()

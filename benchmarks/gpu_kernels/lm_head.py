@@ -21,10 +21,10 @@ from timing import read_rate
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.heads.base import linear_of
 from draftwing.ops import make_ops
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, compile_ahead, shapes_for
+from draftwing.ops.gemm.cuda_groups import GroupGemm, Shapes, compile_ahead, shapes_for
 
 MATRICES = {
     "27B": (248320, 5120), "9B": (248320, 4096), "35B-A3B": (248320, 2048), "8B": (128256, 4096),

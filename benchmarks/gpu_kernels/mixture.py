@@ -28,15 +28,18 @@ from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.decoder import pack_layers
-from draftwing.ops.contracts import Routed, Routing
-from draftwing.ops.cuda import gemm, gemm_experts, gemm_groups
-from draftwing.ops.cuda.gemm import Shape, SmallMGemm, TallShape, few_rows, ring, shared, wide
-from draftwing.ops.cuda.gemm_experts import Cut, Cuts, FewPairs, Layout, Stream
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Width
-from draftwing.ops.expert_rows import FP8
-from draftwing.ops.groups import PackedGroups, pack
+from draftwing.ops.experts import cuda as gemm_experts
+from draftwing.ops.experts.cuda import Cut, Cuts, FewPairs, Layout, Stream
+from draftwing.ops.experts.routing import Routed, Routing
+from draftwing.ops.experts.rows import FP8
+from draftwing.ops.gemm import cuda as gemm
+from draftwing.ops.gemm import cuda_groups
+from draftwing.ops.gemm.cuda import SmallMGemm
+from draftwing.ops.gemm.cuda_groups import GroupGemm, Width
+from draftwing.ops.gemm.groups import PackedGroups, pack
+from draftwing.ops.gemm.shapes import Shape, TallShape, few_rows, ring, shared, wide
+from draftwing.ops.gemm.stored import QuantizedRows
 from draftwing.ops.triton.ops import TritonOps
-from draftwing.ops.types import QuantizedRows
 
 CUDA, HALF, CAPABILITY = torch.device("cuda"), torch.bfloat16, (9, 0)
 COUNT, TOP, HIDDEN, FFN, LAYERS = 256, 8, 2048, 512, 6
@@ -148,7 +151,7 @@ def time_narrow(rows: int) -> None:
 
 
 def compile_shape(shape: Shape | TallShape | None) -> str | None:
-    return _failed(lambda: gemm_groups.compile_ahead(HALF, WIDTH, CAPABILITY, None if shape is None else named(shape)))
+    return _failed(lambda: cuda_groups.compile_ahead(HALF, WIDTH, CAPABILITY, None if shape is None else named(shape)))
 
 
 def compile_cut(name: str, cut: Cut | Stream | None) -> str | None:

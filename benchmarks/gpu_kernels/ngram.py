@@ -20,9 +20,9 @@ class Slots(NamedTuple):
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.core import TreeShape
+    from draftwing.config.trees import TreeShape
     from draftwing.ops import make_ops
-    from draftwing.ops.attention import Batch
+    from draftwing.ops.attention.batch import Batch
     from draftwing.spec.drafter import DraftStep, SeenTokens
     from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 

@@ -4,10 +4,10 @@
     python benchmarks/gpu_kernels/quantised.py steps      # and whole steps of the engine, random weights
     python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
-Shapes are those of an 8B Llama model; with `32b` or `27b`, here and in cuts.py and tall.py, of Qwen2.5-32B or of
+Shapes are those of an 8B Llama model; with `32b` or `27b`, here and in tall.py, of Qwen2.5-32B or of
 Qwen3.5-27B's delta nets (whole steps are those of 8B). Weights are not in cache: each product runs over so many
-different ones. The floor of a product is the time to read its weight, scales included, at `timing.read_rate`. cuts.py
-tries other shapes.
+different ones. The floor of a product is the time to read its weight, scales included, at `timing.read_rate`.
+`tools/tune_gemms.py` tries other shapes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch
 from timing import read_rate, replay_us
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import Shapes, SmallMGemm, small_m_gemm
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Width, group_gemm
-from draftwing.ops.groups import WHOLE, PackedGroups, pack
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.gemm.cuda import SmallMGemm, small_m_gemm
+from draftwing.ops.gemm.cuda_groups import GroupGemm, Width, group_gemm
+from draftwing.ops.gemm.groups import WHOLE, PackedGroups, pack
+from draftwing.ops.gemm.shapes import Shapes
+from draftwing.ops.gemm.stored import QuantizedRows
 
 COLD = 160 << 20  # bytes of different weights, more than the cache holds
 LAYERS = 32
@@ -210,7 +211,7 @@ def show(what: str, line: list[tuple[float, int]]) -> None:
 
 def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> Tensor:
     """Layers without attention, as in skinny.py."""
-    from draftwing.ops.triton.norms import add_rms_norm, rms_norm
+    from draftwing.ops.norms.triton import add_rms_norm, rms_norm
 
     hidden = PRODUCTS[0].depth
     norm, x = torch.ones(hidden, device="cuda", dtype=torch.bfloat16), inputs(PRODUCTS[0], rows)[0]

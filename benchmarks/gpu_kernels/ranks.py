@@ -78,7 +78,7 @@ def time_sums(executor: Executor, rows: int) -> float:
 def texts(parts: Any, count: int, tokens: int) -> str:
     """Answers so many requests together; returns a hash of all tokens."""
     loop = Loop(parts.sched, parts.executor, parts.options.enable_overlap, lambda plan, result: None)
-    vocab = parts.model.config.vocab_size
+    vocab = parts.executor.model.config.vocab_size
     for number in range(count):
         prompt = [(number * 7919 + place * (number + 1) * 31) % vocab for place in range(10 + number % 40)]
         params = SamplingParams(max_new_tokens=tokens, temperature=0.8 if number % 2 else 0.0)
@@ -107,10 +107,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parts = step.build(Path(folder), given, args.shape == "tiny")
     print(
-        f"{args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, {parts.pool_tokens} tokens"
+        f"{args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, "
+        f"{parts.sched.config.slots} tokens"
     )
     print(json.dumps(parts.capability))
-    if parts.model.ranks.size > 1:
+    if parts.executor.model.ranks.size > 1:
         sums(parts.executor)
     steps(parts.executor, [int(size) for size in args.sizes.split(",")])
     if args.texts:

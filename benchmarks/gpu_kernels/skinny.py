@@ -32,8 +32,8 @@ def weights() -> list[dict[str, Tensor]]:
 
 def bench() -> list[tuple[str, float]]:
     """(what, microseconds): every product alone and the chain, for 1 to 64 rows."""
-    from draftwing.ops.cuda.gemm import small_m_gemm
-    from draftwing.ops.triton.norms import rms_norm
+    from draftwing.ops.gemm.cuda import small_m_gemm
+    from draftwing.ops.norms.triton import rms_norm
 
     device = torch.device("cuda", torch.cuda.current_device())
     ours, layers = small_m_gemm(device, torch.bfloat16), weights()
@@ -79,7 +79,7 @@ def bench() -> list[tuple[str, float]]:
     return results
 
 
-VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what ops/cuda/gemm.py compiles
+VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what ops/gemm/cuda.py compiles
     "as it is": (),
     "weights behind the wait (.nc)": (("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"),),
     "8 rows: 1 ahead, 3 blocks": ((r"(_8, 256, )2(, 1, gemm, 1, 2, )2, 2,", r"\g<1>3\g<2>1, 1,"),),
@@ -92,8 +92,8 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what
 
 def variants() -> list[tuple[str, float]]:
     """Microseconds of the chain of layers, by variant of the kernels."""
-    from draftwing.ops.cuda.gemm import SmallMGemm, read_source, shapes_for
-    from draftwing.ops.triton.norms import add_rms_norm, rms_norm
+    from draftwing.ops.gemm.cuda import SmallMGemm, read_source, shapes_for
+    from draftwing.ops.norms.triton import add_rms_norm, rms_norm
 
     device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)

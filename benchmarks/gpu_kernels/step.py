@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from timing import read_rate
 
-from draftwing.ops.contracts import Routing
+from draftwing.ops.experts.routing import Routing
 
 sys.path.append(str(Path(__file__).parents[1]))
 from load_runs import options_of
@@ -234,7 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parts = build(Path(folder), given, args.tiny, args.config, args.draft)
     graphs = parts.executor.graphs
-    print(f"built in {time.monotonic() - begin:.1f} s, {len(graphs)} graphs, {parts.pool_tokens} tokens in the pool")
+    print(f"built in {time.monotonic() - begin:.1f} s, {len(graphs)} graphs, "
+          f"{parts.sched.config.slots} tokens in the pool")  # fmt: skip
     totals: dict[Any, float] = defaultdict(float)
     undrafted: dict[Any, float] = defaultdict(float)
     with torch.inference_mode(), experts_at_random(parts.executor):

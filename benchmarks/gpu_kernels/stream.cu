@@ -1,4 +1,4 @@
-// An experiment next to src/draftwing/kernels/gemm.cu, whose text comes before this: weights through a ring in shared
+// An experiment next to src/draftwing/ops/gemm/gemm.cu, whose text comes before this: weights through a ring in shared
 // memory, filled across kernel boundaries. Not yet run on a GPU.
 
 // -- Hopper: weights stream through shared memory ------------------------------------------------------------------------

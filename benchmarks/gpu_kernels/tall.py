@@ -4,8 +4,8 @@
 
 Products are those of quantised.py, vs the matrix dequantised for cuBLAS, and cuBLAS with
 bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
-float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table
-with the best shapes.
+float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is the rows of a card's
+file (src/draftwing/ops/gemm/cards) with the best shapes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 from quantised import MODELS, PRODUCTS, WIDTHS, Product, copies, each_us, inputs, mm, packed, unpack_first
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm_groups import group_gemm
-from draftwing.ops.cuda.gemm_tall import TallGemm, TallShape, compile_ahead
-from draftwing.ops.groups import PackedGroups
+from draftwing.ops.gemm.cuda_groups import group_gemm
+from draftwing.ops.gemm.cuda_tall import TallGemm, compile_ahead
+from draftwing.ops.gemm.groups import PackedGroups
+from draftwing.ops.gemm.shapes import TallShape
 
 CAPABILITY = (9, 0)
 SHAPES = tuple(
@@ -163,8 +164,8 @@ def cells(label: str, product: Product, until: float) -> list[Measured]:
 
 
 def chosen(found: Sequence[Measured]) -> dict[int, dict[tuple[str, int], TallShape]]:
-    """By bits, as gemm_tall.py has them: the best shape of a kind for so many rows, where it is faster than to multiply
-    the matrix out."""
+    """By bits, as files of cards have them: the best shape of a kind for so many rows, where it is faster than to
+    multiply the matrix out."""
     tables: dict[int, dict[tuple[str, int], TallShape]] = {WIDTHS[label].bits: {} for label in TIMED}
     cases = defaultdict[tuple[str, str], list[Measured]](list)
     for one in found:

@@ -8,7 +8,7 @@ from timing import replayed
 from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
-from draftwing.ops.drafts import new_calibration
+from draftwing.ops.assign.spec import new_calibration
 from draftwing.ops.types import Draft
 
 CONTEXT = 8192

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from draftwing.core import PLAIN
+from draftwing.config.trees import PLAIN
+from draftwing.engine import graphs as engine_graphs
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.graphs import cuda
-from draftwing.engine.graphs.cuda import CAPTURE_SHARE, WANTED, GraphCache, Key, first_sizes
+from draftwing.engine.graphs import CAPTURE_SHARE, WANTED, GraphCache, Key, first_sizes
 
 VALUES = (1, 4, 16, 64, 256, 1 << 30)  # of WANTED
 SHARES = (1.0, 0.1, 0.03, 0.01, 0.003)  # of CAPTURE_SHARE
@@ -52,7 +52,7 @@ class Lost(NamedTuple):
 
 def minute(rate: float, wanted: int, share: float, times: Times) -> Lost:
     """wanted, share: in place of `WANTED` and `CAPTURE_SHARE`"""
-    cuda.WANTED, rng = wanted, random.Random(int(1000 * rate))
+    engine_graphs.WANTED, rng = wanted, random.Random(int(1000 * rate))
     graphs = GraphCache(CpuDevice(), 64, 64)
     first = first_sizes(graphs.sizes)
     graphs.later = {Key(PLAIN, size): 0 for size in graphs.sizes if size not in first}
@@ -129,7 +129,7 @@ def main() -> None:
         [(share, [cell(minute(rate, WANTED, share, times)) for rate in LOADS]) for share in SHARES],
     )  # fmt: skip
     print()
-    capture, keys = times.capture, len(cuda.batch_sizes(64)) - len(first_sizes(cuda.batch_sizes(64)))
+    capture, keys = times.capture, len(engine_graphs.batch_sizes(64)) - len(first_sizes(engine_graphs.batch_sizes(64)))
     table(
         "`IDLE_SECONDS`", ("mean wait of a request, ms", f"seconds until {keys} are captured"),
         [(idle, [f"{500 * capture**2 / (idle + capture):.1f}", f"{keys * (idle + capture):.1f}"]) for idle in IDLE],

@@ -22,11 +22,11 @@ from crowd import TIMES, gap_with_a_crowd, wave
 from served import MIX, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop
 from worlds import MACHINES, TREE, WithKeys, World
 
-from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, Chunk, StepResult, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.core import Chunk, StepResult
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.policy.menus import match_menu, tree_menu
-from draftwing.sched.policy.shape_policy import StepContext
-from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
+from draftwing.spec.drafter import match_menu, tree_menu
 
 Figures = dict[str, float]
 CELLS: dict[str, Callable[[], Figures]] = {}

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from served import Served, request
 
-from draftwing.core import PLAIN, Plan, StepResult
-from draftwing.sched.config import SchedulerConfig
+from draftwing.config.trees import PLAIN
+from draftwing.core import Plan, StepResult
 from draftwing.sched.policy.shape_policy import FixedShape
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
 
 class Times(NamedTuple):

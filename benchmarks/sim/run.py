@@ -19,8 +19,8 @@ from cells import BASELINE, CELLS, Figures, possible, worse
 from timeline import PHASES, STEPS, shares
 from worlds import MACHINES, TREE
 
-from draftwing.sched.policy.menus import tree_menu
-from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.policy.shape_policy import TreePolicy
+from draftwing.spec.drafter import tree_menu
 
 sys.path.append(str(Path(__file__).parents[1]))
 from svg_plot import Line, Panel, render

@@ -14,28 +14,16 @@ from typing import Any
 import numpy as np
 from worlds import H100, H200
 
-from draftwing.core import (
-    MARK_ONE,
-    MARK_SURVIVAL,
-    MAX_CONFIDENCE,
-    NO_DEFERRAL,
-    PLAIN,
-    Chunk,
-    DraftDeferral,
-    Plan,
-    StepResult,
-    TreeShape,
-)
-from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.graphs.prefill import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, takes
+from draftwing.config.trees import MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult
+from draftwing.engine.graphs import Key
+from draftwing.engine.target import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
-from draftwing.sched.policy.menus import tree_menu
-from draftwing.sched.policy.shape_policy import FixedShape
-from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.policy.shape_policy import FixedShape, TreePolicy
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.spec.drafter import tree_menu
 
 MIX = (60, 600, 200, 250, 500)  # tokens of prompts
 
@@ -130,10 +118,10 @@ class OnH200(Served):
             found = self.world.step(shape, [self.HIT] * rows)
             done = replace(found, tokens=np.ones((rows, shape.max_commit), np.int64), order=order)
             kv_tokens = sum(req.kv for row in plan.rows.tolist() if (req := self.sched.kv.by_row.get(row)) is not None)
-            if plan.beside is not None:
-                tokens = sum(chunk.length for chunk in plan.beside.chunks)
+            if plan.mixed_prefill is not None:
+                tokens = sum(chunk.length for chunk in plan.mixed_prefill.chunks)
                 seconds, launch = self.world.prefill(tokens, mixed_nodes(shape, rows))
-                seconds += self.world.drafting(shape, rows) + self.world.attention(kv_tokens, plan.beside.chunks)
+                seconds += self.world.drafting(shape, rows) + self.world.attention(kv_tokens, plan.mixed_prefill.chunks)
                 return replace(done, seconds=seconds), launch
             return replace(done, seconds=done.seconds + self.world.attention(kv_tokens, ())), 1e-3 * self.world.REPLAY
         final = np.asarray([int(chunk.final) for chunk in plan.chunks])

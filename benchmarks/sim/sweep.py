@@ -18,10 +18,10 @@ from statistics import fmean
 
 from cells import CELLS, Figures, long_prompts
 
-POLICY = ("cost_table", "cost", "acceptance", "tree_policy", "prefill_budget", "draft_prefill", "choice")
+POLICY = ("cost", "acceptance", "shape_policy", "prefill_budget", "choice")
 MODULES = (
     *(f"draftwing.sched.policy.{name}" for name in POLICY),
-    "draftwing.engine.graphs.prefill",
+    "draftwing.engine.target",
     "worlds",
     "served",
 )

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, Chunk, StepResult, TreeShape
-from draftwing.engine.graphs.prefill import MIXED_QUERIES, SIZES, slow_sizes
+from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, Chunk, StepResult
 from draftwing.engine.startup.measure_costs import CONTEXTS
+from draftwing.engine.target import MIXED_QUERIES, SIZES, slow_sizes
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.policy.shape_policy import StepContext
-from draftwing.sched.policy.tree_policy import TreePolicy
+from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
 
 TREE = TreeShape(5, 4, 16)
 

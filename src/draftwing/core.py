@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from draftwing.tree_shape import (  # noqa: F401 (who plans steps finds all of it here)
-    BOTH,
-    LOOKUP,
-    LOOKUP_ALONE,
-    MAX_CONFIDENCE,
-    MODEL,
-    MODEL_ALONE,
-    OTHER,
-    PLAIN,
-    PREDICTED,
+from draftwing.config.trees import (
     SOURCES,
     TreeShape,
 )
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 
-# A node's mark, the same in ops/reference/assign.py and the kernels: its depth in the lowest bits, whether it is
+# A node's mark, the same in ops/assign/spec.py and the kernels: its depth in the lowest bits, whether it is
 # verified, from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
 MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 9, 16, (1 << 15) - 1
 
@@ -103,7 +94,6 @@ class Admission(NamedTuple):
     stop_ids: tuple[int, ...] = ()  # token ids that end it; the sampler bans them before `min_new_tokens`
     salt: int = 0  # 63 bits; rows of the same one share what drafters remember
     edited: bool = False  # whether its logits are, by the device or by the host
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def prompt_len(self) -> int:
@@ -210,12 +200,12 @@ class Plan:
     states: IntArray = field(default_factory=lambda: NOBODY)
     shown: tuple[DraftChunk, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
     mixed: bool = False  # whether the target's forward is one with that of another plan
-    beside: Plan | None = None  # of kind "tree", where it is mixed: the prefill in the same forward
+    mixed_prefill: Plan | None = None  # of kind "tree", where it is mixed: the prefill in the same forward
 
     @property
     def parts(self) -> tuple[Plan, ...]:
         """Returns the plans of one forward, in the order in which they are committed."""
-        return (self,) if self.beside is None else (self, self.beside)
+        return (self,) if self.mixed_prefill is None else (self, self.mixed_prefill)
 
     @property
     def nodes(self) -> int:

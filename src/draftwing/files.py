@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -71,3 +72,33 @@ def load_json(path: Path) -> Any:
 def write_json(path: Path, content: Any, indent: int | None = 1, private: bool = False) -> None:
     """Writes `content` as `write_text` does."""
     write_text(path, json.dumps(content, indent=indent), private)
+
+
+PARTIAL = ".partial"  # ends names of files and folders that are not yet, or no longer, there
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all that is in it: at once for who looks for it, whenever this is stopped."""
+    gone = folder.with_name(f".{folder.name}{PARTIAL}")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    sync_folder(folder.parent)
+    shutil.rmtree(gone)
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what a process that was stopped left of files and folders in `folder`."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,15 +1,18 @@
-"""The Python API: `LLM` runs the engine in the calling process and thread."""
+"""The Python API: `LLM` runs the engine in the calling process and thread, `AsyncLLM` in a process of its own, as the
+server does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from draftwing.config.options import Options
-from draftwing.engine.session import Session
+from draftwing.engine.session import Session, prepare
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
@@ -17,6 +20,7 @@ from draftwing.text.answer import Answer
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
+    from draftwing.server.engine_client import AsyncEngine
     from draftwing.text.tokenizer import Tokenizer
 
 
@@ -177,9 +181,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _prepare(self, asked: Sequence[GenerationRequest], request_options: RequestOptions) -> list[Answer]:
@@ -208,6 +210,118 @@ class LLM:
                     seen = len(answer.token_ids)
         # After the session is done: with the whole answer in hand, the next request may be made.
         yield Piece(last, answer.token_ids[seen:], Completion.of(answer, self._inputs, asked))
+
+
+class AsyncLLM:
+    """Loads a model and generates text: `async with AsyncLLM("smollm2") as llm`. Options are those of `LLM`.
+
+    Requests that are made at the same time run in one batch. The engine belongs to the event loop that entered the
+    `async with` block, and every method is called on it. A drafter of your own must be in a module that can be
+    imported. Raises ConfigError for an option that cannot work; entering raises ConfigError, CheckpointError or
+    EngineDead.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        named = options if model is None else {"model": model} | options
+        quiet = {"log_level": "warning"}  # of the engine's process; as `LLM`, which shows no lines of its own accord
+        self._options = Options.from_kwargs(**(quiet | named)).resolve()
+        self._opened = ExitStack()
+        self._running = False
+
+    async def __aenter__(self) -> Self:
+        from draftwing.server.run import opened
+
+        if self._running:
+            raise RuntimeError("this AsyncLLM is running already")
+        opening = asyncio.ensure_future(asyncio.to_thread(self._opened.enter_context, opened(self._options)))
+        try:
+            self._begin(*await asyncio.shield(opening))
+        except BaseException:
+            await asyncio.wait([opening])  # nothing ends the thread, and the process must not be left behind
+            self._opened.close()
+            raise
+        return self
+
+    def _begin(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+        from draftwing.server.service import Service
+
+        self._engine, self._service = engine, Service(engine, tokenizer)
+        self._inputs = Inputs(engine.info, tokenizer)
+        self._draw = random.Random(engine.info.options.random_seed)
+        engine.start()
+        self._running = True
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of the model that runs. Raises RuntimeError where none does."""
+        if not self._running:
+            raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
+        return self._service.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns `tokenizer`; the name that vLLM has for it."""
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        return described(self, self._options) + ("" if self._running else " (not running)")
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the engine's process; requests that still run fail with EngineDead. Safe to call twice."""
+        if self._running:
+            self._running = False
+            try:
+                await self._engine.stop()
+            finally:
+                self._opened.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        params: Params | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **request_options: Unpack[RequestOptions],
+    ) -> Completion:
+        """Returns one answer; arguments as `stream`. To cancel the task aborts the request."""
+        async with aclosing(
+            self.stream(prompt, params, chat_template_kwargs=chat_template_kwargs, **request_options)
+        ) as pieces:
+            async for piece in pieces:
+                if piece.completion is not None:
+                    return piece.completion
+        raise AssertionError("the last piece has the completion")
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        params: Params | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **request_options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[Piece, None]:
+        """Yields one answer in pieces, as `LLM.stream`. To close the iterator or cancel its task aborts the request.
+
+        Raises RequestError before anything is generated, EngineDead when the engine is gone,
+        GenerationError when it fails at this request.
+        """
+        from draftwing.server.service import Generation
+
+        tokenizer, service = self.tokenizer, self._service
+        # In a thread: chat templates and long prompts take a while.
+        request = await asyncio.to_thread(self._inputs.of_one, prompt, params, request_options, chat_template_kwargs)
+        await service.check_grammars([(request.params, None)])
+        (answer,) = prepare(self._engine.info, tokenizer, [request], request_options.get("speculative"), self._draw)
+        seen = 0
+        generation = Generation(self._engine, service.pools, [answer], answer.request.uid, len(request.prompt_ids))
+        with closing(generation):
+            async for _, text in generation:
+                ended = answer.finish_reason is not None
+                done = Completion.of(answer, self._inputs, request_options) if ended else None
+                yield Piece(text, answer.token_ids[seen:], done)
+                seen = len(answer.token_ids)
 
 
 def described(llm: object, options: Options) -> str:

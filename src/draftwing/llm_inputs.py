@@ -14,9 +14,8 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, no_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, unset
-from draftwing.server.parsers.budgets import TAIL, Reasoning
-from draftwing.server.parsers.reasoning import Start, start_of
-from draftwing.text.token_text import TokenTexts
+from draftwing.server.parsers.reasoning import TAIL, Reasoning, Start, start_of
+from draftwing.text.detok import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.admission import EngineInfo

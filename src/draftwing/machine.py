@@ -1,19 +1,29 @@
-"""What this process may use of its machine: processors by affinity, hyperthreads and quotas, memory by limits.
+"""What this process may use of its machine: processors by affinity, hyperthreads and quotas, memory by limits; what its
+memory is made of; and what processes of our own start with.
 
 Everything is read of Linux's files below `root`, which tests replace; where they are missing there is no limit.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import re
 import resource
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path("/")
+TIDY_SECONDS = 60.0  # between two times at which freed memory is given back
+_PR_SET_PDEATHSIG = 1
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _UNLIMITED = 1 << 60  # bytes: cgroups of version 1 say "no limit" by a number near 2 ** 63
 
@@ -116,6 +126,73 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
     pages = _text(root / "proc/self/statm").split()
     if space != resource.RLIM_INFINITY and pages:
         yield space, space - int(pages[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- what this process's memory is made of -----------------------------------------------------------------------------
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's. uordblks, hblkhd: bytes in use, in its heaps and beside them. fordblks: free ones in its heaps."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+@functools.cache
+def _libc(name: str) -> Any:
+    """Returns a function of the C library, None where it has none of this name."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None and name == "mallinfo2":
+        function.restype = _Mallinfo2
+    return function
+
+
+def process_memory() -> dict[str, int]:
+    """Returns bytes: `resident`, and of glibc from 2.33 on `allocated`, which may not be resident before it is written,
+    and `held`, what is free in its heaps and not given back. And `python_blocks`: how many pieces Python's own
+    allocator, which takes memory beside these heaps, has given to objects."""
+    found = {"resident": resident_memory(), "python_blocks": sys.getallocatedblocks()}
+    mallinfo2 = _libc("mallinfo2")
+    if mallinfo2 is not None:
+        info = mallinfo2()
+        found |= {"allocated": info.uordblks + info.hblkhd, "held": info.fordblks}
+    return found
+
+
+def give_back() -> None:
+    """Returns freed memory to the system: glibc keeps it, in pieces, for a next time that may never come. Other C
+    libraries do so by themselves, or cannot."""
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def keep_tidy(seconds: float = TIDY_SECONDS) -> None:
+    """Gives memory back from now on, again and again, until the process ends. To get it page by page once more takes
+    milliseconds: without it a process grows for hours, as what it frees lies in ever more places."""
+
+    def tidy() -> None:
+        while True:
+            time.sleep(seconds)
+            give_back()
+
+    threading.Thread(target=tidy, name="draftwing-tidy", daemon=True).start()
+
+
+# -- processes of our own ----------------------------------------------------------------------------------------------
+
+
+def import_environment() -> dict[str, str]:
+    """Returns the environment of a process that finds what it imports where this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the system kill this process when the thread ends that has started it. Ends it at once where its parent is
+    not `parent` any more, a process id."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 # -- control groups ----------------------------------------------------------------------------------------------------

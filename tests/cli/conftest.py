@@ -12,13 +12,20 @@ from scripted import serving
 from draftwing.config.options import Options
 
 
-@pytest.fixture
-def echo() -> FakeEngine:
-    return FakeEngine(Options(api_key="key", random_seed=1))
+@pytest.fixture(scope="package")
+def served() -> Iterator[tuple[FakeEngine, str]]:
+    engine = FakeEngine(Options(api_key="key", random_seed=1))
+    with pytest.MonkeyPatch.context() as patch, serving(engine) as url:
+        patch.setattr(logging.getLogger("uvicorn"), "handlers", [])  # a command's, for a standard error that is gone
+        yield engine, url
 
 
 @pytest.fixture
-def url(echo: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "handlers", [])  # a command's, for a standard error that is gone
-    with serving(echo) as url:
-        yield url
+def echo(served: tuple[FakeEngine, str]) -> FakeEngine:
+    served[0].forget()
+    return served[0]
+
+
+@pytest.fixture
+def url(echo: FakeEngine, served: tuple[FakeEngine, str]) -> str:
+    return served[1]

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftwing.cli.bench import Remote, compare
-from draftwing.cli.bench_table import footer, sweep_lines, table
+from draftwing.cli.bench import Progress, Remote, compare, footer, table
 from draftwing.cli.client import Client
-from draftwing.cli.progress import Progress
 from draftwing.engine import benchmark
 from draftwing.engine.benchmark import Ended, Sample, ignored
 
@@ -96,16 +94,12 @@ def test_the_table_has_both_sides_and_their_ratio(clock: Clock) -> None:
     record = compare(StandIn(clock, "EAGLE3"), [[1]] * 3, {}, 2, Progress(io.StringIO()))
     lines = table(record)
     assert [cells(line) for line in lines] == [
-        ["2 requests at once", "EAGLE3", "without drafts", "speedup"],
-        ["output tokens/s", "71.43", "24.39", "2.93x"],
-        ["requests/s", "7.14", "2.44", "2.93x"],
-        ["time to first token, median, ms", "50.00", "50.00", "1.00x"],
+        ["2 requests at once", "EAGLE3", "without drafts", "speedup"], ["output tokens/s", "71.43", "24.39", "2.93x"],
+        ["requests/s", "7.14", "2.44", "2.93x"], ["time to first token, median, ms", "50.00", "50.00", "1.00x"],
         ["time to first token, p99, ms", "50.00", "50.00", "1.00x"],
         ["time per output token, median, ms", "10.00", "40.00", "4.00x"],
-        ["time per output token, p99, ms", "10.00", "40.00", "4.00x"],
-        ["acceptance length", "2.50", "1.00"],
-        [],
-    ]
+        ["time per output token, p99, ms", "10.00", "40.00", "4.00x"], ["acceptance length", "2.50", "1.00"], [],
+    ]  # fmt: skip
     assert len({len(line) for line in lines[:-2]}) == 1, "columns end alike"
 
 
@@ -148,16 +142,6 @@ def test_a_server_is_asked_for_no_drafts_where_it_can_be(
     assert bodies == [plain, {**plain, "speculative": "off"}]
 
 
-def test_a_point_of_a_sweep_says_how_many_there_are() -> None:
-    record = {
-        "point": 3, "points": 12, "batch_size": 1, "steps": 3, "topk": 1, "num_draft_tokens": 4, "fixed": True,
-        "throughput": 123.45, "accept_length": 2.5,
-    }  # fmt: skip
-    assert sweep_lines(record) == ["3 of 12: chains of 3, 1 request at once: 123.5 tokens/s, acceptance length 2.50"]
-    (chosen,) = sweep_lines({**record, "fixed": False, "batch_size": 8})
-    assert "chosen by the engine, 8 requests" in chosen
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -176,7 +160,7 @@ def test_a_terminal_has_one_line_that_changes_and_goes() -> None:
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(), io.StringIO()
-    monkeypatch.setattr("draftwing.cli.progress.time", clock)
+    monkeypatch.setattr("draftwing.cli.bench.time", clock)
     progress = Progress(file)
     for second in range(25):
         clock.now = 100.0 + second

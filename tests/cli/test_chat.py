@@ -24,8 +24,7 @@ from fake_engine import FakeEngine
 from scripted import wait_until
 
 from draftwing import LLM
-from draftwing.cli.answerers import Fields, InProcess, Messages, Piece, Remote, Usage
-from draftwing.cli.chat import Chat, ask
+from draftwing.cli.chat import Chat, Fields, InProcess, Messages, Piece, Remote, Usage, ask
 from draftwing.cli.client import Client
 from draftwing.cli.commands import take_question
 from draftwing.cli.main import main
@@ -33,9 +32,9 @@ from draftwing.cli.main import main
 SCRIPTED = """
 import itertools, json, sys, time
 from pathlib import Path
-from draftwing.cli.answerers import Piece
+from draftwing.cli.chat import Piece
 from draftwing.cli.chat import COMMANDS, Chat
-from draftwing.cli.line_input import LineReader
+from draftwing.cli.chat import LineReader
 
 class Scripted:
     info = {"served_model_name": "scripted"}
@@ -175,12 +174,11 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     system = {"role": "system", "content": "be brief"}
     before = [question("a"), {"role": "assistant", "content": "1"}, question("b")]
     assert model.asked == [
-        ([question("a")], {}),
-        (before, {"temperature": 0.2, "sampling_seed": 3}),
+        ([question("a")], {}), (before, {"temperature": 0.2, "sampling_seed": 3}),
         ([system, *before], {"temperature": 0.2}),
         ([system, *before, {"role": "assistant", "content": "3"}, question("/c")], {"temperature": 0.2}),
         ([question("d")], {"temperature": 0.2}),
-    ]
+    ]  # fmt: skip
     out, error = capsys.readouterr()
     errors = error.splitlines()
     assert [word in line for word, line in zip(("top_k", "n is not", "nothing", "/nothing", "no answer"), errors,

@@ -59,9 +59,8 @@ def test_bars_have_the_height_of_what_was_measured() -> None:
 def test_a_sweep_has_a_map_for_each_batch_size() -> None:
     shapes, words = drawn(plot(swept(), "sweep"))
     assert [word for word in words if word.startswith("Throughput against no drafts")] == [
-        "Throughput against no drafts, 1 request at once",
-        "Throughput against no drafts, 16 requests at once",
-    ]
+        "Throughput against no drafts, 1 request at once", "Throughput against no drafts, 16 requests at once",
+    ]  # fmt: skip
     assert {"1.30x", "1.55x", "1.48x", "1.06x", "0.80x", "0.68x", "chain", "top 2, 8", "depth 5"} <= set(words)
     assert {"no drafts", "best fixed tree", "chosen by the engine"} <= set(words)
     assert len([one for one in shapes if one.attrib.get("stroke-width") == "2"]) == 2, "the best of each has a frame"

@@ -80,7 +80,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
         speculative_fixed_shape=True,
     )  # fmt: skip
     with LLM(str(target), max_total_tokens=2000, max_running_requests=1, **options) as llm:
-        bench, params = Local(llm.engine), {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
+        bench, params = Local(llm.engine), {"max_new_tokens": 100, "ignore_eos": True, "temperature": 0}
         timed_run(bench, [[1, 2, 3]], params, 1)
         replays = llm.engine.stats()["graph_replays"]
         if not replays:

@@ -1,14 +1,16 @@
-"""The tool runner of Anthropic's own client; tests/server/anthropic has the rest of it."""
+"""The tool runner of Anthropic's own client; tests/server/test_anthropic.py has the rest of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import anthropic
+import pytest
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
+@pytest.mark.slow
 def test_the_tool_runner(root: str, say: Any) -> None:
     client = anthropic.Anthropic(base_url=root, api_key="none", max_retries=0)
 

@@ -40,6 +40,7 @@ def test_parsed_tools(client: openai.OpenAI, say: Any) -> None:
     assert message.tool_calls and message.tool_calls[0].function.parsed_arguments == GetWeather(city="Paris")
 
 
+@pytest.mark.slow
 def test_responses(client: openai.OpenAI, say: Any) -> None:
     assert client.responses.create(model="m", input="hi", store=True).output_text == "It is sunny."
     events = list(client.responses.create(model="m", input="hi", stream=True, include=["reasoning.encrypted_content"]))

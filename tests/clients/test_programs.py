@@ -28,6 +28,8 @@ def tool() -> Iterator[dict[str, ModuleType]]:
             sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_it_finds_its_modules_outside_of_a_test_run() -> None:
     """pytest's own path has folders that `python tools/clients/run.py` has not."""
     done = subprocess.run([sys.executable, "-c", "import scene"], cwd=TOOL, capture_output=True, text=True, timeout=120)

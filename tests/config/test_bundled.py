@@ -16,13 +16,11 @@ from draftwing import LLM, ConfigError
 from draftwing.cli.main import main
 from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.options import Options
-from draftwing.config.trees import carried_shape, save_shape
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape, carried_shape, save_shape
 from draftwing.models.loader import load_model
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_eagle3_head
-from draftwing.train.run import Run
-from draftwing.train.settings import Settings
+from draftwing.train.settings import Run, Settings
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -52,12 +50,10 @@ def test_the_default_model_is_drafted_for_by_its_head(heads: Path, given: dict[s
 @pytest.mark.parametrize(
     "given",
     [
-        {"speculative_algorithm": "none"},
-        {"speculative_algorithm": "None"},
-        {"load_format": "dummy"},
+        {"speculative_algorithm": "none"}, {"speculative_algorithm": "None"}, {"load_format": "dummy"},
         {"model": "org/name", "load_format": "dummy"},
     ],
-)
+)  # fmt: skip
 def test_nobody_else_is_drafted_for(heads: Path, given: dict[str, Any]) -> None:
     assert drafting(**given) == ("none", None, None)
 
@@ -121,19 +117,17 @@ def test_a_config_need_not_ask_for_a_tree(tmp_path: Path, own: Any) -> None:
 @pytest.mark.parametrize(
     ("own", "rule"),
     [
-        ("fast", "draftwing: expected an object, found 'fast'"),
-        (None, "draftwing: expected an object, found None"),
+        ("fast", "draftwing: expected an object, found 'fast'"), (None, "draftwing: expected an object, found None"),
         ({"shapes": [3, 1, 4]}, r"draftwing.shapes: expected an object, found \[3, 1, 4\]"),
         ({"shapes": {"gpu": [3, 1, 4]}}, "expected shapes for cpu or cuda, found 'gpu'"),
         ({"shapes": {"cuda": [3, 1]}}, r"shapes.cuda: expected \[steps, topk, draft tokens\] .* found \[3, 1\]"),
-        ({"shapes": {"cpu": "3,1,4"}}, "found '3,1,4'"),
-        ({"shapes": {"cpu": [3, 1.0, 4]}}, r"found \[3, 1.0, 4\]"),
+        ({"shapes": {"cpu": "3,1,4"}}, "found '3,1,4'"), ({"shapes": {"cpu": [3, 1.0, 4]}}, r"found \[3, 1.0, 4\]"),
         ({"shapes": {"cpu": [3, True, 4]}}, r"found \[3, True, 4\]"),
         ({"shapes": {"cpu": [0, 1, 1]}}, r"found \[0, 1, 1\]"),
         ({"shapes": {"cpu": [3, 1, 5]}}, "expected 4 to 4 draft tokens for 3 steps and topk 1, found 5"),
         ({"shapes": {"cpu": [2, 4, 22]}}, "expected 3 to 21 draft tokens for 2 steps and topk 4, found 22"),
     ],
-)
+)  # fmt: skip
 def test_a_tree_that_cannot_be_is_refused(tmp_path: Path, own: Any, rule: str) -> None:
     config_with(tmp_path, {})
     (tmp_path / "config.json").write_text(json.dumps({"draftwing": own}))

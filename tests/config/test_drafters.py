@@ -11,7 +11,7 @@ import pytest
 from draftwing import ConfigError
 from draftwing.config.drafters import DEFAULT, DRAFTERS, NO_DRAFTER, TRAINED, find_drafter, head_drafter, training
 from draftwing.config.options import Options
-from draftwing.train.fit_config import recipe
+from draftwing.train.fit import recipe
 
 
 def test_names_and_aliases() -> None:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from draftwing.cli.main import main
-from draftwing.config import sglang_compat
+from draftwing.cli.main import _parser, main
+from draftwing.config import foreign_names
 from draftwing.config.fields import names_of
-from draftwing.config.foreign_names import OF_REQUESTS, OURS, SHORT, WITHOUT_COUNTERPART, of_others
+from draftwing.config.foreign_names import (
+    FOREIGN,
+    OF_REQUESTS,
+    OURS,
+    REFUSED,
+    SHORT,
+    WITHOUT_COUNTERPART,
+    instead,
+    of_others,
+)
 from draftwing.config.options import Options
+from draftwing.config.sources import dashed, with_sources
+from draftwing.config.trees import TreeShape
+from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.engine.devices.cuda import defaults_for
 from draftwing.errors import ConfigError
 
 
@@ -17,22 +32,17 @@ def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
     assert set(OURS.values()) <= known.keys()
     tables = (OURS, OF_REQUESTS, WITHOUT_COUNTERPART)
     names = [name for table in tables for name in table]
-    assert len(names) == len(set(names)) and not {*names} & {*known, *sglang_compat.FOREIGN}
-    assert set(SHORT.values()) <= {*names, *known, *sglang_compat.FOREIGN}
+    assert len(names) == len(set(names)) and not {*names} & {*known, *foreign_names.FOREIGN}
+    assert set(SHORT.values()) <= {*names, *known, *foreign_names.FOREIGN}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "ours"),
     [
-        ("--num_ctx=4096", "--context-length"),
-        ("--gpu-memory-utilization", "--mem-fraction-static"), ("--max-num-seqs", "--max-running-requests"),
-        ("--ctx-size", "--context-length"), ("--n-gpu-layers", "--device"), ("--enable-lora", "LoRA"),
-        ("--speculative-config", "--speculative-algorithm"), ("--mmproj", "images are not supported"),
-        ("--api-prefix", "--root-path"), ("-hff", "org/name:FILE.gguf"), ("-ngl", "--device"),
-        ("-c", "--context-length"), ("-t", "--num-threads"),
-        ("--num-ctx", "--context-length"), ("-tp", "--tp-size"),
-        ("--reasoning-format", "--reasoning-parser"), ("--repeat-penalty", "repetition_penalty"), ("-dp", "--dp-size"),
+        ("--num_ctx=4096", "--context-length"), ("--gpu-memory-utilization", "--mem-fraction-static"),
+        ("--enable-lora", "LoRA"), ("-hff", "org/name:FILE.gguf"), ("-c", "--context-length"), ("-tp", "--tp-size"),
+        ("--repeat-penalty", "repetition_penalty"), ("-dp", "--dp-size"),
     ],
 )  # fmt: skip
 def test_the_command_line_names_ours(option: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,13 +84,11 @@ def test_what_has_no_effect_is_not_proposed(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     "option",
-    ["--root-dir", "--log-file", "--cache-dir", "--lora-path", "--ui-path", "--max-requests", "--host-name",
-     "--disable-log", "--num-layers", "--enable-cache", "--draft-model-quantization", "--learn-rate"],
+    ["root_dir", "log_file", "cache_dir", "lora_path", "ui_path", "max_requests", "host_name",
+     "disable_log", "num_layers", "enable_cache", "draft_model_quantization", "learn_rate"],
 )  # fmt: skip
-def test_another_word_is_no_slip(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", option, "1"])
-    assert "draftwing serve --help-all lists" in capsys.readouterr().err.splitlines()[-1]
+def test_another_word_is_no_slip(option: str) -> None:
+    assert instead(option, names_of(Options)) == ""
 
 
 @pytest.mark.parametrize(
@@ -111,3 +119,74 @@ def test_variables_of_other_servers() -> None:
 )
 def test_spellings_of_a_dtype(spelling: str, dtype: str) -> None:
     assert Options.from_kwargs(dtype=spelling).resolve().dtype == dtype
+
+
+# The commands of SGLang's page on speculative decoding, after the model's name.
+STANDALONE = """--speculative-algorithm STANDALONE --speculative-draft-model-path Qwen/Qwen2.5-1.5B-Instruct
+    --speculative-num-steps 4 --speculative-eagle-topk 2 --speculative-num-draft-tokens 7
+    --cuda-graph-max-bs 8 --mem-fraction-static 0.7 --log-level warning"""
+SPEC_V2 = STANDALONE.replace("topk 2", "topk 1").replace("tokens 7", "tokens 5")
+NGRAM = """--speculative-algorithm NGRAM --speculative-num-draft-tokens 16
+    --speculative-ngram-max-match-window-size 12 --speculative-ngram-max-bfs-breadth 10
+    --cuda-graph-max-bs 8 --mem-fraction-static 0.8 --log-level warning"""
+COMPILED = "--mem-fraction 0.6 --enable-torch-compile --torch-compile-max-bs 2 --log-level warning"
+
+
+def options(command: str, **environ: str) -> Options:
+    arguments = vars(
+        _parser()[0].parse_args(dashed(["serve", "--model", "Qwen/Qwen2.5-7B-Instruct", *command.split()]))
+    )
+    del arguments["command"]
+    return Options.from_kwargs(**with_sources(arguments, environ)).resolve()
+
+
+def test_the_commands_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        tree = options(STANDALONE)
+    assert (tree.speculative_shape, tree.mem_fraction_static) == (TreeShape(4, 2, 7), 0.7)
+    assert tree.speculative_draft_model_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert tree.cuda_graph_max_bs == 8 and not caplog.records
+    assert options(NGRAM).speculative_shape == TreeShape(15, 10, 16)
+    compiled = options(COMPILED)
+    assert compiled.mem_fraction_static == 0.6
+    assert compiled.enable_torch_compile and compiled.torch_compile_max_bs == 2
+    assert options(NGRAM.replace("max-bs 8", "max-bs-decode 4")).cuda_graph_max_bs == 4
+    assert not caplog.records
+
+
+def test_environment(caplog: pytest.LogCaptureFixture) -> None:
+    chain = options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="True")
+    assert (
+        chain.enable_overlap
+        and chain.for_engine(CpuDevice().defaults).enable_overlap
+        and chain.speculative_shape == TreeShape(4, 1, 5)
+    )
+    assert not options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="False").enable_overlap
+    off = options(SPEC_V2 + " --disable-overlap-schedule", SGLANG_ENABLE_SPEC_V2="1")
+    assert not off.for_engine(defaults_for(0)).enable_overlap
+    with caplog.at_level(logging.WARNING):
+        options(NGRAM, SGLANG_NGRAM_FORCE_GREEDY_VERIFY="True")
+    assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect" in caplog.text
+
+
+def test_every_unsupported_flag_parses_and_is_handled(caplog: pytest.LogCaptureFixture) -> None:
+    for name, foreign in FOREIGN.items():
+        value = {bool: "", int: "7", float: "0.5", str: "x"}[foreign.kind]
+        flag = "--" + name.replace("_", "-")
+        if name in REFUSED:
+            with pytest.raises(ConfigError, match=f"{flag} is not supported: ..."):
+                options(f"{flag} {value}")
+        else:
+            with caplog.at_level(logging.WARNING):
+                assert not hasattr(options(f"{flag} {value}"), name)
+            assert f"{flag} has no effect: " in caplog.text
+        assert all(options(f"{flag} {neutral}") for neutral in foreign.neutral)
+        assert Options.from_kwargs(**{name: None}) == Options()
+
+
+def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        options("--tp 1 --dp-size 1 --page-size 1 --quantization none")
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one replica"):
+        options("--dp_size 2")

@@ -27,7 +27,7 @@ from engine_rig import (
 )
 
 from draftwing.engine.devices import pick_device
-from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.attention.spec import TorchAttention
 
 
 @pytest.fixture(scope="session", params=["cpu", CUDA])

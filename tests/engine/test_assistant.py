@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_quantised as tiny
 import torch
-from engine.test_hybrid_models import texts
+from engine.test_hybrid_models import plain, texts
 from engine.test_no_host_reads import SHAPES, FakeDevice, plans
 from gemma4_models import ON_GPU, assistant_for, drafted, reference, write_gguf
 from gguf import GGMLQuantizationType as Type
@@ -18,17 +20,16 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 from torch import Tensor
 
 from draftwing import LLM, SamplingParams
-from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
-from draftwing.engine.graphs.cpu_tape import RecordedStages
+from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.engine.graphs import RecordedStages
 from draftwing.models.config import from_hf
-from draftwing.models.heads.assistant_loader import load_assistant
+from draftwing.models.heads.loader import load_assistant
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.types import Draft
-from draftwing.sched.policy.shape_policy import StepContext
-from draftwing.sched.policy.tree_policy import TreePolicy
-from draftwing.spec.assistant_drafter import AssistantDrafter
+from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
 from draftwing.spec.drafter import DraftStep
+from draftwing.spec.model_drafter import AssistantDrafter
 
 pytestmark = pytest.mark.slow
 FEW = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
@@ -47,41 +48,54 @@ def written(folder: Path, kind: str, sizes: dict[str, Any] = TARGET) -> tuple[An
     return theirs, helper
 
 
+Made = Callable[[str], tuple[Path, Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A folder with `written`, and the models, once of each kind."""
+
+    def write(kind: str) -> tuple[Path, Any, Any]:
+        folder = tmp_path_factory.mktemp("assistant")
+        return folder, *written(folder, kind)
+
+    return cache(write)
+
+
 @pytest.mark.further(kind="dense")
 @pytest.mark.further(dtype="float32")
 @pytest.mark.further(kind="per-layer", dtype="auto")  # of files that are quantised the text is compared, too
 @pytest.mark.further(kind="clusters", dtype="auto")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
-def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
-    written(tmp_path, kind)
-    plain = texts(tmp_path / "target", "none", dtype)
-    own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
-    for algorithm in ("FROZEN_KV_MTP", "FROZEN_KV_MTP+SUFFIX"):
-        for shape in ({}, FEW):
-            assert texts(tmp_path / "target", algorithm, dtype, **own, **shape) == plain, (algorithm, shape)
+def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
+    folder, *_ = made(kind)
+    own = {"speculative_draft_model_path": str(folder / "assistant"), "speculative_fixed_shape": True}
+    for algorithm, shape in (("FROZEN_KV_MTP", {}), ("FROZEN_KV_MTP+SUFFIX", FEW)):
+        found = texts(folder / "target", algorithm, dtype, **own, **shape)
+        assert found == plain(folder / "target", dtype), (algorithm, shape)
 
 
 @pytest.mark.parametrize("algorithm", ["FROZEN_KV_MTP", "FROZEN_KV_MTP+SUFFIX"])
-def test_shapes_that_take_turns(tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_take_turns(made: Made, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a policy may choose: trees of both, of the lookup alone, and no drafts. An assistant has no backlog."""
-    written(tmp_path, "dense")
-    plain, chosen = texts(tmp_path / "target", "none", "float32"), []
+    folder, *_ = made("dense")
+    expected, chosen = plain(folder / "target", "float32"), []
 
     def choose(self: TreePolicy, context: StepContext) -> TreeShape:
         chosen.append(self.menu[len(chosen) % len(self.menu)])
         return chosen[-1]
 
     monkeypatch.setattr(TreePolicy, "choose", choose)
-    own = {"speculative_draft_model_path": str(tmp_path / "assistant")}
-    assert texts(tmp_path / "target", algorithm, "float32", **own, **FEW) == plain
+    own = {"speculative_draft_model_path": str(folder / "assistant")}
+    assert texts(folder / "target", algorithm, "float32", **own, **FEW) == expected
     alone = {shape for shape in chosen if shape.proposer == LOOKUP_ALONE}
     assert bool(alone) == ("SUFFIX" in algorithm) and PLAIN in chosen and len(set(chosen)) > 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
-def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, helper = written(tmp_path, kind)
+def test_drafts_are_those_of_transformers(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, theirs, helper = made(kind)
     found: list[tuple[Tensor, Tensor]] = []
     propose = AssistantDrafter.propose
 
@@ -95,11 +109,11 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, kind: str, monkeypatch
 
     options: dict[str, Any] = {
         **ENGINE, "dtype": "float32", "chunked_prefill_size": 40, "speculative_algorithm": "FROZEN_KV_MTP",
-        "speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True,
+        "speculative_draft_model_path": str(folder / "assistant"), "speculative_fixed_shape": True,
         "speculative_num_steps": 3,
     }  # fmt: skip
     prompt = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(3)).tolist()
-    with LLM(str(tmp_path / "target"), **options) as llm:
+    with LLM(str(folder / "target"), **options) as llm:
         monkeypatch.setattr(AssistantDrafter, "propose", noted)
         llm.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True))
     assert len(found) > 3
@@ -123,22 +137,21 @@ def test_of_files_that_are_quantised(tmp_path: Path, form: str) -> None:
             tiny.quantise(tmp_path / name, config, lambda _: write)
     target, assistant = (tmp_path / name for name in names)
     own: dict[str, Any] = {"tokenizer_path": str(tmp_path / "target")}
-    plain = texts(target, "none", "auto", **own)
+    expected = texts(target, "none", "auto", **own)
     own |= {"speculative_draft_model_path": str(assistant), "speculative_fixed_shape": True}
-    for shape in ({}, FEW):
-        assert texts(target, "FROZEN_KV_MTP", "auto", **own, **shape) == plain, shape
+    assert texts(target, "FROZEN_KV_MTP", "auto", **own, **FEW) == expected
 
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("dense", {}), ("clusters", FEW), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
 )
-def test_steps_are_recorded(tmp_path: Path, kind: str, shape: dict[str, int]) -> None:
-    written(tmp_path, kind)
+def test_steps_are_recorded(made: Made, kind: str, shape: dict[str, int]) -> None:
+    folder, *_ = made(kind)
     params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
-    own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
+    own = {"speculative_draft_model_path": str(folder / "assistant"), "speculative_fixed_shape": True}
     options = {**ENGINE, "speculative_algorithm": "FROZEN_KV_MTP", "quantization": "q8_0", **own, **shape}
-    with LLM(str(tmp_path / "target"), **options) as llm:
+    with LLM(str(folder / "target"), **options) as llm:
         stages = llm.engine.parts.executor.graphs
         if not isinstance(stages, RecordedStages):
             pytest.skip("nothing is recorded here")
@@ -149,12 +162,12 @@ def test_steps_are_recorded(tmp_path: Path, kind: str, shape: dict[str, int]) ->
 @pytest.mark.further(kind=["per-layer", "clusters"])
 @pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session")
 @pytest.mark.parametrize("kind", ["dense", "per-layer", "clusters"])
-def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
+def test_on_two_ranks(harness: Any, made: Made, kind: str) -> None:
     """The same text as on one rank without drafts, of as many steps as with them."""
-    written(tmp_path, kind)
-    whole = load_model(tmp_path / "target", torch.float32, "cpu")
+    folder, *_ = made(kind)
+    whole = load_model(folder / "target", torch.float32, "cpu")
     ops, shape = make_ops(torch.device("cpu")), TreeShape(3, 2, 6)
-    model, *others = (load_model(tmp_path / "target", torch.float32, "cpu", ranks=ranks) for ranks in meet())
+    model, *others = (load_model(folder / "target", torch.float32, "cpu", ranks=ranks) for ranks in meet())
     for share in (model, *others):
         share.pack(ops)
     model.others, model.whole = others, (whole,)  # type: ignore[assignment]
@@ -163,7 +176,7 @@ def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
     expected = harness.plain_answers(model, prompts, params)
 
     def drafter(target: Any) -> AssistantDrafter:
-        head = load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+        head = load_assistant(folder / "assistant", target, torch.float32, "cpu")
         head.pack(ops)
         return AssistantDrafter(head, 6, shape.topk, torch.float32, ops)
 
@@ -175,6 +188,7 @@ def test_on_two_ranks(harness: Any, tmp_path: Path, kind: str) -> None:
     assert spread.accept_length == alone.accept_length > 1
 
 
+@pytest.mark.further(shape=SHAPES[:2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> None:
     """Neither of the target's, with embeddings and keys of its own kind, nor of the assistant's."""
@@ -198,9 +212,9 @@ def test_a_step_needs_no_data(on_cpu: Any, tmp_path: Path, shape: TreeShape) -> 
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     written(tmp_path, kind, ON_GPU)
     gpu = {"device": "cuda", "enable_deterministic_inference": True}
-    plain = texts(tmp_path / "target", "none", "bfloat16", **gpu)
+    expected = texts(tmp_path / "target", "none", "bfloat16", **gpu)
     # Of prompts that are not replayed from graphs the last layers see few queries, but not where an assistant drafts.
-    assert texts(tmp_path / "target", "none", "bfloat16", disable_cuda_graph=True, **gpu) == plain
+    assert texts(tmp_path / "target", "none", "bfloat16", disable_cuda_graph=True, **gpu) == expected
     own = {"speculative_draft_model_path": str(tmp_path / "assistant"), "speculative_fixed_shape": True}
     for shape in ({}, FEW):
-        assert texts(tmp_path / "target", "FROZEN_KV_MTP", "bfloat16", **gpu, **own, **shape) == plain, shape
+        assert texts(tmp_path / "target", "FROZEN_KV_MTP", "bfloat16", **gpu, **own, **shape) == expected, shape

@@ -16,8 +16,8 @@ import torch
 from reference.hf_configs import GPT_OSS_20B, QWEN3_30B
 
 from draftwing import LLM, SamplingParams
-from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.models.heads.block_config import BlockConfig
+from draftwing.engine.graphs import RecordedStages
+from draftwing.models.heads.config import BlockConfig
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import usable_sets
 from draftwing.train.checkpoint import save_head
@@ -87,7 +87,7 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
         assert answers(llm) == expected, "from the cache of prefixes"
 
 
-@pytest.mark.further(markov=["", "vanilla", "gated", "domino"])
+@pytest.mark.exhaustive  # test_graphs_cpu.py replays their steps
 @pytest.mark.parametrize(
     ("algorithm", "markov", "topk"),
     [
@@ -144,7 +144,7 @@ def test_steps_of_mixtures_are_replayed(smollm2_path: Path, tmp_path: Path, fami
             found.append([first, [llm.generate([tokens], one)[0].token_ids for tokens, one in asked]])
             stages = llm.engine.parts.executor.graphs
             assert isinstance(stages, RecordedStages) and not stages.refused and stages.replays > 20
-            stored = llm.engine.parts.model.weight_bytes()
+            stored = llm.engine.parts.executor.model.weight_bytes()
             assert ("MXFP4" in stored) == (family == "gpt-oss")
     assert found[0] == found[1]
 
@@ -156,7 +156,7 @@ def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> N
         assert answers(llm) != expected
 
 
-@pytest.mark.exhaustive  # test_isa.py has their bits
+@pytest.mark.exhaustive  # tests/ops/cpu/test_extension.py has their bits
 def test_all_instruction_sets_write_the_same_text(smollm2_path: Path) -> None:
     """A process for each: the set is chosen when the extension is loaded."""
     texts = {}

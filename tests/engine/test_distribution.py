@@ -9,7 +9,7 @@ import torch
 from made_up_costs import OnMadeUpMachine
 from plain_attention import FunctionAttend
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.ops.types import SamplingGroups

@@ -10,10 +10,11 @@ import torch
 from engine_rig import BLOCKS, CUDA, RANKS, TORCH
 from made_up_costs import OnMadeUpMachine
 
-from draftwing.core import LOOKUP_ALONE, PLAIN, DraftDeferral, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.core import DraftDeferral
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
-from draftwing.ops.drafts import new_calibration
+from draftwing.ops.assign.spec import new_calibration
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -23,16 +24,18 @@ PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each ro
 MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, proposer=LOOKUP_ALONE), PLAIN)  # of a pair
 
 
+TOKENS = 30  # of an answer
 COPIES = ["torch", "blocks", "ranks"]  # of what "cpu" shows
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", TORCH, BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=COPIES, lag=0),
     pytest.mark.further(harness=COPIES, drafter="ngram"),
     pytest.mark.further(harness=COPIES, shape=[CHAIN, BUSHY]),
+    pytest.mark.further(harness="cpu", lag=0, shape=[CHAIN, BUSHY]),
 ]
 
 
-def mixed_params(h, count, tokens=40):
+def mixed_params(h, count, tokens=TOKENS):
     return [h.greedy(tokens) if i % 2 else h.seeded(tokens, seed=i) for i in range(count)]
 
 
@@ -43,7 +46,7 @@ def case(harness, one_thread):
     prompts = harness.prompts_for(8)
     params = mixed_params(harness, len(prompts))
     expected = harness.plain_answers(model, prompts, params)
-    assert all(len(expected.tokens[str(i)]) == 40 for i in range(len(prompts)))
+    assert all(len(expected.tokens[str(i)]) == TOKENS for i in range(len(prompts)))
     assert len({tuple(t) for t in expected.tokens.values()}) == len(prompts)
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
@@ -80,7 +83,7 @@ def test_oracle_drafts(harness, case, shape, lag):
     rig, _ = answer(harness, case, shapes=(shape,), drafter="oracle", miss=2, lag=lag)
     assert rig.accept_length > 1.5
     if shape != CHAIN:
-        assert rig.stats.moved > 50, "no later child was accepted"
+        assert rig.stats.moved > 30, "no later child was accepted"
 
 
 @pytest.mark.slow
@@ -91,7 +94,7 @@ def test_oracle_drafts(harness, case, shape, lag):
 def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
     """What is verified changes with every step and every batch, and no text does."""
     model, prompts, _, _, book = case
-    params = [harness.greedy(40) for _ in prompts]
+    params = [harness.greedy(TOKENS) for _ in prompts]
     expected = harness.plain_answers(model, prompts, params)
     rig, _ = answer(
         harness, (model, prompts, params, expected, book), drafter=drafter, miss=1, lag=lag,
@@ -112,8 +115,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
     assert rig.accept_length > 1.5
 
 
-@pytest.mark.further(harness="torch")
-@pytest.mark.further(harness=COPIES, drafter="suffix")
+@pytest.mark.further(harness=COPIES)
 @pytest.mark.further(drafter=["ngram", "oracle"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
@@ -168,7 +170,9 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 @pytest.mark.slow
 @pytest.mark.further(chunk=[2, 17])
 @pytest.mark.further(chunk=1, lag=0)
-@pytest.mark.further(harness=["torch", "ranks"], chunk=1)
+@pytest.mark.further(harness=["torch", "ranks"])
+@pytest.mark.further(harness="blocks", chunk=5)
+@pytest.mark.further(harness="cpu", chunk=5, lag=0)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
@@ -176,6 +180,8 @@ def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
     assert rig.stats.prefills >= 6 and rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness=COPIES)
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefix_hits(harness, case, lag):
     """Every prompt twice, and then again continued: the radix cache serves what it has, with the drafter's KV."""
@@ -201,7 +207,8 @@ def test_prefix_hits(harness, case, lag):
 
 
 @pytest.mark.further(harness=COPIES, drafter="suffix")
-@pytest.mark.further(drafter=["ngram", "suffix"], lag=0)
+@pytest.mark.further(drafter="ngram")
+@pytest.mark.further(drafter="suffix", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_preemption(harness, case, drafter, lag):
@@ -216,6 +223,8 @@ def test_preemption(harness, case, drafter, lag):
 @pytest.mark.slow
 @pytest.mark.further(harness=COPIES)
 @pytest.mark.further(shape=CHAIN)
+@pytest.mark.further(shape=TREE, lag=0)
+@pytest.mark.further(shape=PLAIN, lag=1)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, shape, lag):
@@ -227,7 +236,8 @@ def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, s
     assert shape == PLAIN or rig.accept_length > 1.5
 
 
-@pytest.mark.further(harness="torch")
+@pytest.mark.further(harness=COPIES)
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case, lag):
     model, prompts, params, expected, book = case
@@ -251,7 +261,7 @@ def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case,
 
 @pytest.mark.slow
 @pytest.mark.further(seed=[1, 2, 3])
-@pytest.mark.further(harness="torch")
+@pytest.mark.further(harness=["torch", "blocks"])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, monkeypatch):
@@ -268,7 +278,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
         model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1,
         deferral=DraftDeferral(0, 16, by_slot=True) if (seed + lag) % 2 else DraftDeferral(40, 16),
     )  # fmt: skip
-    todo, aborted = list(range(36)), set()
+    todo, aborted = list(range(24)), set()
 
     def between(turn):
         for _ in range(draw(3)):
@@ -276,7 +286,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
                 j = todo.pop()
                 rig.submit(str(j), prompts[j % 8], params[j % 8], priority=draw(2))
         if draw(12) == 0:
-            uid = str(draw(36))
+            uid = str(draw(24))
             if rig.sched._by_uid.get(uid):
                 aborted.add(uid)
                 rig.sched.abort(uid)
@@ -293,7 +303,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed, mon
             assert out.finish_reason["type"] == "abort"
         else:
             assert answers.tokens[uid] == expected.tokens[str(int(uid) % 8)]
-    assert len(answers.final) == 36 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
+    assert len(answers.final) == 24 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
     assert int(rig.drafter.wrong_kv) == 0
     assert rig.sched.flush_cache() and rig.sched.kv.pool.available == 150
 

@@ -7,17 +7,19 @@ from functools import partial
 
 import pytest
 import torch
-from exactness import Exactness, case_of
+from exactness import CHAIN, Exactness, case_of
 from layer_kinds import KINDS, config_of, dense_logits
 
-from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.ops.attention.batch import Batch, ChunkSpan
 
 BLOCKS = pytest.param("blocks", marks=pytest.mark.slow)  # layers in one call each, where they can be
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.further(harness="blocks", case="mixed"),
     pytest.mark.further(harness="torch", case=["mixed", "recurrent"]),
+    pytest.mark.further(harness="cpu", chunk=1),
+    pytest.mark.further(harness="cpu", case=["mixed", "shared"], shape=CHAIN),
     pytest.mark.parametrize("harness", ["cpu", "torch", BLOCKS], indirect=True, scope="session"),
 ]
 

@@ -11,13 +11,14 @@ import pytest
 from exactness import CHAIN, DEEP, OWN_CUDA, TOKENS, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
-from draftwing.engine.startup.exactness import keeps_bits
-from draftwing.kv.row_states import RowStates
-from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.ops.cpu.delta_net import CpuStateOps
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.engine.startup.warm_up import keeps_bits
+from draftwing.kv.pool import RowStates
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.row_states.cpu import CpuStateOps
+from draftwing.ops.row_states.spec import StateOps
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
 # Torch's operations each night.
@@ -53,7 +54,7 @@ def test_drafters_and_nobody(harness, case, drafter):
 
 
 @pytest.mark.slow
-@pytest.mark.further(harness="cpu", chunk=1)
+@pytest.mark.further(chunk=1)
 @pytest.mark.further(harness="blocks", chunk=64)
 @pytest.mark.further(lag=0, chunk=[1, 64])
 @pytest.mark.further(lag=1, chunk=5)
@@ -195,7 +196,7 @@ def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     assert not keeps_bits(rig.executor), "with what a part writes and what it reads exchanged"
 
 
-OPS = type(pick_device("cpu").ops)
+OPS = CpuStateOps if isinstance(pick_device("cpu").ops, CpuOps) else StateOps
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -268,8 +269,8 @@ NIGHTLY: list[Patch] = [half_advanced, wrong_slot, too_long, snapshots_one_late]
 def test_a_broken_rule_is_noticed(harness, case, next_turn, broken, monkeypatch):
     if harness.device != "cpu":
         pytest.skip("the rules are those of every device")
+    monkeypatch.setattr(CpuStateOps, "advance_states", StateOps.advance_states)  # C asks nobody
     broken(monkeypatch)
-    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C asks nobody
     with pytest.raises(AssertionError):
         test_prefix_hits(harness, case, 1)
         test_conversations_go_on_from_the_end_of_the_turn(harness, case, next_turn, 0)

@@ -9,7 +9,7 @@ from exactness import CHAIN, OWN_CUDA, Exactness, case_of
 from draftwing.engine.devices import pick_device
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
-from draftwing.ops.contracts import Routing
+from draftwing.ops.experts.routing import Routing
 
 EXPERTS = ExpertConfig(4, Routing(2), 32, router_bias=True, bias=True, limit=7.0)
 

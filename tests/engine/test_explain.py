@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.llm import LLM
 from draftwing.sched.explain import LOG_SECONDS, REPORT_SECONDS, Explainer
 

@@ -17,6 +17,8 @@ from group_ops import Fp8TorchOps
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import VOCAB, write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SIZES = {
     "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -42,21 +44,22 @@ def checkpoint(folder: Path, kind: str) -> Path:
 
 def check(path: Path, kind: str, caplog: pytest.LogCaptureFixture, all_ways: bool = True, **options: Any) -> None:
     """Drafts, chunks of other lengths, one request at a time: the same text. all_ways: else one of each kind."""
+    options = {"lengths": (5, 20, 50, 7), "chunked_prefill_size": 24, **options}
     with caplog.at_level(logging.INFO):
-        plain = texts(path, "none", "bfloat16", **options)
+        expected = texts(path, "none", "bfloat16", **options)
     kept = [record.getMessage() for record in caplog.records if record.getMessage().endswith(": kept")]
     # Queries and keys, whose rows move in runs of 16 and 48, and all others that are no experts.
     assert any("groups of 16 x 128, for activations in fp8" in what for what in kept)
     assert any("activations" not in what for what in kept) == (kind == "qwen3.5-moe")
     drafts: list[tuple[str, dict[str, Any]]] = [("NEXTN", TREE), ("NEXTN", CHAIN), ("NGRAM", {})]
     for drafter, shape in drafts if all_ways else drafts[:1]:
-        assert texts(path, drafter, "bfloat16", speculative_fixed_shape=True, **{**options, **shape}) == plain, drafter
-    others: tuple[dict[str, Any], ...] = {"chunked_prefill_size": 128}, {"max_running_requests": 1}
+        own = {**options, **shape, "speculative_fixed_shape": True}
+        assert texts(path, drafter, "bfloat16", **own) == expected, drafter
+    others: tuple[dict[str, Any], ...] = {"chunked_prefill_size": 64}, {"max_running_requests": 1}
     for other in others if all_ways else others[:1]:
-        assert texts(path, "none", "bfloat16", **{**options, **other}) == plain, other
+        assert texts(path, "none", "bfloat16", **{**options, **other}) == expected, other
 
 
-@pytest.mark.slow
 @pytest.mark.further(kind="qwen3.5-moe")
 @pytest.mark.further(all_ways=True)
 @pytest.mark.parametrize("all_ways", [False, True])
@@ -74,5 +77,5 @@ def test_drafts_change_no_token(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("draftwing.ops.triton.layer_ops.FP8_FROM", 0)
+    monkeypatch.setattr("draftwing.ops.gemm.gpu.FP8_FROM", 0)
     check(checkpoint(tmp_path, kind), kind, caplog, device="cuda", enable_deterministic_inference=True)

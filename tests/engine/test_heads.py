@@ -14,12 +14,12 @@ from reference.draft_cases import load_head
 from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
-from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, TreeShape
+from draftwing.engine import target as prefill_graphs
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
-from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.pair_drafter import PairDrafter
 
 # EAGLE3 stands for all with either lag, and 3 layers for 2.
@@ -33,7 +33,7 @@ CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 1
 
 
 class Case:
-    def __init__(self, kind, folder, device, harness, count=9, longest=20, tokens=36):
+    def __init__(self, kind, folder, device, harness, count=9, longest=20, tokens=30):
         make, scale = MAKERS[kind]
         exact = make()
         self.kind, self.device, self.h = kind, device, harness
@@ -190,15 +190,15 @@ def test_with_grammars_and_penalties(case, shape):
     assert rig.accept_length > 1.3
 
 
-@pytest.mark.usefixtures("mended_interpreter")
 def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     """What a graph leaves is read before any other step, and by the drafter, too: it is spoilt right afterwards."""
     if harness.device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run where the GPU is")
-    paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
-    monkeypatch.setattr(prefill_graphs, "SIZES", (8,))  # the interpreter is slow
+    tiles = pytest.importorskip("engine.tile_attention")
+    attention = tiles.paged.PagedAttention if harness.device == "cuda" else tiles.TileAttention
+    monkeypatch.setattr(prefill_graphs, "SIZES", (8,))
     case = Case("EAGLE3", tmp_path, harness.device, harness, count=2, longest=10, tokens=4)
-    attn = partial(paged.PagedAttention, exact=True)
+    attn = partial(attention, exact=True)
     rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=7, lag=1)
     prefills, commit = rig.executor.prefills, rig.executor.commit
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,20 @@ from reference.learnable import ENGINE
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
-from draftwing.core import PLAIN
+from draftwing.config.trees import PLAIN
 from draftwing.engine.startup.warm_up import try_prompts
 
-TOKENS = 40
+pytestmark = pytest.mark.slow
+
+TOKENS = 24
 
 
-def texts(folder: Path, algorithm: str, dtype: str, **more: Any) -> list[list[int]]:
+def texts(
+    folder: Path, algorithm: str | None, dtype: str, lengths: Sequence[int] = (5, 40, 130, 7), **more: Any
+) -> list[list[int]]:
     """Of prompts shorter and longer than a chunk, greedy and seeded."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in (5, 40, 130, 7)]
+    prompts = [torch.randint(0, 256, (count,), generator=generator).tolist() for count in lengths]
     params = [
         SamplingParams(temperature=0.0 if i % 2 else 0.8, sampling_seed=i, max_new_tokens=TOKENS, ignore_eos=True)
         for i in range(len(prompts))
@@ -49,32 +55,51 @@ def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     return folder, ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]
 
 
-@pytest.mark.slow
+@cache
+def plain(folder: Path, dtype: str, **more: Any) -> list[list[int]]:
+    """The texts without drafts, made once."""
+    return texts(folder, "none", dtype, **more)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[str]]]:
+    """`written`, once of each kind."""
+    return cache(lambda kind: written(tmp_path_factory.mktemp("hybrid") / kind, kind))
+
+
+Made = Callable[[str], tuple[Path, list[str]]]
+
+
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2"], dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
-def test_drafts_change_no_token(tmp_path: Path, kind: str, dtype: str) -> None:
-    folder, drafters = written(tmp_path, kind)
-    plain = texts(folder, "none", dtype)
-    assert all(len(set(ids)) > 10 for ids in plain)
+def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
+    folder, drafters = made(kind)
+    expected = plain(folder, dtype)
+    assert all(len(set(ids)) > 8 for ids in expected)
     for algorithm in drafters:
-        assert texts(folder, algorithm, dtype) == plain, algorithm
+        assert texts(folder, algorithm, dtype) == expected, algorithm
 
 
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-@pytest.mark.slow
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"], algorithm="EAGLE3")
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], algorithm="DFLASH")
+@pytest.mark.further(shape=CHAIN, algorithm="EAGLE3")
+@pytest.mark.further(shape=CHAIN, kind="lfm2")
+@pytest.mark.further(shape=TREE, kind="qwen3.5", algorithm="DFLASH")
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
-def test_published_heads_draft_for_it(tmp_path: Path, kind: str, algorithm: str) -> None:
+def test_published_heads_draft_for_it(
+    made: Made, tmp_path: Path, kind: str, algorithm: str, shape: dict[str, int]
+) -> None:
     """Heads have dense layers with keys and values, and read the outputs of layers of either kind."""
-    folder, _ = written(tmp_path / "model", kind)
+    folder, _ = made(kind)
     sizes = {"hidden_size": 64, "vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     target = Checkpoint({}, {"hidden_size": 64, "vocab_size": VOCAB, "num_hidden_layers": LAYERS})
@@ -83,47 +108,41 @@ def test_published_heads_draft_for_it(tmp_path: Path, kind: str, algorithm: str)
     else:
         head = dflash_head(target, **heads, **sizes)
     own = {"speculative_draft_model_path": str(head.write(tmp_path / "head")), "speculative_fixed_shape": True}
-    plain = texts(folder, "none", "float32")
-    for shape in (CHAIN, TREE):
-        assert texts(folder, algorithm, "float32", **own, **shape) == plain, shape
+    assert texts(folder, algorithm, "float32", **own, **shape) == plain(folder, "float32")
 
 
-@pytest.mark.slow
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
-def test_two_ranks(tmp_path: Path, kind: str) -> None:
-    folder, drafters = written(tmp_path, kind)
-    own = {"tp_size": 2, "max_running_requests": 3}
-    plain = texts(folder, "none", "float32", **own)
-    assert texts(folder, drafters[-1], "float32", speculative_fixed_shape=True, **own, **TREE) == plain
+def test_two_ranks(made: Made, kind: str) -> None:
+    folder, drafters = made(kind)
+    own = {"tp_size": 2, "max_running_requests": 3, "speculative_fixed_shape": True}
+    assert texts(folder, drafters[-1], "float32", **own, **TREE) == plain(folder, "float32")
 
 
-@pytest.mark.slow
-def test_what_is_cached_is_what_steps_would_make(tmp_path: Path) -> None:
+def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
     """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one
     writes JSON. Rows of the prediction layer are cached, too."""
-    folder, _ = written(tmp_path, "qwen3.5")
+    folder, _ = made("qwen3.5")
     generator = torch.Generator().manual_seed(1)
     system = torch.randint(0, 256, (90,), generator=generator).tolist()
     prompts = [[*system, *torch.randint(0, 256, (count,), generator=generator).tolist()] for count in (3, 70, 20)]
     asked = ({}, {"temperature": 0.8, "sampling_seed": 1}, {"regex": r'(\{"a": [0-9]{1,3}\}\n)+'})
-    params: list[dict[str, Any]] = [{"temperature": 0.0, "max_new_tokens": 40, **one} for one in asked]
+    params: list[dict[str, Any]] = [{"temperature": 0.0, "max_new_tokens": 24, **one} for one in asked]
     options = {**ENGINE, "max_total_tokens": 320, "max_running_requests": 2, "chunked_prefill_size": 64}
 
     def answers(algorithm: str, **more: Any) -> list[Any]:
         with LLM(str(folder), **options, **more, speculative_algorithm=algorithm) as llm:
-            found = [answer for _ in range(3) for answer in llm.generate(prompts, params)]
+            found = [answer for _ in range(2) for answer in llm.generate(prompts, params)]
             more_turns = [prompt + answer.token_ids + [5, 6] for prompt, answer in zip(prompts, found, strict=False)]
             found += llm.generate(more_turns, params)
             assert algorithm != "none" or llm.engine.stats()["retractions"] > 0
             return found
 
-    plain = answers("none", disable_radix_cache=True)
-    assert plain[2].text.startswith('{"a": ') and not any(answer.meta_info["cached_tokens"] for answer in plain)
-    for algorithm in ("NGRAM", "NEXTN+SUFFIX"):
-        found = answers(algorithm, speculative_fixed_shape=True)
-        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain], algorithm
-        assert sum(answer.meta_info["cached_tokens"] >= 64 for answer in found) > 4, "many begin with what was cached"
+    expected = answers("none", disable_radix_cache=True)
+    assert expected[2].text.startswith('{"a": ') and not any(answer.meta_info["cached_tokens"] for answer in expected)
+    found = answers("NEXTN+SUFFIX", speculative_fixed_shape=True)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert sum(answer.meta_info["cached_tokens"] >= 64 for answer in found) > 4, "many begin with what was cached"
 
 
 @pytest.mark.gpu
@@ -137,9 +156,9 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     folder, drafters = written(tmp_path, kind, **ffn | ({"block_multiple_of": 64} if kind == "lfm2" else {}))
     assert texts(folder, "none", "float32", device="cuda") == texts(folder, "none", "float32")
     exact = {"device": "cuda", "enable_deterministic_inference": True}
-    plain = texts(folder, "none", "bfloat16", **exact)
+    expected = texts(folder, "none", "bfloat16", **exact)
     for algorithm in drafters:
-        assert texts(folder, algorithm, "bfloat16", **exact) == plain, algorithm
+        assert texts(folder, algorithm, "bfloat16", **exact) == expected, algorithm
 
 
 @pytest.mark.gpu
@@ -170,27 +189,25 @@ def test_prompts_from_graphs_on_a_gpu(tmp_path: Path, kind: str) -> None:
             assert algorithm != "none" or (prefills.mixed_replays > 0) == mixes
             return found
 
-    plain = answers("none", False, disable_cuda_graph=True, disable_mixed_chunk=True)
-    assert plain[: len(prompts)] == plain[len(prompts) :]
-    assert answers("none", False, disable_mixed_chunk=True) == plain
+    expected = answers("none", False, disable_cuda_graph=True, disable_mixed_chunk=True)
+    assert expected[: len(prompts)] == expected[len(prompts) :]
+    assert answers("none", False, disable_mixed_chunk=True) == expected
     for algorithm in ("none", *drafters[:2]):
-        assert answers(algorithm, True) == plain, algorithm
+        assert answers(algorithm, True) == expected, algorithm
 
 
-@pytest.mark.slow
-def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_prediction_layer_in_a_file_of_its_own(made: Made, tmp_path: Path) -> None:
     theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
     folder = saved(tmp_path / "model", theirs)
     write_tokenizer(folder)
     state = {**theirs.state_dict(), **layer_weights(theirs)}
     file = write(tmp_path / "mtp-model.gguf", theirs.config, state, only_mtp=True)
     found = texts(folder, "NEXTN", "float32", speculative_draft_model_path=str(file))
-    assert found == texts(folder, "none", "float32")
+    assert found == plain(made("qwen3.5")[0], "float32")
 
 
-def test_what_nobody_s_rows_left_does_not_fail_the_first_prompts(tmp_path: Path) -> None:
-    folder, _ = written(tmp_path, "qwen3.5")
-    with LLM(str(folder), **ENGINE, speculative_algorithm="none") as llm:
+def test_what_nobody_s_rows_left_does_not_fail_the_first_prompts(made: Made) -> None:
+    with LLM(str(made("qwen3.5")[0]), **ENGINE, speculative_algorithm="none") as llm:
         executor = llm.engine.parts.executor
         for layer in executor.table.states.layers.values():
             layer.state[-1].fill_(math.nan)
@@ -198,55 +215,34 @@ def test_what_nobody_s_rows_left_does_not_fail_the_first_prompts(tmp_path: Path)
         try_prompts(executor, (PLAIN,))
 
 
-@pytest.mark.slow
-def test_no_more_requests_run_than_have_states(tmp_path: Path) -> None:
+def test_no_more_requests_run_than_have_states(made: Made) -> None:
     """And the engine says so; the others wait."""
-    folder = saved(tmp_path, reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512))
-    write_tokenizer(folder)
     options = {**ENGINE, "state_memory_fraction": 0.15, "speculative_algorithm": "NGRAM"}
-    with LLM(str(folder), **options) as llm:
+    with LLM(str(made("qwen3.5")[0]), **options) as llm:
         slots, rows = llm.engine.stats()["state_slots"], llm.engine.info.options.max_running_requests
         assert 1 < rows == slots // 2 < ENGINE["max_running_requests"]
         done = llm.generate([[i] * 9 for i in range(3 * rows)], {"temperature": 0, "max_new_tokens": 4})
     assert all(answer.meta_info["finish_reason"]["type"] == "length" for answer in done)
 
 
-@pytest.mark.slow
-def test_a_prediction_layer_drafts_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
-    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
-    write_tokenizer(folder)
-    prompt, params = [1, 2, 3], SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
-    found = {}
-    for algorithm in (None, "none"):
-        caplog.clear()
-        with (
-            caplog.at_level(logging.INFO, "draftwing"),
-            LLM(str(folder), **ENGINE, speculative_algorithm=algorithm, log_level="info") as llm,
-        ):
-            found[llm.engine.info.options.drafter] = llm.generate([prompt], params)[0].token_ids
-        said = "NEXTN (prediction layers of the checkpoint)" if algorithm is None else "speculative decoding: off"
-        assert said in caplog.text
-    assert set(found) == {"NEXTN", "none"} and found["NEXTN"] == found["none"]
+def test_a_prediction_layer_drafts_by_itself(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = made("qwen3.5")
+    with caplog.at_level(logging.INFO, "draftwing"):
+        found = texts(folder, None, "float32", log_level="info")
+    assert "NEXTN (prediction layers of the checkpoint)" in caplog.text and found == plain(folder, "float32")
 
 
-@pytest.mark.slow
-def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwing.engine.startup.drafter.LARGE", VOCAB - 1)
-    monkeypatch.setattr("draftwing.engine.startup.drafter.FIRST", 100)
-    theirs = reference("qwen3.5", vocab_size=VOCAB, max_position_embeddings=512)
-    folder = with_layer(tmp_path / "whole", theirs, layer_weights(theirs))
-    write_tokenizer(folder)
+def test_of_a_large_vocabulary_a_cpu_drafts_the_first_tokens(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.engine.startup.models.LARGE", VOCAB - 1)
+    monkeypatch.setattr("draftwing.engine.startup.models.FIRST", 100)
     for given, rows in (({}, 102), ({"speculative_token_map": "all"}, VOCAB), ({"speculative_token_map": "50"}, 52)):
-        with LLM(str(folder), **ENGINE, **given) as llm:
+        with LLM(str(made("qwen3.5")[0]), **ENGINE, **given) as llm:
             drafter = llm.engine.parts.executor.drafter
             assert drafter.head.vocab == rows, "with <eos> and <pad>"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
-def test_prompts_beside_rows_that_decode(tmp_path: Path, kind: str) -> None:
-    folder, drafters = written(tmp_path, kind)
-    plain = texts(folder, "none", "float32")
-    for algorithm in ("none", drafters[-1]):
-        assert texts(folder, algorithm, "float32", enable_mixed_chunk=True, max_running_requests=2) == plain, algorithm
+def test_prompts_beside_rows_that_decode(made: Made, kind: str) -> None:
+    folder, drafters = made(kind)
+    found = texts(folder, drafters[-1], "float32", enable_mixed_chunk=True, max_running_requests=2)
+    assert found == plain(folder, "float32")

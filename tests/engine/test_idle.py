@@ -13,7 +13,7 @@ from tiny_checkpoint import write_checkpoint
 from draftwing import LLM
 from draftwing.engine.engine import Engine
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import CAPTURE_SHARE
+from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.loop import Loop
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -70,6 +70,7 @@ def test_the_next_step_is_planned_with_who_comes_while_the_device_is_busy(
     assert len(sched.running) + len(sched.waiting) == 2 and time.monotonic() - started < SECONDS / 2
 
 
+@pytest.mark.slow
 def test_captures_that_steps_want_leave_time_for_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of 20 ms is not followed by another one in the next 0.6 s, though there is one that is wanted."""
     captured: list[float] = []

@@ -93,7 +93,8 @@ class Turning:
 
 
 @pytest.mark.slow
-@pytest.mark.further(overlap=False, drafter="NGRAM", turns=[0, 7])
+@pytest.mark.further(overlap=False, drafter="NGRAM")
+@pytest.mark.further(overlap=True, drafter="NGRAM", turns=[0, 7])
 @pytest.mark.further(overlap=False, drafter="none", turns=[1, 3])
 @pytest.mark.further(overlap=True, drafter="none", turns=[0, 7])
 @pytest.mark.parametrize("overlap", [False, True])

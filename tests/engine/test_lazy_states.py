@@ -12,9 +12,9 @@ from exactness import CHAIN, TREE, answer, case_of
 from layer_kinds import HYBRIDS, config_of
 from random_load import AtRandom
 
-from draftwing.core import PLAIN, TreeShape
-from draftwing.ops.cpu.delta_net import CpuStateOps
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.ops.row_states.cpu import CpuStateOps
+from draftwing.ops.row_states.spec import StateOps
 from draftwing.sched.state_slots import StateSizes
 
 pytestmark = [
@@ -29,10 +29,11 @@ def case(harness: Any, one_thread: None) -> Any:
 
 @pytest.fixture(autouse=True)
 def torch_advances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuStateOps, "advance_states", TorchOps.advance_states)  # C knows no lazy states
+    monkeypatch.setattr(CpuStateOps, "advance_states", StateOps.advance_states)  # C knows no lazy states
 
 
-@pytest.mark.further(lag=0, slots=1000)
+@pytest.mark.further(lag=0)
+@pytest.mark.further(slots=1000)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("slots", [70, 1000])
 def test_with_trees_between(harness: Any, case: Any, lag: int, slots: int) -> None:
@@ -43,6 +44,7 @@ def test_with_trees_between(harness: Any, case: Any, lag: int, slots: int) -> No
     assert rig.accept_length > 1.2 and PLAIN in rig.stats.shapes and (rig.sched.retractions > 0 or slots == 1000)
 
 
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_turns_go_on_from_what_was_written_last(harness: Any, case: Any, lag: int) -> None:
     model, prompts, params, expected, _ = case

@@ -4,13 +4,13 @@ nothing but equal bits gives equal text, and with keys and values in int8."""
 import pytest
 import torch
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.ops import make_ops
-from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.attention.cpu import NativeAttention
+from draftwing.ops.attention.spec import TorchAttention
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.workers import Workers
-from draftwing.ops.torch import onednn
-from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.gemm import onednn
 
 KERNELS = load_extension()
 pytestmark = [

@@ -18,19 +18,20 @@ from reference.draft_cases import load_head
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, Chunk, DraftChunk, DraftDeferral, DraftExtend, Plan, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import Admission, Chunk, DraftChunk, DraftDeferral, DraftExtend, Plan
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.loader import load_model
-from draftwing.ops.contracts import Routing
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.experts.routing import Routing
+from draftwing.ops.table import TorchOps
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
-from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.pair_drafter import PairDrafter
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def mixed_plan(shape, params):
     """After `plans`: the first request decodes beside the end of the other one's prompt."""
     _, end, *_, last = plans(shape, params)
     one = {name: getattr(last, name)[:1] for name in ("rows", "admission", "noisy", "filtered", "banning")}
-    return replace(last, step=5, mixed=True, beside=replace(end, step=6, mixed=True), **one)
+    return replace(last, step=5, mixed=True, mixed_prefill=replace(end, step=6, mixed=True), **one)
 
 
 DRAFTERS = "ngram", "suffix", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS
@@ -122,7 +123,9 @@ PARAMS = {
 @pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=["DSPARK", "DFLASH", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE3", sampling="mixed")
-@pytest.mark.further(drafter=None, sampling="greedy")
+@pytest.mark.further(drafter=None, sampling=["greedy", "mixed"])
+@pytest.mark.further(drafter="ngram", shape=SHAPES[1:])  # the pair has it, and EAGLE3
+@pytest.mark.further(drafter="EAGLE3", sampling="everything")
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

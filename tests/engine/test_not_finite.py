@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.engine import Engine
 from draftwing.errors import CheckpointError
@@ -55,6 +55,8 @@ def texts() -> dict[tuple[Any, ...], Any]:
 @pytest.mark.slow
 @pytest.mark.further(dtype=torch.float32, temperature=0.8)
 @pytest.mark.further(dtype=torch.bfloat16, temperature=0.0)
+@pytest.mark.further(lag=0, shape=CHAIN)
+@pytest.mark.further(lag=1, shape=PLAIN)
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

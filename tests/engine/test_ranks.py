@@ -15,8 +15,9 @@ from reference.exact_heads import MAKERS, disturbed, exact_eagle3
 from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, DraftDeferral, TreeShape
-from draftwing.engine.loaded_heads import take_head
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import DraftDeferral
+from draftwing.engine.executor import Executor
 from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
 from draftwing.models.heads.base import DraftLM
@@ -25,9 +26,9 @@ from draftwing.models.heads.swap import HeadSwap
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.requests.request import LogprobParams
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.lookup_drafter import NGramDrafter
 from draftwing.spec.model_drafter import ModelDrafter
-from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.pair_drafter import PairDrafter
 
 TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)
@@ -52,8 +53,8 @@ class Case:
         whole = load_model(disturbed(exact.target, scale).write(folder / "target"), torch.float32, CPU)
         self.target, *others = shares_of(whole, make_ops(CPU))
         self.target.others, self.target.whole = others, (whole,)
-        self.prompts = harness.prompts_for(6, seed=3)
-        self.params = [harness.greedy(30) if i % 3 else harness.seeded(30, seed=i) for i in range(6)]
+        self.prompts = harness.prompts_for(5, seed=3)
+        self.params = [harness.greedy(24) if i % 3 else harness.seeded(24, seed=i) for i in range(5)]
         self.expected = harness.plain_answers(self.target, self.prompts, self.params)
 
     def drafter(self, target: Any) -> Any:
@@ -148,7 +149,7 @@ def test_heads_that_are_swapped_between_steps_change_no_token(case: Case) -> Non
         if (turn := next(turns)) % 7 == 3:
             for executor in (rig.executor, *(other.executor for other in rig.executor.broadcast.others)):
                 executor.heads.load(turn, Path(f"{turn % 3}"))
-            rig.executor.run_on_all_ranks(take_head, turn)
+            rig.executor.run_on_all_ranks(Executor.take_head, turn)
 
     assert rig.answer(case.prompts, case.params, between=swap).tokens == case.expected.tokens
     assert next(turns) > 10 and rig.accept_length > 1.2

@@ -13,18 +13,18 @@ import torch
 from engine_rig import CUDA, RANKS
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
-from draftwing.sched import async_mask
+from draftwing.sched import guidance
 
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness="ranks", lag=0),
 ]
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
-NEW = 24
+COUNT, NEW = 16, 20
 
 
 def favourite(tokens, logits):
@@ -95,7 +95,7 @@ def same_logprobs(got, expected):
 def cases(harness):
     h = harness
     draw = random.Random(11)
-    prompts = h.prompts_for(24, seed=2)
+    prompts = h.prompts_for(COUNT, seed=2)
     every = [(prompt, random_request(h, draw, i)) for i, prompt in enumerate(prompts)]
     model = h.tiny_model(seed=4)
     whole = getattr(model, "whole", None)  # of a model that is spread over ranks
@@ -110,7 +110,8 @@ def cases(harness):
 
 @pytest.mark.slow
 @pytest.mark.further(harness="ranks")
-@pytest.mark.further(shape=CHAIN, lag=0)
+@pytest.mark.further(shape=CHAIN, lag=1)
+@pytest.mark.further(shape=TREE, lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
@@ -128,6 +129,7 @@ def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.further(harness="ranks")
 def test_random_requests_under_preemption_and_small_chunks(harness, cases):
     model, every, expected, book = cases
     rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=150, chunk=7)
@@ -153,9 +155,9 @@ def test_limits_of_requests_mixed_in_a_batch(harness, cases):
     got = rig.run()
     assert got.tokens == expected.tokens
     deepest = {i: len(got.final[str(i)].meta["spec_correct_drafts_histogram"]) - 1 for i in range(len(every))}
-    for i, most in enumerate([4, 0, 2, 1] * 6):
+    for i, most in enumerate([4, 0, 2, 1] * (COUNT // 4)):
         assert deepest[i] <= most, f"request {i} was drafted deeper than it allows"
-    assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
+    assert max(deepest[i] for i in range(0, COUNT, 4)) == 4 and max(deepest[i] for i in range(2, COUNT, 4)) == 2
 
 
 @pytest.mark.slow
@@ -193,7 +195,7 @@ def test_predictions_stay_with_their_request(harness):
 @pytest.mark.slow
 def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
     model, every, expected, book = cases
-    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=1, rows=24)
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=1, rows=COUNT)
     for i, case in enumerate(every):
         submit(harness, rig, case, i)
     assert rig.run().tokens == expected.tokens
@@ -335,30 +337,57 @@ def test_a_vocabulary_that_fills_no_whole_words(harness):
     assert set(got["allowed"]) == {3, vocab - 1}
 
 
-def test_a_processor_that_fails_ends_its_request_alone(harness):
-    def broken(tokens, logits):
-        if len(tokens) > 8:
-            raise RequestError("it broke", "custom_logit_processor")
-        return logits
+def give_up(*_):
+    raise RequestError("it broke", "grammar")
 
-    h = harness
+
+class GivesUp(ToyGrammar):
+    """With the answer's fourth token: when it is taken, or when it is asked whether it ends there."""
+
+    at = ""
+
+    def fork(self):
+        made = super().fork()
+        made.at = self.at
+        return made
+
+    def advance(self, token):
+        return give_up() if self.at == "taken" and len(self.tokens) == 3 else super().advance(token)
+
+    complete = property(lambda self: give_up() if self.at == "ended" and len(self.tokens) == 4 else False)
+
+
+def grammar_of(vocab, at):
+    made = GivesUp(1, vocab)
+    made.at = at
+    return made
+
+
+CANNOT_GO_ON = {
+    "a processor that fails": ({}, lambda h: {"processor": lambda ids, logits: logits if len(ids) < 9 else give_up()}),
+    "a grammar that fails when a token is taken": ({}, lambda h: {"grammar": grammar_of(h.VOCAB, "taken")}),
+    "a grammar that fails when it is asked for its end": ({}, lambda h: {"grammar": grammar_of(h.VOCAB, "ended")}),
+    "a grammar that takes too long": ({}, lambda h: {"grammar": grammar_of(h.VOCAB, "")}),
+    "bad_words forbid what is allowed": (
+        {"allowed_token_ids": (3,), "bad_words": ("x",)}, lambda h: {"bad_word_ids": ((3, 3),)}
+    ),
+    "grammar forbids what is allowed": ({"allowed_token_ids": (0,)}, lambda h: {"grammar": grammar_of(h.VOCAB, "")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", CANNOT_GO_ON)
+def test_what_cannot_go_on_ends_its_request_alone(harness, why, monkeypatch):
+    """And says why. Beside it another one goes on."""
+    h, (fields, more) = harness, CANNOT_GO_ON[why]
+    if "too long" in why:
+        monkeypatch.setattr(guidance, "LIMIT", -1.0)
     rig = h.Rig(h.tiny_model(seed=4))
-    rig.submit("bad", [1, 2, 3], h.greedy(20), processor=broken)
-    rig.submit("good", [1, 2, 3, 4], h.greedy(20))
+    rig.submit("bad", [1, 2, 3], h.greedy(20, **fields), **more(h))
+    rig.submit("good", [1, 2, 3, 4], h.greedy(20), grammar=None if "too long" in why else ToyGrammar(1, h.VOCAB))
     got = rig.run()
-    assert got.final["bad"].finish_reason == {"type": "abort", "message": "it broke"}
+    reason, said = got.final["bad"].finish_reason, "it broke" if "fails" in why else why.split()[0]
+    assert reason["type"] == "abort" and ("grammar takes too long" if "too long" in why else said) in reason["message"]
     assert len(got.tokens["good"]) == 20
-
-
-def test_a_request_that_forbids_everything_is_told_so(harness):
-    h = harness
-    rig = h.Rig(h.tiny_model(seed=4))
-    rig.submit("words", [1, 2], h.greedy(20, allowed_token_ids=(3,), bad_words=("x",)), bad_word_ids=((3, 3),))
-    rig.submit("grammar", [1, 2], h.greedy(20, allowed_token_ids=(0,)), grammar=ToyGrammar(1, h.VOCAB))
-    got = rig.run()
-    for uid, field in (("words", "bad_words"), ("grammar", "grammar")):
-        reason = got.final[uid].finish_reason
-        assert reason["type"] == "abort" and field in reason["message"]
 
 
 class Strict(ToyGrammar):
@@ -462,28 +491,6 @@ def test_a_processor_may_want_a_token_infinitely(harness):
     assert got.final["greedy"].finish_reason["type"] == "length"
 
 
-@pytest.mark.parametrize("where", ["advance", "complete"])
-def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(harness, where):
-    def give_up(*_):
-        raise RequestError("too complex", "grammar")
-
-    class Complex(ToyGrammar):
-        """Gives up with the answer's fourth token: when it is taken, or when it is asked whether it ends there."""
-
-        def advance(self, token):
-            return give_up() if where == "advance" and len(self.tokens) == 3 else super().advance(token)
-
-        complete = property(lambda self: give_up() if where == "complete" and len(self.tokens) == 4 else False)
-
-    h = harness
-    rig = h.Rig(h.tiny_model(seed=4))
-    rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=Complex(1, h.VOCAB))
-    rig.submit("good", [1, 2, 3, 4], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
-    got = rig.run()
-    assert got.final["bad"].finish_reason == {"type": "abort", "message": "too complex"}
-    assert len(got.tokens["good"]) == 20
-
-
 @pytest.mark.slow
 @pytest.mark.further(harness="ranks")
 @pytest.mark.further(lag=0)
@@ -500,7 +507,7 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
 
     def ask(slow):
         made.clear()
-        monkeypatch.setattr(async_mask, "SLOW_FROM", 0.0 if slow else 100.0)
+        monkeypatch.setattr(guidance, "SLOW_FROM", 0.0 if slow else 100.0)
         rig = h.Rig(model, shapes=(TreeShape(3, 2, 7),), drafter="ngram", lag=lag)
         for i in range(3):
             params = h.seeded(30, seed=i) if i else h.greedy(30)
@@ -512,17 +519,6 @@ def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
     assert any("draftwing" not in name for name in made)
     assert ask(slow=True) == expected
     assert len(made) >= 90 and all(name.startswith("draftwing") for name in made)
-
-
-def test_a_grammar_that_takes_too_long_ends_its_request_alone(harness, monkeypatch):
-    monkeypatch.setattr(async_mask, "LIMIT", -1.0)
-    h = harness
-    rig = h.Rig(h.tiny_model(seed=4))
-    rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
-    rig.submit("good", [1, 2, 3, 4], h.greedy(20))
-    got = rig.run()
-    assert "grammar takes too long" in got.final["bad"].finish_reason["message"]
-    assert len(got.tokens["good"]) == 20
 
 
 @pytest.mark.further(harness="ranks")
@@ -555,6 +551,7 @@ def test_a_processor_fails_only_where_the_answer_gets_to(harness):
     assert any(path != expected[: len(path)] for path in asked), "no draft was wrong"
 
 
+@pytest.mark.slow
 def test_log_probabilities_alone_run_in_the_threads_that_are_active(harness, monkeypatch):
     """What is noted of the model and of drafters runs for good in as many threads as torch had then."""
     model = harness.tiny_model()

@@ -5,7 +5,7 @@ preemption.)"""
 import pytest
 from toy_grammar import ToyGrammar
 
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
 from draftwing.spec.model_drafter import ModelDrafter

@@ -10,7 +10,8 @@ import pytest
 from step_marks import marks_of
 
 from draftwing.config.drafters import find_drafter
-from draftwing.core import FEW_MARKS, LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
+from draftwing.config.trees import LOOKUP, MODEL, PLAIN, TreeShape
+from draftwing.core import FEW_MARKS, MARK_SOURCE, Admission, Chunk, Plan, StepResult
 from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams

@@ -9,10 +9,10 @@ import torch
 from engine_rig import Chosen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.build import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 
 TREE = TreeShape(4, 4, 8)

@@ -3,7 +3,6 @@ started with the other head."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +21,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 
-TOKENS, REQUESTS = 40, 8
+TOKENS, REQUESTS = 24, 6
 CHAIN: dict[str, Any] = {
     "speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
     "speculative_fixed_shape": True,
@@ -78,19 +77,23 @@ def answers(engine: Engine, prompts: Sequence[list[int]], swaps: dict[int, Path]
     return found
 
 
+def run(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[list[int]], float]:
+    """Texts, and tokens of a step of one request."""
+    rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
+    texts = answers(engine, prompts)
+    return texts, (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
+
+
 @pytest.mark.further(dtype="float32", overlap=False)
 @pytest.mark.further(dtype="bfloat16")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_swaps_change_no_text(heads: Heads, dtype: str, overlap: bool) -> None:
     with closing(heads.engine(None, dtype=dtype)) as plain:
         expected = answers(plain, heads.prompts)
-    draw = random.Random(f"{dtype} {overlap}")
     with closing(heads.engine(heads.good, dtype=dtype, enable_overlap=overlap, **CHAIN)) as engine:
-        for _ in range(3):
-            steps = sorted(draw.sample(range(60), 6))
-            swaps = {step: draw.choice((heads.good, heads.bad)) for step in steps}
-            assert answers(engine, heads.prompts, swaps) == expected
+        swaps = {step: (heads.good, heads.bad)[step % 2] for step in (0, 3, 5, 9, 12, 19)}
+        assert answers(engine, heads.prompts, swaps) == expected
         assert engine.reporter.total_tokens > engine.reporter.total_rows, "nothing was drafted"
 
 
@@ -104,26 +107,19 @@ def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm:
     options: dict[str, Any] = {**form, "speculative_algorithm": algorithm}
     if algorithm == "EAGLE3":
         options |= {**CHAIN, "disable_radix_cache": True}
-
-    def accepted(engine: Engine, prompts: Sequence[list[int]]) -> float:
-        rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
-        answers(engine, prompts)
-        return (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
-
     expected = {}
     for head in (heads.good, heads.bad) if algorithm == "EAGLE3" else ():
         with closing(heads.engine(head, **options)) as engine:
-            accepted(engine, heads.prompts)  # recorded stages replay from the second time on
-            expected[head] = accepted(engine, heads.prompts)
+            run(engine, heads.prompts)  # recorded stages replay from the second time on
+            expected[head] = run(engine, heads.prompts)
     if algorithm == "EAGLE3":
-        assert expected[heads.good] > 1.2 * expected[heads.bad]
+        assert expected[heads.good][1] > 1.2 * expected[heads.bad][1]
     with closing(heads.engine(heads.good, **options)) as engine:
-        accepted(engine, heads.prompts)
-        for head in (heads.bad, heads.good, heads.bad, None):
-            engine.swap_draft(head)
-            found = accepted(engine, heads.prompts)
-            if algorithm == "EAGLE3":
-                assert found == expected[head or heads.good]
+        run(engine, heads.prompts)
+        for other in (heads.bad, heads.good, None):
+            engine.swap_draft(other)
+            found = run(engine, heads.prompts)
+            assert algorithm != "EAGLE3" or found == expected[other or heads.good]
 
 
 def of_fewer_tokens(head: Checkpoint, seed: int) -> Checkpoint:
@@ -135,8 +131,10 @@ def of_fewer_tokens(head: Checkpoint, seed: int) -> Checkpoint:
     return Checkpoint(head.tensors | own | {"d2t": d2t, "t2d": t2d}, head.config | {"draft_vocab_size": rows})
 
 
+@pytest.mark.slow
 @pytest.mark.further(kind="domino")
 @pytest.mark.further(kind="dspark", dtype="float32")
+@pytest.mark.further(kind="of fewer tokens", dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["dspark", "of fewer tokens", "domino"])
 def test_heads_that_draft_blocks_are_swapped(heads: Heads, kind: str, dtype: str, tmp_path: Path) -> None:
@@ -162,22 +160,17 @@ def test_heads_that_draft_blocks_are_swapped(heads: Heads, kind: str, dtype: str
         "speculative_algorithm": "DFLASH" if kind == "domino" else "DSPARK",
     }  # fmt: skip
 
-    def found(engine: Engine) -> tuple[list[list[int]], float]:
-        rows, tokens = engine.reporter.total_rows, engine.reporter.total_tokens
-        texts = answers(engine, heads.prompts)
-        return texts, (engine.reporter.total_tokens - tokens) / (engine.reporter.total_rows - rows)
-
     expected = {}
     for folder in folders:
         with closing(heads.engine(folder, **options)) as engine:
-            found(engine)
-            expected[folder] = found(engine)
+            run(engine, heads.prompts)
+            expected[folder] = run(engine, heads.prompts)
     assert expected[good][0] == expected[bad][0] and expected[good][1] > 1.05 * expected[bad][1]
     with closing(heads.engine(good, **options)) as engine:
-        found(engine)
-        for other in (bad, good, bad, None):
+        run(engine, heads.prompts)
+        for other in (bad, None):
             engine.swap_draft(other)
-            assert found(engine) == expected[other or good]
+            assert run(engine, heads.prompts) == expected[other or good]
         swaps = {5: bad, 11: good, 17: bad}
         assert answers(engine, heads.prompts, swaps) == expected[good][0]
 
@@ -187,12 +180,12 @@ def test_heads_that_do_not_fit_are_refused_and_nothing_changes(heads: Heads, tmp
     assert other is not None
     larger = other.write(tmp_path / "larger")
     with closing(heads.engine(heads.good, dtype="float32")) as engine:
-        expected = answers(engine, heads.prompts)
+        expected = answers(engine, heads.prompts[:2])
         with pytest.raises(ConfigError, match="restart with it"):
             engine.swap_draft(larger)
         with pytest.raises(CheckpointError):
             engine.swap_draft(tmp_path / "nowhere")
-        assert answers(engine, heads.prompts) == expected
+        assert answers(engine, heads.prompts[:2]) == expected
     with closing(heads.engine(None)) as engine, pytest.raises(ConfigError, match="nothing is drafted"):
         engine.swap_draft(heads.good)
     with (
@@ -202,6 +195,7 @@ def test_heads_that_do_not_fit_are_refused_and_nothing_changes(heads: Heads, tmp
         engine.swap_draft(heads.good)
 
 
+@pytest.mark.slow
 def test_what_chains_of_a_head_cost_beside_a_lookup(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "SECONDS", 600.0)  # a busy machine would leave some unmeasured
     options = {**CHAIN, "speculative_algorithm": "EAGLE3+SUFFIX", "speculative_fixed_shape": False}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftwing.core import OTHER, TreeShape
+from draftwing.config.trees import OTHER, TreeShape
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 

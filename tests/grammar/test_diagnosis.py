@@ -89,7 +89,9 @@ def test_the_place_in_an_expression_is_shown(byte_vocab: Any, expression: str, p
 @pytest.mark.parametrize("expression", ["\\", "a\\", "a\\\\\\", "[a]\\"])
 def test_a_backslash_at_the_end_is_refused_in_words(byte_vocab: Any, expression: str) -> None:
     tag = {"format": {"type": "regex", "pattern": expression}}
-    for grammar in (Grammar("regex", expression), Grammar("structural_tag", json.dumps(tag))):
+    schema = json.dumps({"type": "string", "pattern": expression})
+    kinds = {"regex": expression, "structural_tag": json.dumps(tag), "json_schema": schema}
+    for grammar in (Grammar(kind, text) for kind, text in kinds.items()):
         assert "backslash at its end" in why(byte_vocab, grammar)
     byte_vocab.compiler.compile(Grammar("regex", expression + "\\"), "f")
 

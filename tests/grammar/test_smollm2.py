@@ -2,7 +2,7 @@
 
 import json
 
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.grammar_field import Grammar
 from draftwing.text.tokenizer import load_tokenizer
 

@@ -11,10 +11,9 @@ import pytest
 
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler, Translator
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import WHITESPACE, whitespace_regex
-from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 
 PAIR = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
@@ -43,10 +42,10 @@ def test_white_space_is_bounded_by_default(byte_vocab: Any, kind: Any) -> None:
         assert byte_vocab.accepts_bytes(state, frame % written)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "pattern", ["", "[ ]?", r"\s*", "[ \\t\\n\\r]*", " {0,3}", r"[\n\s]?", r"(?: |\n){1,2}", r"\x20?", "^ ?$", " |\t"]
-)
+PATTERNS = ["", "[ ]?", r"\s*", "[ \\t\\n\\r]*", " {0,3}", r"[\n\s]?", r"(?: |\n){1,2}", r"\x20?", "^ ?$", " |\t"]
+
+
+@pytest.mark.parametrize(("pattern", "kind"), [*zip(PATTERNS, itertools.cycle(KINDS))])
 def test_the_server_or_the_request_says_which(byte_vocab: Any, kind: Any, pattern: str) -> None:
     text, frame = KINDS[kind]
     tokenizer = byte_vocab.tokenizer

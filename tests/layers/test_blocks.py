@@ -13,10 +13,9 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import PackMode, ParamSlice
+from draftwing.layers.linear_ops.base import PackedBlocks, PackMode, ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat, block_sizes, log_blocks
-from draftwing.layers.linear_ops.packed_blocks import PackedBlocks
-from draftwing.ops.types import BlockRows
+from draftwing.ops.gemm.stored import BlockRows
 
 CPU = torch.device("cpu")
 OPS = BlockTorchOps(CPU)

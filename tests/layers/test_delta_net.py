@@ -6,12 +6,11 @@ import torch
 from plain_attention import FunctionAttend
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import LayerConfig, Placement
 from draftwing.layers.delta_net import DeltaNetConfig, GatedDeltaNet
 from draftwing.layers.linear_ops.base import PackMode
-from draftwing.layers.mixer import Placement
 from draftwing.models.decoder import pack_layers
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 
 def test_matrices_that_become_one_make_the_same(triton_ops: TorchOps) -> None:

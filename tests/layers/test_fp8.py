@@ -16,11 +16,10 @@ from torch import Tensor
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
-from draftwing.layers.linear_ops.fp8 import Fp8Linear
-from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
+from draftwing.layers.linear_ops.groups import Fp8Linear, GroupFormat, PackedLinear, log_groups
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.fp8_blocks import FP8_FROM, packed_rows, quantised
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.fp8.spec import FP8_FROM, packed_rows, quantised
+from draftwing.ops.gemm.stored import QuantizedRows
 from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import Share
 

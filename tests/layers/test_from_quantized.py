@@ -10,10 +10,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from tiny_quantised import matrix, read
 
-from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
+from draftwing.layers.linear_ops.blocks import becomes, to_blocks
 from draftwing.ops import make_ops
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, MXRows
+from draftwing.ops.gemm.spec import GemmOps
+from draftwing.ops.gemm.stored import BlockRows, MXRows
+from draftwing.ops.table import TorchOps
 
 OPS = make_ops(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not OPS.block_kinds, reason="needs GEMMs of weights in blocks")
@@ -76,20 +77,21 @@ def test_parts_of_a_matrix_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch)
     config, write = tiny.FORMATS["awq"]
     rows = read(config, write(matrix(48, 128)).tensors)
     whole = to_blocks(rows, OPS)
-    monkeypatch.setattr("draftwing.layers.linear_ops.from_quantized._SLICE", 7 * 128)
+    monkeypatch.setattr("draftwing.layers.linear_ops.blocks._SLICE", 7 * 128)
     assert torch.equal(to_blocks(rows, OPS).data, whole.data)
 
 
 def test_a_kind_without_a_kernel_is_not_taken() -> None:
-    class Few(LayerOps):
+    class Few(GemmOps):
         block_kinds = frozenset({"Q8_0"})
 
         def quantize(self, weight: torch.Tensor, kind: str) -> BlockRows:
             return OPS.quantize(weight, kind)
 
+    few = TorchOps(gemms=Few())
     config, write = tiny.FORMATS["gptq"]
     written = write(matrix(48, 128))
     rows = read(config, written.tensors)
-    blocks = to_blocks(rows, Few())
-    assert blocks.kind == "Q8_0" and becomes(rows, Few()) == "quantised again, to Q8_0"
+    blocks = to_blocks(rows, few)
+    assert blocks.kind == "Q8_0" and becomes(rows, few) == "quantised again, to Q8_0"
     assert np.abs(values(blocks) - written.exact).max() < 0.01 * np.abs(written.exact).max()

@@ -12,17 +12,17 @@ from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import MixerConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops import groups as of_groups
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
-from draftwing.layers.mixer import MixerConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops import gemms
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.gemm import gemms
+from draftwing.ops.gemm.stored import QuantizedRows
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COLUMNS = 128
@@ -96,7 +96,7 @@ def test_parts_of_one_matrix(parts: tuple[QuantizedRows, ...]) -> None:
     torch.testing.assert_close(layer(x, residual).double(), right + residual.double(), rtol=1e-2, atol=2e-2)
     gate, up = right.chunk(2, 1)
     torch.testing.assert_close(layer.gated(x).double(), torch.nn.functional.silu(gate) * up, rtol=2e-2, atol=2e-2)
-    assert ops.gemm.rows == [5, 5, 5]
+    assert ops.made.gemm.rows == [5, 5, 5]
     bits = 8 if parts[0].bits == 8 else 4
     (kind,) = layer.op.sizes
     assert kind == ("fp8" if parts[0].codes.is_floating_point() else f"int{bits}")
@@ -148,7 +148,7 @@ def test_prompts(deterministic: bool, order: int | None) -> None:
     layer = made(ops, part, deterministic=deterministic)
     x, residual = inputs(200), torch.randn(200, 64).to(BF16)
     y, added, gated = layer(x), layer(x, residual.clone(), overwrite=True), layer.gated(x)
-    assert ops.gemm.rows == []
+    assert ops.made.gemm.rows == []
     one = layer(x[7:8]), layer(x[7:8], residual[7:8]), layer.gated(x[7:8])
     for mine, whole in zip(one, (y, added, gated), strict=True):
         if deterministic:
@@ -168,7 +168,7 @@ def test_matrices_are_dequantised_beside_attention(
     them there when they are needed; not for few rows, nor where nothing runs meanwhile."""
     monkeypatch.setattr(gemms, "_MANY_ROWS", 200)
     ops = GroupTorchOps(CPU)
-    side = ops.side = LateSideWork()
+    side = ops.made.side = LateSideWork()
     layers = [
         [made(ops, int4(32, 7 * i + j, order=order), deterministic=deterministic) for j in range(3)] for i in (0, 1)
     ]
@@ -229,7 +229,7 @@ def test_dense_weights_are_quantised(scheme: str, most: float) -> None:
 def test_kernels_of_many_rows(deterministic: bool) -> None:
     """They take what they are for, but in deterministic mode, whose bits they have not."""
     part, ops = int4(64, order=5), GroupTorchOps(CPU)
-    ops.tall = TorchTallGemm()
+    ops.made.tall = TorchTallGemm()
     layer = made(ops, part, deterministic=deterministic)
     for rows in (128, 200, 300):
         x, residual = inputs(rows), torch.randn(rows, 64).to(BF16)
@@ -237,4 +237,4 @@ def test_kernels_of_many_rows(deterministic: bool) -> None:
         right = RowByRow()
         torch.testing.assert_close(added, right.linear(x, part.dense(BF16), None, residual), rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(gated, right.gated(x, part.dense(BF16), None), rtol=2e-2, atol=2e-2)
-    assert ops.gemm.rows == [128, 128] and ops.tall.rows == ([] if deterministic else [200, 200])
+    assert ops.made.gemm.rows == [128, 128] and ops.made.tall.rows == ([] if deterministic else [200, 200])

@@ -1,13 +1,14 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.ops import make_ops
-from draftwing.ops.gemms import dense_gemms
-from draftwing.ops.torch import onednn
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.gemm import onednn
+from draftwing.ops.gemm.gemms import dense_gemms
+from draftwing.ops.table import TorchOps
 
 CPU = torch.device("cpu")
 OPS = {"torch": TorchOps(CPU), "own": make_ops(CPU)}
@@ -26,8 +27,7 @@ def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (576, 96), (1536, 64)])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(64, 48, True), (576, 96, False)])
 @pytest.mark.parametrize("packed", [None, *OPS])
 def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, packed: str | None) -> None:
     linear, weight = make_linear(inputs, outputs, bias, dtype)
@@ -68,8 +68,8 @@ def test_packed_rows_do_not_depend_on_their_number(
     expected = x.double() @ weight[:, :-1].T
     torch.testing.assert_close(every.double(), expected, rtol=2**-7, atol=2**-6)
     torch.testing.assert_close(added.double(), expected + residual.double(), rtol=2**-7, atol=2**-6)
-    for rows in (1, 2, 3, 4, 7, 8, 12, 16, 17, 32, 64, 65, 130):
-        for start in (0, 5, 300 - rows):
+    for rows in (1, 2, 7, 8, 16, 17, 33, 64, 130):
+        for start in (5, 300 - rows):
             here = slice(start, start + rows)
             assert torch.equal(linear(x[here]), every[here]), (rows, start)
             assert torch.equal(linear(x[here], residual[here]), added[here]), (rows, start)
@@ -170,7 +170,7 @@ def test_a_gpu_has_kernels_by_rows(
     ops, kernels = TorchOps(CPU), (Named(FEW), Named(SOME), 192)
     monkeypatch.setattr(ops, "gemms", lambda weight, bias, exact: dense_gemms(weight, *kernels, exact))
     linear = Linear(inputs, outputs, False, torch.bfloat16, CPU)
-    linear.weight.data.zero_()
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias: x.new_full((len(x), len(weight)), TORCH))
     linear.pack(ops, PackMode(deterministic=deterministic))
     for rows, number in zip((8, 9, 16, 17, 64, 65, 192, 193), expected, strict=True):
         x = torch.ones(rows, inputs, dtype=torch.bfloat16)

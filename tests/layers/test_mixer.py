@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import LayerConfig, MixerConfig, Placement
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.latent import LatentAttentionConfig
-from draftwing.layers.mixer import MixerConfig, Placement
 from draftwing.layers.short_conv import ShortConvConfig
-from draftwing.ops.attention import FULL, Attend, AttentionKind
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import FULL, AttentionKind
 
 CPU, HIDDEN, ROWS = torch.device("cpu"), 64, 3
 

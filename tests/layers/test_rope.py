@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftwing.layers.rope import RopeConfig, cos_sin, inverse_frequencies, rope_table, rotate
+from draftwing.layers.rope import RopeConfig, cos_sin, inverse_frequencies, rope_table
+from draftwing.ops.rope.spec import rotate
 
 
 def test_rotate_turns_each_pair_by_its_angle() -> None:
@@ -72,6 +73,7 @@ def test_tables_have_the_bits_that_they_have_on_other_machines() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (400.0, 1.0), (32.0, 1e-4)])
 def test_yarn_equals_transformers_where_its_ramp_leaves_the_pairs(fast: float, slow: float) -> None:
     given = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": fast, "beta_slow": slow}

@@ -19,11 +19,11 @@ from draftwing import LLM, SamplingParams
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import FORMATS
+from draftwing.layers.linear_ops.dense import FORMATS
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.table import LayerOps
 
 CPU = torch.device("cpu")
 
@@ -91,10 +91,10 @@ def configure(folder: Path, **quantization: Any) -> None:
 @pytest.mark.slow
 def test_it_serves_the_text_of_the_same_weights(checkpoints: tuple[Path, Path]) -> None:
     params, answers = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True), []
-    for folder, algorithm in ((checkpoints[1], "none"), (checkpoints[0], "none"), (checkpoints[0], "NGRAM")):
+    for folder, algorithm in zip(checkpoints, ("NGRAM", "none"), strict=True):
         with LLM(str(folder), **ENGINE, speculative_algorithm=algorithm) as llm:
             answers.append([done.token_ids for done in llm.generate(prompts(4, seed=1), params)])
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
     assert all(len(set(ids)) > 4 for ids in answers[0])  # texts that could differ
 
 
@@ -114,6 +114,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
 
 
+@pytest.mark.slower(op=KeepsInt8)
 @pytest.mark.parametrize("op", [Int8RowsOp, KeepsInt8])
 def test_its_tensors_go_where_it_wants_them(
     checkpoints: tuple[Path, Path], op: type[Int8RowsOp], monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftwing.errors import ConfigError
-from draftwing.learn import segments
+from draftwing.learn import traffic
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import MAX_COPIES, Exchange, TrafficLimits, TrafficStore, client_folder
 
@@ -225,6 +225,7 @@ for i in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_loses_the_newest_exchange_at_most(tmp_path: Path) -> None:
     """The writer is killed while it writes, and makes room, all the time."""
     draw = random.Random(0)
@@ -269,7 +270,7 @@ def test_a_full_disk_changes_nothing_of_what_is_known(tmp_path: Path, monkeypatc
 
     now[0] = 15.0
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "replace_file", full)
+        patch.setattr(traffic, "replace_file", full)
         with pytest.raises(OSError, match="no room"):
             store.sweep()
     assert not store.add(given[0]), "is still there"

@@ -20,20 +20,11 @@ from draftwing.models.decoder import DecoderModel
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 40, 4, 2, 50, 8
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "max_position_embeddings": 64,
-    "model_type": "llama",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": HIDDEN, "intermediate_size": FFN,
+    "max_position_embeddings": 64, "model_type": "llama", "num_attention_heads": HEADS, "num_hidden_layers": 1,
+    "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
     "vocab_size": VOCAB,
-}
+}  # fmt: skip
 
 
 def make_target(

@@ -20,11 +20,12 @@ from tiny_gguf import HEAD_DIM, HEADS, KV_HEADS, causal, write
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.blocks import BlockFormat, PackedBlocks, block_sizes
+from draftwing.layers.linear_ops.base import PackedBlocks
+from draftwing.layers.linear_ops.blocks import BlockFormat, block_sizes
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 CPU = torch.device("cpu")
 OPS = BlockTorchOps(CPU)
@@ -42,6 +43,8 @@ def linears(model: torch.nn.Module) -> dict[str, Linear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
 
 
+@pytest.mark.further(kind=[Type.Q4_1, Type.F16], tied=False)
+@pytest.mark.further(kind=[Type.Q8_0, Type.F16], arch=["qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0, Type.F16])
@@ -77,12 +80,11 @@ def test_blocks_are_views_of_the_file_until_they_are_packed(tmp_path: Path) -> N
 
 
 def test_kinds_that_have_no_kernel_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Few(BlockTorchOps):
-        block_kinds = frozenset({"Q8_0"})
-
     path = write(tmp_path / "m.gguf", "qwen3", Type.Q4_1)
     with caplog.at_level(logging.INFO):
-        model = load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", Few(CPU)))
+        model = load_model(
+            path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", BlockTorchOps(CPU, frozenset({"Q8_0"})))
+        )
     (line,) = [record.getMessage() for record in caplog.records if "Q4_1" in record.getMessage()]
     assert line == "8 tensors in Q4_1 have no kernel here and are quantised again, to Q8_0"
     assert set(block_sizes(model)) == {"Q8_0"}
@@ -116,6 +118,8 @@ def test_what_is_missing_or_misshapen_is_said_as_of_others(tmp_path: Path) -> No
 
 
 @torch.inference_mode()
+@pytest.mark.slow
+@pytest.mark.further(kind="EAGLE3", restricted=True)
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN"])
 def test_heads_give_what_they_give_in_float32(tmp_path: Path, kind: str, restricted: bool) -> None:

@@ -17,24 +17,16 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.eagle import EagleHead
-from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-}
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64,
+    "attention_bias": True, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def folder(path: Path, **changes: Any) -> Path:
@@ -47,6 +39,8 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q + v.repeat_interleave(2, 1)).flatten(1)
 
 
+@pytest.mark.further(dtype=[torch.float32, torch.float16], tied=True)
+@pytest.mark.further(dtype=[torch.float16, torch.bfloat16], tied=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_model_from_a_config_alone(
@@ -72,15 +66,14 @@ def test_model_from_a_config_alone(
 @pytest.mark.parametrize(
     ("algorithm", "changes", "kind"),
     [
-        ("EAGLE", {"num_hidden_layers": 1, "bias": True}, EagleHead),
-        ("NEXTN", {"num_hidden_layers": 2}, EagleHead),
+        ("EAGLE", {"num_hidden_layers": 1, "bias": True}, EagleHead), ("NEXTN", {"num_hidden_layers": 2}, EagleHead),
         ("EAGLE3", {"num_hidden_layers": 1, "draft_vocab_size": 20, "bias": True}, Eagle3Head),
         ("EAGLE3", {"num_hidden_layers": 2, "attention_bias": True}, Eagle3Head),
         ("EAGLE3", {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 4]}, Eagle3Head),
         ("EAGLE3", {"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 8, "target_hidden_size": 32}, Eagle3Head),
         ("NEXTN", {"num_nextn_predict_layers": 2}, MTPHead),
     ],
-)
+)  # fmt: skip
 def test_heads_from_a_config_alone(
     drafts: SimpleNamespace, tmp_path: Path, algorithm: str, changes: dict[str, Any], kind: type
 ) -> None:

@@ -85,18 +85,17 @@ def named_index(folder: Path) -> None:
     shards(folder, 7, stem="other")
 
 
+@pytest.mark.slower(write=[over_an_index_alone, pickles_over_old_shards, beside_others, named])
 @pytest.mark.parametrize(
     ("write", "aside"),
     [
         (over_old_shards, ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]),
-        (over_an_index_alone, ["model.safetensors.index.json"]),
-        (beside_pickles, ["pytorch_model.bin"]),
+        (over_an_index_alone, ["model.safetensors.index.json"]), (beside_pickles, ["pytorch_model.bin"]),
         (pickles_over_old_shards, ["pytorch_model.bin.index.json", "pytorch_model-00002-of-00002.bin"]),
         (beside_others, ["consolidated.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"]),
-        (named, ["model.safetensors"]),
-        (named_index, ["model.safetensors"]),
+        (named, ["model.safetensors"]), (named_index, ["model.safetensors"]),
     ],
-)
+)  # fmt: skip
 def test_files_are_those_that_transformers_takes(
     tmp_path: Path, write: Callable[[Path], None], aside: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

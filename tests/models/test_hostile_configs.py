@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +28,14 @@ from draftwing.config.trees import carried_shape
 from draftwing.engine.build import build
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import GGUFFile, open_gguf
-from draftwing.models import gguf
-from draftwing.models.config import FAMILIES, from_hf
+from draftwing.models.config import from_hf
+from draftwing.models.families import FAMILIES, in_gguf
+from draftwing.models.fields import METADATA
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.generation import sampling_defaults, stop_ids
+from draftwing.models.gguf_config import model_config
 from draftwing.models.heads.config import draft_config, flatten_config, resolve_aux_layers
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.neutral import METADATA
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: config for name, config in vars(hf_configs).items() if name.isupper() and not name.startswith("_")
@@ -56,7 +57,8 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
              "head_dim", "sliding_window", "use_sliding_window", "num_key_value_heads", "eos_token_id")  # fmt: skip
 
 
-HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2"}
+HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
+           "lfm2moe": "Lfm2Moe"}  # fmt: skip
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -94,10 +96,10 @@ def test_every_family_is_here() -> None:
 @pytest.mark.slow
 @pytest.mark.further(name=RELATIVES)
 @pytest.mark.further(part=1)
-@pytest.mark.parametrize("part", [4, 1])
+@pytest.mark.parametrize("part", [8, 1])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs(name: str, part: int) -> None:
-    """Each mutant, or each fourth: others of each model."""
+    """Each mutant, or each eighth: others of each model."""
     began, count = time.process_time(), 0
     for config in islice(mutants(PUBLISHED[name], 0), [*PUBLISHED].index(name) % part, None, part):
         message = refused(lambda config=config: from_hf(config))  # type: ignore[misc]
@@ -138,6 +140,7 @@ def test_an_engine_bounds_its_model_by_the_memory_of_the_machine(tmp_path: Path)
     assert "expected a model that fits into" in refused(lambda: build(options, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
 def test_whole_files(tmp_path: Path, value: Any) -> None:
     """An index, a generation config, and files that are not an object at all."""
@@ -170,6 +173,7 @@ def test_files_that_are_no_json(tmp_path: Path, content: bytes) -> None:
     assert "cannot be read" in refused(lambda: load_config(tmp_path / "folder"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_configs_of_draft_heads(kind: str, drafts: SimpleNamespace) -> None:
     weights = drafts.eagle_weights() if kind == "eagle" else drafts.eagle3_weights()
@@ -188,8 +192,12 @@ def test_configs_of_draft_heads(kind: str, drafts: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", gguf.ARCHITECTURES)
-def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
+@pytest.mark.further(part=1)
+@pytest.mark.parametrize("part", [5, 1])
+@pytest.mark.parametrize("arch", in_gguf())
+def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
+    """Each value of each key, or each fifth: others of each architecture."""
+
     def more(writer: gguf_package.GGUFWriter) -> None:
         writer.add_float32(f"{arch}.rope.scale_linear", 2.0)
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
@@ -206,15 +214,15 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
     else:
         model = reference(kind)
         file = open_gguf(hybrid_gguf.write(tmp_path / "m.gguf", model.config, model.state_dict(), edit=more))
-    gguf.model_config(file)
+    model_config(file)
     keys = [f"{arch}.{key}" for key in (*METADATA, "attention.sliding_window", "rope.dimension_count")]
     keys += [key for key in file.metadata if not key.startswith("GGUF")]
     count = 0
-    for key in keys:
-        for value in (*HOSTILE, torch.arange(3).numpy()):
-            hostile = GGUFFile(file.path, {**file.metadata, key: value}, file.tensors, file.data)
-            count += bool(refused(lambda hostile=hostile: gguf.model_config(hostile)))  # type: ignore[misc]
-    assert count > 100
+    values = product(keys, (*HOSTILE, torch.arange(3).numpy()))
+    for key, value in islice(values, [*in_gguf()].index(arch) % part, None, part):
+        hostile = GGUFFile(file.path, {**file.metadata, key: value}, file.tensors, file.data)
+        count += bool(refused(lambda hostile=hostile: model_config(hostile)))  # type: ignore[misc]
+    assert count > 100 / part
 
 
 def test_shards_with_any_name(tmp_path: Path) -> None:

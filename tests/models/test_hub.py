@@ -54,6 +54,7 @@ def test_the_default_model_is_fetched_once(package: Path, capfd: pytest.CaptureF
     assert left == [path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_a_damaged_file_is_replaced(package: Path, damage: str) -> None:
     path = hub.fetch_default_model()

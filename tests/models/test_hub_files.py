@@ -19,8 +19,8 @@ from fake_hub import COMMIT, REPO, FakeHub
 
 from draftwing.errors import CheckpointError
 from draftwing.models import hub_files
-from draftwing.models.gguf_repos import models_in
 from draftwing.models.hub import resolve_model
+from draftwing.models.hub_files import models_in
 
 WEIGHTS = bytes(range(256)) * 400
 FILES = {
@@ -185,20 +185,18 @@ def gguf_files() -> dict[str, bytes]:
     return {"README.md": b"", "config.json": b"{}"} | {name: name.encode() * 100 for name in names}
 
 
+@pytest.mark.slower(name=[REPO, f"{REPO}:q2_k", f"hf.co/{REPO}:Q8_0", f"{REPO}:m-Q2_K.gguf", f"{REPO}:UD-Q5_K_XL"])
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        (REPO, "m-Q4_K_M.gguf"),
-        (f"{REPO}:Q8_0", "m-Q8_0.gguf"),
-        (f"{REPO}:q2_k", "m-Q2_K.gguf"),
-        (f"hf.co/{REPO}:Q8_0", "m-Q8_0.gguf"),
         (f"huggingface.co/{REPO}", "m-Q4_K_M.gguf"),
-        (f"{REPO}:m-Q2_K.gguf", "m-Q2_K.gguf"),
         (f"{REPO}:BF16", "m-BF16-00001-of-00002.gguf"),
-        (f"{REPO}:UD-Q5_K_XL", "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
         (f"{REPO}:q5_k_xl", "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
+        (REPO, "m-Q4_K_M.gguf"), (f"{REPO}:q2_k", "m-Q2_K.gguf"), (f"hf.co/{REPO}:Q8_0", "m-Q8_0.gguf"),
+        (f"{REPO}:m-Q2_K.gguf", "m-Q2_K.gguf"),
+        (f"{REPO}:UD-Q5_K_XL", "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf"),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_a_repository_of_gguf_files(
     name: str, file: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,15 +35,12 @@ def test_where_entries_lie() -> None:
 @pytest.mark.parametrize(
     "mixers",
     [
-        (READS_0,),
-        (ATTENTION, replace(READS_0, kv_from=1)),
-        (ATTENTION, replace(READS_0, kv_from=2), ATTENTION),
-        (ATTENTION, replace(READS_0, kv_heads=4)),
-        (ATTENTION, READS_0, replace(READS_0, kv_from=1)),
+        (READS_0,), (ATTENTION, replace(READS_0, kv_from=1)), (ATTENTION, replace(READS_0, kv_from=2), ATTENTION),
+        (ATTENTION, replace(READS_0, kv_heads=4)), (ATTENTION, READS_0, replace(READS_0, kv_from=1)),
         (RecurrenceConfig(32), READS_0),
     ],
     ids=["nothing before", "itself", "a later one", "of another size", "one that has none", "another kind"],
-)
+)  # fmt: skip
 def test_only_what_there_is_can_be_read(mixers: tuple[AttentionConfig, ...]) -> None:
     with pytest.raises(CheckpointError, match="reads what layer"):
         config_of(mixers)

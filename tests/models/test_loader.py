@@ -24,17 +24,10 @@ from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
-    "eos_token_id": [3, 5],
-}
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40, "max_position_embeddings": 32,
+    "tie_word_embeddings": False, "eos_token_id": [3, 5],
+}  # fmt: skip
 
 
 def weights() -> dict[str, Tensor]:
@@ -222,7 +215,7 @@ def test_memory_stays_within_the_weights_and_one_shard(tmp_path: Path, kind: str
     for folder in (small, large):
         folder.mkdir()
     write_shards(small, weights(), kind)
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 3}
     (large / "config.json").write_text(json.dumps({**CONFIG, **sizes, "architectures": ["LlamaForCausalLM"]}))
     model = load_model(large, torch.float32, "cpu", dummy=True)
     tensors = [(name, tensor.clone()) for name, tensor in stored_tensors(model, checkpoint_names(model.config))]
@@ -244,7 +237,7 @@ def test_memory_stays_within_the_weights_and_one_shard(tmp_path: Path, kind: str
     )
     before, peak, after = (int(word) * 1024 for word in done.stdout.split())
     slack = 8 << 20
-    assert total > 100e6 and largest < total / 5
+    assert total > 60e6 and largest < total / 3
     assert after - before > 0.9 * total, "the weights are not in memory: this measures nothing"
     assert peak - before < total + largest + slack
 
@@ -276,10 +269,9 @@ def test_compressed_pickles_are_refused(tmp_path: Path) -> None:
         ({1: torch.ones(2)}, "expected dense tensors by name, found"),
         ({"a": torch.ones(2, 2).to_sparse()}, "expected dense tensors by name, found"),
         ({"a": torch.ones(2, device="meta")}, "expected dense tensors by name, found"),
-        (b"\x80\x02h\x05.", "cannot be read"),
-        (b"\x80\x02R.", "cannot be read"),
+        (b"\x80\x02h\x05.", "cannot be read"), (b"\x80\x02R.", "cannot be read"),
         (b"\x80\x02X\x02\0\0\0\xff\xfe.", "cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_pickles_of_anything_else_are_refused_and_call_nothing(tmp_path: Path, shard: object, expected: str) -> None:
     refused(pickled(tmp_path, shard), expected)

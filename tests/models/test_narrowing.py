@@ -15,14 +15,16 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, Narrowed
 from draftwing.models.dummy import fill_random
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.contracts import Routing
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.experts.routing import Routing
+from draftwing.ops.experts.spec import ExpertOps
+from draftwing.ops.norms.spec import NormOps
+from draftwing.ops.table import TorchOps
 
 CPU = torch.device("cpu")
 
 
-class UnderNorms(TorchOps):
+class UnderNorms(ExpertOps):
     """As on a GPU, a mixture of experts gives its result under the next layer's norm, too."""
 
     mixes_under_norms = True
@@ -41,7 +43,7 @@ def config_of(experts: ExpertConfig | None) -> ModelConfig:
 @pytest.mark.parametrize("experts", [None, ExpertConfig(6, Routing(2), 32)], ids=["mlp", "experts"])
 @torch.inference_mode()
 def test_last_tokens_have_the_hidden_states_that_they_have_among_all(experts: ExpertConfig | None) -> None:
-    ops = UnderNorms(CPU)
+    ops = TorchOps(CPU, experts=UnderNorms(NormOps(), reads_routes=True))
     model = DecoderModel(config_of(experts), torch.float32, "meta")
     fill_random(model, CPU)
     model.set_max_positions(64)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.eagle import EagleHead
-from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftwing.models.heads.eagle import Eagle3Config, Eagle3Head, EagleHead
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
-from draftwing.ops.contracts import Routing
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.experts.routing import Routing
+from draftwing.ops.table import TorchOps
 
 CONFIG = decoder_config(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,

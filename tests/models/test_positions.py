@@ -17,8 +17,8 @@ from draftwing.layers.rope import rope_table
 from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config
 
-HEAD_DIM = 64
-BASE = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+HEAD_DIM = 16
+BASE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 

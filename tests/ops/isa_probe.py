@@ -24,10 +24,12 @@ from torch import Tensor
 from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
-from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, HeadNorms
-from draftwing.ops.contracts import Gemm, MixtureWeights, Routing
+from draftwing.ops.attention.batch import AttentionKind, Batch, ChunkSpan, HeadNorms
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.types import BlockRows, Draft, DraftEdits, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
+from draftwing.ops.experts.routing import MixtureWeights, Routing
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.gemm.stored import BlockRows
+from draftwing.ops.types import Draft, DraftEdits, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from delta_steps import DeltaSteps

@@ -12,8 +12,8 @@ import torch
 from draftwing.core import MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
 from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
-from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, MEMORY, SURE, forget, level_of, new_calibration
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.assign.spec import DEPTHS, GRADES, LEVELS, MEMORY, SURE, forget, level_of, new_calibration
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Calibration, Draft
 
 ROWS, LENGTH = 9, 64

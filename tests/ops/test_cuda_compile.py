@@ -11,10 +11,13 @@ from typing import TypeVar
 import pytest
 import torch
 
-from draftwing.ops.cuda import gemm, gemm_dense, gemm_experts, gemm_fp8, gemm_groups, gemm_tall, nvrtc
-from draftwing.ops.cuda.gemm_experts import DENSE, Layout
-from draftwing.ops.cuda.gemm_groups import Width
-from draftwing.ops.expert_rows import FP8, INT4, INT8, MX
+from draftwing.ops.cuda import nvrtc
+from draftwing.ops.experts import cuda as gemm_experts
+from draftwing.ops.experts.cuda import DENSE, Layout
+from draftwing.ops.experts.rows import FP8, INT4, INT8, MX
+from draftwing.ops.gemm import cuda as gemm
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_tall
+from draftwing.ops.gemm.cuda_groups import Width
 
 HOPPER, OLDER = (9, 0), [(8, 0), (8, 9)]
 WIDTHS = [Width(4, False, 1), Width(4, True, -1), Width(8, False, 1, True), Width(8, False, -1)]
@@ -77,33 +80,43 @@ def test_few_rows(dtype: torch.dtype, capability: tuple[int, int], every: bool, 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_groups_on_hopper(width: Width, every: bool, tmp_path: Path) -> None:
-    shapes = gemm_groups.shapes_for(width.bits, HOPPER)
+    shapes = cuda_groups.shapes_for(width.bits, HOPPER)
     shapes = shapes if every else some(shapes)
-    gemm_groups.compile_ahead(torch.bfloat16, width, HOPPER, shapes)
+    cuda_groups.compile_ahead(torch.bfloat16, width, HOPPER, shapes)
     programs = len(gemm.programs(shapes))
-    if every:  # of many rows; test_cuda_tall_host.py compiles them for a CPU
-        gemm_tall.compile_ahead(torch.bfloat16, width, HOPPER)
-        programs += len(gemm.programs(gemm_tall.shapes_for(width.bits, HOPPER, torch.bfloat16)))
+    if every:  # of many rows; gemm/test_cuda_groups.py compiles them for a CPU
+        cuda_tall.compile_ahead(torch.bfloat16, width, HOPPER)
+        programs += len(gemm.programs(cuda_tall.shapes_for(width.bits, HOPPER, torch.bfloat16)))
     assert len(list(tmp_path.rglob("*.cubin"))) == programs
 
 
+@pytest.mark.further(every=True)
+@pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-def test_fp8(many: bool, tmp_path: Path) -> None:
-    gemm_fp8.compile_ahead(HOPPER, many)
+def test_fp8(many: bool, every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest and the largest; the others are compiled for a CPU."""
+    for name in ("SIZES", "MANY_SIZES") if not every else ():
+        sizes = getattr(cuda_fp8, name)
+        monkeypatch.setattr(cuda_fp8, name, [sizes[0], sizes[-1]])
+    cuda_fp8.compile_ahead(HOPPER, many)
     assert list(tmp_path.rglob("*.cubin"))
 
 
 @pytest.mark.further(groups=2)
-@pytest.mark.parametrize("groups", gemm_dense.GROUPS)
-def test_more_than_few_rows(groups: int, tmp_path: Path) -> None:
-    gemm_dense.compile_ahead(groups, HOPPER)
+@pytest.mark.further(every=True)
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("groups", cuda_dense.GROUPS)
+def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = cuda_dense.PARTS[groups]
+    monkeypatch.setitem(cuda_dense.PARTS, groups, parts if every else [parts[0], parts[-1]])
+    cuda_dense.compile_ahead(groups, HOPPER)
     assert list(tmp_path.rglob("*.cubin"))
 
 
 @pytest.mark.parametrize("capability", OLDER)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_groups_on_older_devices(dtype: torch.dtype, capability: tuple[int, int], tmp_path: Path) -> None:
-    gemm_groups.compile_ahead(dtype, WIDTHS[0], capability)
+    cuda_groups.compile_ahead(dtype, WIDTHS[0], capability)
     assert list(tmp_path.rglob("*.cubin"))
 
 
@@ -122,7 +135,7 @@ def test_experts_on_older_devices(tmp_path: Path) -> None:
 def test_older_compilers_take_it() -> None:
     """NVRTC of CUDA 13.0, which torch 2.11 comes with, takes lambdas with `auto` for functions of the host; 13.5 does
     not."""
-    for file in Path(nvrtc.__file__).parent.glob("*.cu"):
+    for file in Path(gemm.__file__).parent.glob("*.cu"):
         assert not re.search(r"\]\s*\([^)]*\bauto\b", file.read_text()), file
 
 

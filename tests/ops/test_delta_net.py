@@ -3,23 +3,21 @@ token's bits are the same in whichever of them it is computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import delta_steps
 import pytest
 import torch
+from delta_steps import ACCEPTED, PARENTS, DeltaSteps
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec
-from draftwing.kv.row_states import RowStates
-from draftwing.ops.attention import Batch, ChunkSpan, DeltaInputs, DeltaWeights, Ragged
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec, RowStates
+from draftwing.ops.attention.batch import Batch, ChunkSpan, DeltaInputs, DeltaWeights, Ragged
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.table import TorchOps
 
-pytestmark = [
-    pytest.mark.further(ops="triton", spec=["as many heads", "tiled", "two taps"]),
-    pytest.mark.further(ops="torch", spec=["as many heads", "two taps"]),
-    pytest.mark.further(ops="torch", kind=["root", "chain", "whole chain", "rejected", "bush"]),
-    pytest.mark.further(ops="triton", kind=["root", "chain", "whole chain", "rejected", "bush"]),
-]
 SPECS = {
     "as many heads": DeltaSpec(2, 2, 16, 16, 4),
     "grouped": DeltaSpec(2, 6, 16, 32, 4),
@@ -207,6 +205,15 @@ def joined(parts: list[DeltaInputs]) -> DeltaInputs:
     return DeltaInputs(*map(torch.cat, zip(*parts, strict=True)))
 
 
+def few_specs(test: Callable[..., None]) -> Callable[..., None]:
+    """Slow implementations have some of the cases."""
+    few = dict(triton=["as many heads", "tiled", "two taps"], torch=["as many heads", "two taps"])
+    for ops, specs in few.items():
+        test = pytest.mark.further(ops=ops, spec=specs)(test)
+        test = pytest.mark.further(ops=ops, kind=[kind for kind in TREES if kind != "tree"])(test)
+    return test
+
+
 def path_to(parents: list[int], node: int) -> list[int]:
     path = [node]
     while path[0]:
@@ -224,8 +231,9 @@ def bench(ops: TorchOps, spec: DeltaSpec) -> Bench:
     return Bench(ops, spec)
 
 
+@few_specs
 @pytest.mark.slow
-@pytest.mark.further(ops="triton")  # test_triton_delta_net.py has chunks and parts of trees, too
+@pytest.mark.further(ops="triton")  # test_bits_are_those_of_one_chunk has chunks and parts of trees, too
 def test_chunks_of_any_cut(bench: Bench) -> None:
     found: list[list[Tensor]] = [[] for _ in range(ROWS)]
     for lengths in ({0: 1, 1: 7}, {1: 2, 2: 16}, {0: 5, 2: 1}, {0: 10, 1: 7, 2: 3}):
@@ -239,6 +247,8 @@ def test_chunks_of_any_cut(bench: Bench) -> None:
         assert torch.equal(torch.cat(found[row]), at_once[row])
 
 
+@few_specs
+@pytest.mark.slower(ops="torch")
 def test_a_half_type(ops: TorchOps) -> None:
     bench = Bench(ops, SPECS["grouped"], torch.bfloat16)
     bench.close(bench.prefill({1: 12}), bench.expected(1, 12))
@@ -246,17 +256,19 @@ def test_a_half_type(ops: TorchOps) -> None:
     bench.step({1: TREES["root"]})
 
 
+@few_specs
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(TREES))
 def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.prefill({0: 3, 1: 5})
-    for _ in range(3):  # the second replays what the first has accepted
+    for _ in range(2):  # the second replays what the first has accepted
         bench.step({0: TREES[kind], 1: TREES[kind]})
     bench.step({0: TREES["root"]})
     bench.step({0: TREES["tree"], 1: TREES["tree"]})
     bench.step({0: TREES["root"], 1: TREES["root"]})
 
 
+@few_specs
 @pytest.mark.slow
 @pytest.mark.further(ops="triton")
 def test_ragged_batches(bench: Bench) -> None:
@@ -267,6 +279,7 @@ def test_ragged_batches(bench: Bench) -> None:
     bench.step({1: TREES["root"], 2: TREES["whole chain"]}, ragged=True)
 
 
+@few_specs
 def test_dead_nodes_write_nothing(bench: Bench) -> None:
     """They are their own path (`derive`), as the root is."""
     bench.prefill({0: 4})
@@ -290,6 +303,7 @@ def test_dead_nodes_write_nothing(bench: Bench) -> None:
     assert torch.equal(*read)
 
 
+@few_specs
 def test_saves_in_the_middle_of_chunks(bench: Bench) -> None:
     """Who goes on from one has the bits of who computed all of it."""
     first, second = 2 * ROWS + 1, 2 * ROWS + 2
@@ -301,6 +315,7 @@ def test_saves_in_the_middle_of_chunks(bench: Bench) -> None:
     bench.step({1: TREES["chain"]})
 
 
+@few_specs
 @pytest.mark.slow
 @pytest.mark.further(ops="triton")  # of which a test of its own has all of these
 def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
@@ -323,6 +338,7 @@ def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
     assert torch.equal(found[0], expected[-len(found[0]) :]) and torch.equal(*found)
 
 
+@few_specs
 def test_an_older_record_of_the_same_slot_is_not_found(bench: Bench) -> None:
     """Of a node that is not verified now, and comes before the one that is."""
     bench.prefill({0: 3})
@@ -335,3 +351,214 @@ def test_an_older_record_of_the_same_slot_is_not_found(bench: Bench) -> None:
     bench.table[0, bench.kv_len[0] :] = torch.cat((others[:5], torch.tensor([older]), others[5:]))
     bench.step({0: ([0, 0, 1], [0, 1, 2])}, ragged=True, numbers=(0, 3, 5))
     bench.step({0: TREES["root"]})
+
+
+# -- steps of a server ------------------------------------------------------------------------------------------------
+
+GPU = torch.cuda.is_available()  # else small sizes: Triton's interpreter takes long
+DEVICE_SPECS = {  # sizes of heads that are no powers of two, and fewer taps, among them
+    "grouped": DeltaSpec(2, 6, 16, 80, 4),
+    "tiled": DeltaSpec(3, 6, 48, 48, 3, tiled=True),
+    "wide": DeltaSpec(1, 2, 128, 128 if GPU else 32, 4),
+    "even": DeltaSpec(2, 2, 128, 128, 4),
+}
+of_devices = pytest.mark.parametrize("name", DEVICE_SPECS)
+
+
+def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype = torch.bfloat16, lazy: bool = False) -> DeltaSteps:
+    generator = torch.Generator().manual_seed(3)
+    return DeltaSteps(
+        ops, spec, dtype, lambda *size: torch.randn(size, generator=generator).to(dtype).to(ops.device), lazy
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.further(ops="triton", name=["grouped", "tiled", "even"])  # as the tests above have them
+@pytest.mark.further(ops="triton", dtype=[torch.float32, torch.float16])
+@pytest.mark.further(ops="triton", lazy=False)
+@pytest.mark.further(ops="cpu", name="wide")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lazy", [False, True])
+@of_devices
+def test_as_in_torch(ops: TorchOps, name: str, dtype: torch.dtype, lazy: bool) -> None:
+    """All of it, states and records."""
+    if ops.name == "torch" or (ops.name == "cpu" and (lazy or dtype == torch.float16)):
+        pytest.skip("what is compared with, or what has no kernel")
+    cuts = ops.name == "triton" and not GPU  # where a GPU rounds
+    wide, spec = 1e-4 if dtype == torch.float32 else 6e-2 if cuts else 2e-2, DEVICE_SPECS[name]
+    found = list(steps_of(ops, spec, dtype, lazy).all())
+    expected = list(steps_of(TorchOps(torch.device("cpu")), spec, dtype, lazy).all())
+    if ops.name == "cpu":  # what is fresh nobody reads where no states are lazy
+        found, expected = found[:-1], expected[:-1]
+    states, dummy = len(found) - 9 + (ops.name == "cpu"), delta_steps.SLOTS + (ops.name == "triton")
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        if i >= states:  # nobody reads the dummy's
+            count = dummy if i < states + 2 else delta_steps.ROWS
+            x, y = x[:count], y[:count]
+        torch.testing.assert_close(x.cpu(), y, rtol=wide, atol=wide)
+
+
+@pytest.mark.further(ops="triton", name=["tiled", "wide", "even"])
+@of_devices
+def test_dead_nodes_give_zeros(ops: TorchOps, name: str) -> None:
+    """Nodes without a path change nothing of the others."""
+    if ops.name == "torch":
+        pytest.skip("which computes what nobody reads")
+    steps = steps_of(ops, DEVICE_SPECS[name])
+    tree, inputs = steps.trees([0, 0, 0]), steps.inputs(delta_steps.ROWS * 3)
+    path = torch.tensor([[[0, 0], [0, 1], [2, 2]]] * delta_steps.ROWS)
+    dead = tree._replace(path=path, path_len=torch.tensor([[1, 2, 1]] * delta_steps.ROWS))
+    found, expected = (steps.run(some, inputs).view(delta_steps.ROWS, 3, -1) for some in (dead, tree))
+    assert torch.equal(found[:, :2], expected[:, :2]) and not found[:, 2].any()
+
+
+@pytest.mark.usefixtures("same_threads")
+@pytest.mark.slower(name=["grouped", "wide", "even"])
+@pytest.mark.parametrize("threads", [2, 5])  # more than key heads, too
+@of_devices
+def test_threads_do_not_change_bits(cpu_ops: CpuOps, name: str, threads: int) -> None:
+    torch.set_num_threads(1)
+    expected = list(steps_of(cpu_ops, DEVICE_SPECS[name]).all())
+    torch.set_num_threads(threads)
+    found = list(steps_of(cpu_ops, DEVICE_SPECS[name]).all())
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@of_devices
+def test_a_replayed_step_reads_what_is_there_then(ops: TorchOps, name: str) -> None:
+    """In a recording, or a graph on a GPU: its inputs, page tables, lengths, and which states and records are whose."""
+    if ops.name == "torch" or (ops.name == "triton" and not GPU):
+        pytest.skip("nothing is replayed there")
+    noted, plain = (steps_of(ops, DEVICE_SPECS[name]) for _ in range(2))
+    for some in (noted, plain):
+        some.run(some.chunks((5, 9)), some.inputs(14))
+        some.kv_len += torch.tensor([5, 9])
+        some.advance(some.kv_len - 1)
+        some.table = some.table.to(ops.device)
+    batch, inputs = noted.moved(noted.trees(PARENTS)), noted.inputs(delta_steps.ROWS * len(PARENTS))
+    rows = torch.arange(delta_steps.ROWS, device=ops.device)
+
+    def step() -> Tensor:
+        out = noted.run(batch, inputs)
+        noted.ops.advance_states(noted.states, rows, batch.prefix_len)
+        return out
+
+    keep = [part.clone() for part in kept(noted)]
+    replay, out = replayed(step, batch, inputs)
+    for part, before in zip(kept(noted), keep, strict=True):
+        part.copy_(before)
+    for accepted in ([0, 2, 5], [0], [0, 1, 4], [0, 2, 5, 6]):
+        own, its = plain.moved(plain.trees(PARENTS)), plain.inputs(delta_steps.ROWS * len(PARENTS))
+        for field in ("prefix_len", "write_slots"):
+            getattr(batch, field).copy_(getattr(own, field))
+        for mine, theirs in zip(inputs, its, strict=True):
+            mine.copy_(theirs)
+        replay()
+        assert torch.equal(out, plain.run(own, its))
+        plain.commit(len(PARENTS), accepted)
+        noted.table.copy_(plain.table)
+    assert all(torch.equal(*both) for both in zip(kept(noted), kept(plain), strict=True))
+
+
+def replayed(step: Callable[[], Tensor], batch: Batch, inputs: DeltaInputs) -> tuple[Callable[[], object], Tensor]:
+    if batch.rows.device.type == "cpu":
+        recording, out = record(step)
+        assert isinstance(recording, Recording)
+        return recording.replay, out
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step()  # compiles
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step()
+    return graph.replay, out
+
+
+def kept(steps: DeltaSteps) -> list[Tensor]:
+    states = steps.states
+    return [*states.layers[0][1:], states.read, states.write, states.page, states.length, states.node_slots]
+
+
+# -- Triton -----------------------------------------------------------------------------------------------------------
+
+LARGE = [DeltaSpec(16, heads, 128, 128, 4) for heads in (16, 32, 48)] if GPU else [DeltaSpec(1, 2, 32, 16, 4)]
+
+
+def test_softplus_of_decays_that_are_all_but_one(triton_ops: TorchOps) -> None:
+    """As exactly as a GPU's exp, also where it is small."""
+    from triton_kernels import softplus
+
+    x = torch.linspace(-30, 30, 256, device=triton_ops.device)
+    torch.testing.assert_close(softplus(x).double(), torch.log1p(x.double().exp()), rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize("spec", LARGE)
+def test_bits_are_those_of_one_chunk(spec: DeltaSpec, triton_ops: TorchOps) -> None:
+    """In whichever chunks, trees, chains and parts of trees a token is, alone or with other rows, accepted at once or
+    run again; whether plain steps write states or not."""
+    count = 400 if GPU else 16
+    inputs = steps_of(triton_ops, spec).inputs(count)
+    whole = Texts(triton_ops, spec, inputs).chunk(count)
+    assert torch.isfinite(whole).all()
+    more = ("one by one", "chains") if GPU else ()  # of which plain steps of "lazy" and trees have the same
+    for pieces in ("chunks", "trees", "parts of trees", "lazy", *more):
+        texts = Texts(triton_ops, spec, inputs, pieces == "lazy")
+        found = [texts.chunk(3)]
+        while texts.at < count - NODES:
+            if pieces == "chunks":
+                found.append(texts.chunk(min(1 + texts.at % 23, count - texts.at)))
+            elif pieces == "one by one" or (pieces == "lazy" and texts.at % 9 < 6):
+                found.append(texts.tree([0], [0]))
+            elif pieces == "chains":
+                accepted = [0, 1, 2, 3][: 1 + texts.at % 4]
+                found.append(texts.tree([0, 0, 1, 2], accepted))
+            else:
+                accepted = ACCEPTED[: 1 + texts.at % len(ACCEPTED)]
+                found.append(texts.tree(PARENTS, accepted, ragged=pieces == "parts of trees"))
+        assert torch.equal(torch.cat(found), whole[: texts.at]), pieces
+
+
+class Texts:
+    """One text, whose tokens are row 1's in trees, and those of row 0 are others; each call runs the next."""
+
+    def __init__(self, ops: TorchOps, spec: DeltaSpec, inputs: DeltaInputs, lazy: bool = False) -> None:
+        self.steps, self.inputs, self.at = steps_of(ops, spec, torch.bfloat16, lazy), inputs, 0
+        longest = 2 * len(inputs.qkv) + 2 * NODES
+        self.steps.table = 1 + torch.arange(delta_steps.ROWS * longest).view(delta_steps.ROWS, longest)
+        self.random = torch.Generator().manual_seed(1)
+
+    def chunk(self, length: int) -> Tensor:
+        at, steps = torch.arange(self.at, self.at + length), self.steps
+        row, start = torch.tensor([1]), torch.tensor([self.at])
+        batch = Batch(row, at, at, steps.table[1, at], steps.table, start, chunks=(ChunkSpan(0, 0, self.at, length),))
+        out = steps.run(batch, DeltaInputs(*(part[self.at : self.at + length] for part in self.inputs)))
+        self.at += length
+        steps.ops.advance_states(steps.states, row.to(steps.device), torch.tensor([self.at - 1], device=steps.device))
+        return out
+
+    def tree(self, parents: list[int], accepted: list[int], ragged: bool = False) -> Tensor:
+        """-> of the accepted"""
+        steps, nodes = self.steps, len(parents)
+        steps.kv_len = torch.tensor([0, self.at])
+        batch, inputs = steps.trees(parents), steps.inputs(delta_steps.ROWS * nodes)
+        for depth, node in enumerate(accepted):
+            for part, text in zip(inputs, self.inputs, strict=True):
+                part[nodes + node] = text[self.at + depth]
+        which = torch.arange(delta_steps.ROWS * nodes)
+        if ragged:  # all of row 1's, and the root of row 0
+            which = torch.tensor([0, *range(nodes, 2 * nodes)])
+            assert batch.path is not None and batch.path_len is not None
+            trees = batch.rows.to(steps.device), batch.prefix_len.to(steps.device)
+            batch = batch._replace(
+                rows=which // nodes, prefix_len=batch.prefix_len[which // nodes], write_slots=batch.write_slots[which],
+                path=batch.path.flatten(0, 1)[which, None], path_len=batch.path_len.flatten()[which, None],
+                ragged=Ragged(*trees, torch.tensor([0, 1, 1 + nodes], device=steps.device), nodes, 4),
+            )  # fmt: skip
+        out = steps.run(batch, DeltaInputs(*(part[which.to(steps.device)] for part in inputs)))
+        rows = torch.tensor([1], device=steps.device)
+        steps.ops.advance_states(steps.states, rows, torch.tensor([self.at], device=steps.device), nodes)
+        here = steps.table[1, self.at :][:nodes]
+        here.copy_(here[accepted + [node for node in range(nodes) if node not in accepted]])
+        self.at += len(accepted)
+        return out[torch.tensor(accepted, device=steps.device) + (1 if ragged else nodes)]

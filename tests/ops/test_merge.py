@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from draftwing.core import MAX_CONFIDENCE, TreeShape
-from draftwing.ops.drafts import DEPTHS, GRADES, LEVELS, SURE
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
+from draftwing.ops.assign.spec import DEPTHS, GRADES, LEVELS, SURE
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Calibration, Draft
 
 Path = tuple[int, ...]

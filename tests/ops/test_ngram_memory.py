@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from draftwing.ops.reference.ngram_memory import NGramMemory
+from draftwing.ops.ngram.spec import NGramMemory
 
 CPU = torch.device("cpu")
 WINDOW, BRANCH, CONTEXT, MIN_CELLS = 6, 7, 400, 40

@@ -12,10 +12,10 @@ import torch
 from lookup_slots import Slots
 from torch import Tensor
 
-from draftwing.core import LOOKUP, MAX_CONFIDENCE, PLAIN, TreeShape
-from draftwing.ops.drafts import LEVELS, level_of
-from draftwing.ops.reference.suffix import BACK, ESCAPE, LENGTHS, OTHERS, WAYS, SuffixIndex
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.config.trees import LOOKUP, MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.ops.assign.spec import LEVELS, level_of
+from draftwing.ops.suffix.spec import BACK, ESCAPE, LENGTHS, OTHERS, WAYS, SuffixIndex
+from draftwing.ops.table import TorchOps
 
 SHAPES = [TreeShape(5, 3, 8), TreeShape(16, 4, 17), TreeShape(3, 1, 4), TreeShape(2, 2, 40), TreeShape(1, 2, 2), PLAIN]
 
@@ -224,7 +224,7 @@ def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(ops="triton")
+@pytest.mark.further(ops=["torch", "triton"])
 def test_many_tokens_follow(ops: TorchOps, few: int) -> None:
     """More than a bucket holds: the newest are kept."""
     world = World(ops, 2, 300, nodes=40 if few == 1 else 20, capacity=1 << 20, max_context=3, min_prob=0.001)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import dequantized
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.cut import Order, ordered
 
 ROWS, COLUMNS = 96, 128
@@ -49,10 +49,9 @@ def stored(kind: str) -> tuple[Tensor | BlockRows | MXRows | QuantizedRows, Tens
         return rows, rows.dense(torch.float32)
     value = {
         "fp8": groups(48, 64, False)._replace(codes=dense.to(torch.float8_e4m3fn)),
-        "one scale": groups(ROWS, COLUMNS, False),
-        "rows": groups(1, 32, True),
+        "one scale": groups(ROWS, COLUMNS, False), "rows": groups(1, 32, True),
         "act order": groups(1, 32, True, by_column=True),
-    }[kind]
+    }[kind]  # fmt: skip
     return value, value.dense(torch.float32)
 
 

@@ -1,22 +1,15 @@
-"""A small training run that several processes can make alike: a tiny head, samples made from a seed.
-
-As a program: `python fit_run.py TARGET OUT PAUSE ALGORITHM...`, also under torchrun, trains one after the other, each
-in OUT/ALGORITHM; the parameters go to params.pt there. PAUSE: seconds that every read of a sample takes.
-"""
+"""A small training run: a tiny head, samples made from a seed."""
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train.fit import Fit, FitReport, join_world
-from draftwing.train.fit_config import FitConfig, recipe
+from draftwing.train.fit import Fit, FitConfig, FitReport, recipe
 from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss
@@ -28,8 +21,8 @@ BLOCK = BlockConfig((2, 4), 3, 63, True, (), (), 0, "rnn", 8, "markov")
 class Random:
     """Samples of random numbers, 5 to 20 tokens long."""
 
-    def __init__(self, meta: SourceMeta, count: int, seed: int, pause: float = 0.0) -> None:
-        self.meta, self._seed, self._pause = meta, seed, pause
+    def __init__(self, meta: SourceMeta, count: int, seed: int) -> None:
+        self.meta, self._seed = meta, seed
         self.lengths = [5 + 7 * i % 16 for i in range(count)]
         self.reads = 0
 
@@ -37,7 +30,6 @@ class Random:
         return len(self.lengths)
 
     def read(self, i: int) -> Sample:
-        time.sleep(self._pause)
         self.reads += 1
         generator = torch.Generator().manual_seed(1000 * self._seed + i)
         length = self.lengths[i]
@@ -56,9 +48,7 @@ def config(algorithm: str, **changes: Any) -> FitConfig:
     return recipe(algorithm, **{"loss": loss, "precision": "float32", **small, **changes})
 
 
-def run(
-    target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3", pause: float = 0
-) -> tuple[Any, FitReport]:
+def run(target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3") -> tuple[Any, FitReport]:
     target = load_model(target_path, torch.float32, "cpu")
     head: Any
     if algorithm == "DSPARK":
@@ -69,16 +59,5 @@ def run(
         "tiny", algorithm, head.aux_layers, target.config.hidden_size, target.config.vocab_size, "float32"
     )
     # 23 samples: a few epochs, with batches that end between them
-    sources = Random(meta, 23, 1, pause), Random(meta, 5, 2)
+    sources = Random(meta, 23, 1), Random(meta, 5, 2)
     return head, Fit(head, TargetHead(target), *sources, settings, out).run()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    target, out, pause, *algorithms = sys.argv[1:]
-    join_world("cpu")
-    for algorithm in algorithms:
-        folder = Path(out) / algorithm
-        trained, _ = run(Path(target), folder, config(algorithm), algorithm, pause=float(pause))
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            torch.save(trained.state_dict(), folder / "params.pt")

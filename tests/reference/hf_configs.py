@@ -185,6 +185,12 @@ GEMMA4_E2B: dict[str, Any] = {  # around its text model there are others
         "num_key_value_heads": 1, "num_kv_shared_layers": 20, "sliding_window": 512, "use_double_wide_mlp": True,
     },
 }  # fmt: skip
+GRANITE33_8B: dict[str, Any] = {
+    **LLAMA2_7B, "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0, "intermediate_size": 12800, "logits_scaling": 16.0, "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "granite", "num_hidden_layers": 40, "num_key_value_heads": 8,
+    "residual_multiplier": 0.22, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49159,
+}  # fmt: skip
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -359,3 +365,131 @@ LFM2_12B: dict[str, Any] = {  # 1.2B
     "use_pos_enc": True, "vocab_size": 65536,
 }  # fmt: skip
 QWEN35_TEXT: dict[str, Any] = {**QWEN35_9B["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 128012,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36,
+    "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "embd_pdrop": 0.0, "eos_token_id": 199999,
+    "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1,
+    "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+    "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}  # fmt: skip
+OLMO3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 11008,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
+}  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    **{key: value for key, value in OLMO3_7B.items() if key not in ("layer_types", "rope_scaling", "sliding_window")},
+    "architectures": ["Olmo2ForCausalLM"], "max_position_embeddings": 4096, "model_type": "olmo2",
+}  # fmt: skip
+EXAONE4_32B: dict[str, Any] = {
+    "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "eos_token_id": 361, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27392,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+    "max_position_embeddings": 131072, "model_type": "exaone4", "num_attention_heads": 40, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "vocab_size": 102400,
+}  # fmt: skip
+GLM4_9B: dict[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"], "attention_bias": False, "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13696,
+    "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151552,
+}  # fmt: skip
+ERNIE45_03B: dict[str, Any] = {
+    "architectures": ["Ernie4_5ForCausalLM"], "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "ernie4_5",
+    "num_attention_heads": 16, "num_hidden_layers": 18, "num_key_value_heads": 2, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_bias": False, "use_cache": False, "vocab_size": 103424,
+}  # fmt: skip
+SEED_OSS_36B: dict[str, Any] = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
+    "attention_out_bias": False, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False, "model_type": "seed_oss",
+    "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "residual_dropout": 0.1,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 155136,
+}  # fmt: skip
+MINISTRAL3_8B: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
+    "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2, "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1,
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+        "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+        "sliding_window": None, "vocab_size": 131072,
+    },
+}  # fmt: skip
+LFM2_8B: dict[str, Any] = {
+    "architectures": ["Lfm2MoeForCausalLM"], "conv_L_cache": 3, "conv_bias": False, "dtype": "bfloat16",
+    "eos_token_id": 7, "hidden_size": 2048, "intermediate_size": 7168,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "conv"] * 4, "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe", "moe_intermediate_size": 1792, "norm_eps": 1e-05, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0,
+    "use_cache": True, "use_expert_bias": True, "vocab_size": 65536,
+}  # fmt: skip
+QWEN2_57B: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "model_type": "qwen2_moe", "moe_intermediate_size": 2560, "norm_topk_prob": False,
+    "num_attention_heads": 28, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "shared_expert_intermediate_size": 20480, "sliding_window": 65536, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+OLMOE_7B: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
+    "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False, "vocab_size": 50304,
+}  # fmt: skip
+DOTS1: dict[str, Any] = {
+    "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 32768,
+    "max_window_layers": 62, "model_type": "dots1", "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+    "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_theta": 10000000,
+    "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None, "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+GEMMA_2B: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"], "attention_bias": False, "eos_token_id": 1, "head_dim": 256,
+    "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048, "intermediate_size": 16384,
+    "max_position_embeddings": 8192, "model_type": "gemma", "num_attention_heads": 8, "num_hidden_layers": 18,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000,
+}  # fmt: skip
+GLM_9B: dict[str, Any] = {**GLM4_9B, "architectures": ["GlmForCausalLM"], "attention_bias": True, "model_type": "glm"}

@@ -1,4 +1,4 @@
-"""The noise of the sampler, as ops/torch/noise.py documents it, in numpy's unsigned integers and float64."""
+"""The noise of the sampler, as ops/noise/spec.py documents it, in numpy's unsigned integers and float64."""
 
 from __future__ import annotations
 

@@ -22,13 +22,11 @@ class Number(float):
 @pytest.mark.parametrize(
     "value",
     [
-        [Number(1)] * 10_000,
-        {str(i): Number(1) for i in range(10_000)},
-        [[[Number(1)] * 50] * 50] * 50,
+        [Number(1)] * 10_000, {str(i): Number(1) for i in range(10_000)}, [[[Number(1)] * 50] * 50] * 50,
         {"a": {"b": {"c": [Number(1)] * 1000}}},
     ],
     ids=["list", "object", "lists", "objects"],
-)
+)  # fmt: skip
 def test_what_is_shown_of_a_large_value_is_all_that_is_printed(value: Any) -> None:
     Number.printed = 0
     assert len(show(value)) <= 80
@@ -38,14 +36,11 @@ def test_what_is_shown_of_a_large_value_is_all_that_is_printed(value: Any) -> No
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a" * 76, repr("a" * 76)),
-        ("a" * 10_000, "'" + "a" * 76 + "..."),
+        ("a" * 76, repr("a" * 76)), ("a" * 10_000, "'" + "a" * 76 + "..."),
         ({"b": 1, "a": [None, True]}, "{'b': 1, 'a': [None, True]}"),
-        ([0.5] * 9, "[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...]"),
-        ({}, "{}"),
-        ("\ud800", "'\\ud800'"),
+        ([0.5] * 9, "[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...]"), ({}, "{}"), ("\ud800", "'\\ud800'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_shown(value: Any, text: str) -> None:
     assert show(value) == text
 

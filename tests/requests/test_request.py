@@ -42,9 +42,8 @@ def test_speculation() -> None:
     # Where nothing is drafted there is nothing to limit, and nothing more to be had.
     for wish in (None, "off", {}, {"algorithm": "none"}, {"num_steps": 0}):
         assert speculation(wish, "none", PLAIN) == (
-            None,
-            {"algorithm": "none", "num_steps": 0, "topk": 1, "num_draft_tokens": 1},
-        )
+            None, {"algorithm": "none", "num_steps": 0, "topk": 1, "num_draft_tokens": 1},
+        )  # fmt: skip
     # Limits never ask for more than the engine has, and a chain has one node a level.
     for topk in range(1, 5):
         for nodes in range(1, 9):

@@ -31,16 +31,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 @pytest.mark.parametrize(
     ("given", "same"),
     [
-        ({"json": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"regex": "[ab]+"}, {"regex": "[ab]+"}),
-        ({"choice": ["a.b", "c"]}, {"regex": r"a\.b|c"}),
-        ({"choice": ("a", "b")}, {"regex": "a|b"}),
-        ({"json": False}, {"json_schema": False}),
-        ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ({"json": SCHEMA}, {"json_schema": SCHEMA}), ({"regex": "[ab]+"}, {"regex": "[ab]+"}),
+        ({"choice": ["a.b", "c"]}, {"regex": r"a\.b|c"}), ({"choice": ("a", "b")}, {"regex": "a|b"}),
+        ({"json": False}, {"json_schema": False}), ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
         ({"json_object": True}, {"response_format": {"type": "json_object"}}),
         ({"json_object": False, "regex": None}, {}),
     ],
-)
+)  # fmt: skip
 def test_each_kind(field: str, made: Any, given: dict[str, Any], same: dict[str, Any]) -> None:
     assert SamplingParams(**{field: made(given)}).grammar == SamplingParams(**same).grammar
 

@@ -117,6 +117,7 @@ def test_what_other_rows_ask_for_changes_nothing(most: int) -> None:
     assert found(max(most, 2), ids) == found(2, None)
 
 
+@pytest.mark.slow
 def test_one_position_alone_has_the_bits_of_many() -> None:
     """Torch splits the sum of a single row of so many values among threads."""
     logits = torch.randn(1, 8, 49153, generator=torch.Generator().manual_seed(4)) - 12

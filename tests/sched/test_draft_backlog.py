@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from draftwing.core import MAX_BACKLOG, MAX_TEXT_BACKLOG, PLAIN, DraftChunk, DraftDeferral, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import MAX_BACKLOG, MAX_TEXT_BACKLOG, DraftChunk, DraftDeferral
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.draft_backlog import MAX_JOINING, RESTED, UNSEEN, DraftExtendPlanner
@@ -239,10 +242,11 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
     assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("committed", range(4))
-@pytest.mark.parametrize("tokens", [20, 46, 120])
-def test_answers_to_a_prompt_lack_no_more_than_is_planned_for(tokens: int, committed: int, in_flight: int) -> None:
+@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    tokens=st.sampled_from([20, 46, 120]) | st.integers(2, 400), committed=st.integers(0, 3), in_flight=st.booleans()
+)
+def test_answers_to_a_prompt_lack_no_more_than_is_planned_for(tokens: int, committed: int, in_flight: bool) -> None:
     """Two share a prompt that was not seen. The first one is shown it; of the other the device still counts the
     prompt's last position, for it was to see that in a pass over the row."""
     catch_ups, slots = rested(), np.arange(tokens)

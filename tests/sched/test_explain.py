@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape
 from draftwing.sched.explain import described, report, summary, table
 
 TREE, PART, CHAIN = TreeShape(4, 2, 8), TreeShape(4, 2, 8, 2), TreeShape(3, 1, 4)

@@ -10,14 +10,14 @@ import pytest
 from cells import CELLS
 from step_marks import marks_of
 
-from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import Plan, StepResult
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req, ReqState
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
 
 def make(slots: int = 400, rows: int = 6, chunk: int = 16, mixes: Any = lambda shape, rows: True) -> Scheduler:
@@ -61,10 +61,10 @@ def test_parts_of_prompts_come_with_those_who_decode() -> None:
     seen = []
     for _ in range(3):
         plan = turn(sched)
-        assert plan.kind == "tree" and plan.mixed and plan.beside is not None and plan.beside.mixed
-        assert uids(sched, plan) == ["a"] and uids(sched, plan.beside) == ["b"]
-        assert (plan.step + 1, PLAIN) == (plan.beside.step, plan.beside.shape)
-        seen += [chunk.length for chunk in plan.beside.chunks]
+        assert plan.kind == "tree" and plan.mixed and plan.mixed_prefill is not None and plan.mixed_prefill.mixed
+        assert uids(sched, plan) == ["a"] and uids(sched, plan.mixed_prefill) == ["b"]
+        assert (plan.step + 1, PLAIN) == (plan.mixed_prefill.step, plan.mixed_prefill.shape)
+        seen += [chunk.length for chunk in plan.mixed_prefill.chunks]
     assert seen == [15, 15, 10], "with one row that decodes 15 of 16 queries are of prompts"
     both = turn(sched)
     assert uids(sched, both) == ["a", "b"] and not both.mixed, "b decodes once its first token was drawn"
@@ -78,7 +78,7 @@ def test_first_tokens_come_first() -> None:
     sched.take_outputs()
     sched.submit(req("d", first=100))
     plan = turn(sched)
-    assert plan.beside is not None
+    assert plan.mixed_prefill is not None
     assert [output.uid for output in sched.take_outputs()] == ["d", "a", "b", "c"]
 
 
@@ -98,8 +98,8 @@ def test_parts_beside_rows_are_cut_to_what_they_are_padded_to_there(
     monkeypatch.setattr(PrefillBudget, "max_seconds", lambda *_: seconds)
     monkeypatch.setattr(PrefillBudget, "start", 0.004)
     plan = sched.plan()
-    assert plan is not None and plan.beside is not None
-    assert [chunk.length for chunk in plan.beside.chunks] == [given]
+    assert plan is not None and plan.mixed_prefill is not None
+    assert [chunk.length for chunk in plan.mixed_prefill.chunks] == [given]
 
 
 def test_who_decodes_fills_the_step() -> None:
@@ -126,8 +126,8 @@ def test_whole_trees_leave_less_room(asked: LogprobParams | None, queries: int) 
     assert sched.plan() is not None
     sched.submit(req("b", length=40, first=100))
     plan = sched.plan()
-    assert plan is not None and plan.beside is not None
-    assert [chunk.length for chunk in plan.beside.chunks] == [16 - queries]
+    assert plan is not None and plan.mixed_prefill is not None
+    assert [chunk.length for chunk in plan.mixed_prefill.chunks] == [16 - queries]
 
 
 def test_nobody_in_the_step_is_retracted_for_it() -> None:
@@ -171,12 +171,13 @@ def test_where_one_forward_is_not_worth_it_plans_take_turns(lag: int) -> None:
     assert kinds == ["tree", "prefill"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "share"),
     [
-        ("beside prompts / plain 8 x 4000", 1.15),
-        pytest.param("beside prompts / with drafts 8 x 4000", 1.15, marks=pytest.mark.slow),
-        pytest.param("burst / plain 4 x 16000", 1.5, marks=pytest.mark.slow),
+        pytest.param("beside prompts / plain 8 x 4000", 1.15, marks=pytest.mark.exhaustive),
+        ("beside prompts / with drafts 8 x 4000", 1.15),
+        ("burst / plain 4 x 16000", 1.5),
     ],
 )
 def test_simulated_loads_gain_and_gaps_stay(load: str, share: float) -> None:
@@ -199,7 +200,7 @@ def test_what_a_step_takes_is_expected() -> None:
         keys = sum(one.length * (one.start + one.length / 2) for one in chunks)
         tokens = sum(one.length for one in chunks) + (len(rows) if chunks else 0)
         seconds = 5e-3 + 2e-5 * tokens + 1e-9 * keys + 3e-8 * sum(one.kv for one in rows)
-        errors["mixed" if plan.beside else plan.kind].append(sched.seconds(plan) / seconds - 1)
+        errors["mixed" if plan.mixed_prefill else plan.kind].append(sched.seconds(plan) / seconds - 1)
         for part in plan.parts:
             sched.commit(part, result(part, seconds))
     for kind, found in errors.items():
@@ -227,7 +228,7 @@ def test_what_was_launched_where_a_graph_will_be_is_no_price(provisional: bool) 
     turn(sched, 1.0)
     known = sched._prefills.token_seconds(0)
     plan = sched.plan()
-    assert known and plan is not None and plan.beside is not None
+    assert known and plan is not None and plan.mixed_prefill is not None
     for part in plan.parts:
         sched.commit(part, replace(result(part, 1.5), provisional=provisional))
     assert (sched._prefills.token_seconds(0) == known) == provisional

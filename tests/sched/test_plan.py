@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from toy_device import ToyDevice, span
 
-from draftwing.core import PLAIN, DraftDeferral, Plan, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import DraftDeferral, Plan
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.planning import make_plan
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
 
 SHAPE = TreeShape(2, 2, 4)
@@ -40,7 +40,7 @@ class AnyToken:
         return np.full(1, 0xFFFFFFFF, np.uint32)
 
 
-ASKED = ("limits", "prediction", "logprobs", "traced", "thinking")  # fields of a request
+ASKED = ("limits", "prediction", "logprobs", "traced", "thinking", "bad_word_ids")  # fields of a request
 
 
 def everything() -> list[Req]:

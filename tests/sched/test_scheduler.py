@@ -8,25 +8,15 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import (
-    FORBIDDEN,
-    MARK_SOURCE,
-    NOT_FINITE,
-    PLAIN,
-    Chunk,
-    DraftChunk,
-    DraftDeferral,
-    StepResult,
-    TreeShape,
-)
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, Chunk, DraftChunk, DraftDeferral, StepResult
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.planning import divided, fair_decode_batch
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
 from draftwing.sched.req import Req
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
 TREE = TreeShape(2, 2, 4)
 

@@ -25,17 +25,17 @@ from hypothesis.stateful import (
 )
 from toy_device import VOCAB, ToyDevice, next_token, span
 
-from draftwing.core import NO_DEFERRAL, PLAIN, DraftDeferral, Plan, StepResult, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import NO_DEFERRAL, DraftDeferral, Plan, StepResult
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.draft_backlog import DraftExtendPlanner, HiddenStateBuffer, HiddenStatePool, RecomputeFromTokens
 from draftwing.sched.kv_manager import KVManager, SlotAllocator
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.results import Results
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes, StateSlots
 
 CONTEXT = 36
@@ -308,7 +308,7 @@ RANDOM = settings(
     database=None,
     suppress_health_check=CHECKS,
 )
-EXAMPLES = 25  # of each way; 12 are enough to see each of `MUST` three times
+EXAMPLES = 14  # of each way; 12 are enough to see each of `MUST` three times
 MUST = {
     *("ended: stop", "ended: length", "ended: abort"),
     *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
@@ -552,9 +552,9 @@ def states_of_kv_that_is_gone(patch: pytest.MonkeyPatch) -> None:
     """An end that is evicted in part leaves its snapshot, at another position."""
 
     def around(method: Any, self: RadixCache, wanted: int) -> Any:
-        states, self.states = self.states, None
+        drop, self.drop_state = self.drop_state, None
         found = method(self, wanted)
-        self.states = states
+        self.drop_state = drop
         return found
 
     wrap(patch, RadixCache, "evict", around)
@@ -563,13 +563,13 @@ def states_of_kv_that_is_gone(patch: pytest.MonkeyPatch) -> None:
 BROKEN: list[Patch] = [
     *(any_admission, narrow_windows, moves_untold),
     *(one_slot_forgotten, locks_kept, slots_given_twice, nobody_retracted),
-    *(states_too_long, snapshots_overwritten, states_of_kv_that_is_gone),
+    *(snapshots_overwritten, states_of_kv_that_is_gone),
 ]
 # Which need much to come together: it is a matter of luck how many examples that takes.
 LATE: list[Patch] = [
     *(no_permutation, never_caught_up, drafting_behind, released_behind, caught_up_late, stale_counts),
     *(released_unseen, places_given_twice, skipped_as_seen, rested_as_seen, answers_as_seen, cache_too_early),
-    *(state_in_flight_kept, snapshots_not_pinned, match_everything, prompts_never_seen),
+    *(state_in_flight_kept, snapshots_not_pinned, match_everything, prompts_never_seen, states_too_long),
 ]
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwing.kv.pool import DeltaSpec
-from draftwing.kv.row_states import RowStates
+from draftwing.kv.pool import DeltaSpec, RowStates
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.kv_manager import KVManager

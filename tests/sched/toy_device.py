@@ -16,6 +16,7 @@ from collections.abc import Collection
 import numpy as np
 from step_marks import marks_of
 
+from draftwing.config.trees import TreeShape
 from draftwing.core import (
     MAX_BACKLOG,
     NO_DEFERRAL,
@@ -26,7 +27,6 @@ from draftwing.core import (
     Plan,
     StepResult,
     TokenLogprobs,
-    TreeShape,
 )
 
 VOCAB = 8

@@ -1,30 +1,28 @@
-"""A server around the stand-in engine in a process of its own, with little memory, for tests that attack it.
-
-`python -m attacked JSON` prints its port. JSON: {"options": of Options, "memory": bytes of address space beyond those
-of the start, "template": in place of the tokenizer's, "pause": of the engine, "limits": of LimitedConnection}.
-"""
+"""A server around the stand-in engine in a process of its own, with little memory, for tests that attack it. It is a
+fork of one that has imported all that servers are made of, which takes longer than most of the tests."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
 MEMORY = 1 << 30
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["fake_engine", "draftwing.server.uvicorn_server"])
 
 
 class Attacked:
     """The process, seen from outside."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: ForkServerProcess, port: int) -> None:
         self.process, self.port = process, port
         self.url = f"http://127.0.0.1:{port}"
 
@@ -47,29 +45,27 @@ class Attacked:
 
 @contextlib.contextmanager
 def attacked(**settings: Any) -> Iterator[Attacked]:
-    """Starts one; afterwards it is still there, or has ended because it was asked to."""
-    paths = [str(HERE), *(path or os.getcwd() for path in sys.path)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "attacked", json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
-    assert process.stdout is not None
+    """Starts one; afterwards it is still there, or has ended because it was asked to.
+
+    settings: "options" of Options, "memory": bytes of address space beyond those of the start, "template" in place of
+    the tokenizer's, "pause" of the engine, "limits" of LimitedConnection.
+    """
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=main, args=(settings, theirs))
+    process.start()
+    theirs.close()
     try:
-        line = process.stdout.readline()
-        assert line, "the server did not start"
-        yield Attacked(process, int(line))
-        assert process.poll() is None or process.returncode == 0, "the server died"
+        yield Attacked(process, ours.recv())
+        assert process.is_alive() or process.exitcode == 0, "the server died"
         process.terminate()
-        process.wait(20)
+        process.join(20)
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
+        ours.close()
 
 
-def main(settings: dict[str, Any]) -> None:
+def main(settings: dict[str, Any], conn: Connection) -> None:
     from fake_engine import FakeEngine, local
 
     from draftwing.config.options import Options
@@ -93,9 +89,5 @@ def main(settings: dict[str, Any]) -> None:
         started = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (started + settings.get("memory", MEMORY),) * 2)
         sock.listen(128)
-        print(port, flush=True)
+        conn.send(port)
         server.run(sockets=[sock])
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

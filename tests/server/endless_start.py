@@ -2,7 +2,8 @@
 
 import sys
 import time
-from types import SimpleNamespace
+
+from fake_engine import stands_in
 
 from draftwing.engine.process import worker
 
@@ -13,5 +14,5 @@ class EndlessEngine:
 
 
 if __name__ == "__main__":
-    sys.modules["draftwing.engine.engine"] = SimpleNamespace(Engine=EndlessEngine)  # type: ignore[assignment]
+    stands_in(EndlessEngine)
     sys.exit(worker.main(sys.argv))

@@ -26,7 +26,7 @@ from draftwing.core import Output, TokenLogprobs, TracedNode, TracedStep
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Close, EngineLink, Listener, Reply
 from draftwing.engine.process.worker import Worker
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.detok import StopStringScanner
@@ -307,10 +307,16 @@ def process(options: Options) -> EngineLink:
     return EngineLink(options, "fake_engine")
 
 
+def stands_in(engine: object) -> None:
+    """In a worker, for modules that import torch, which takes longer than all that a test wants of such a process."""
+    compiler = SimpleNamespace(ready_for=lambda options: None)
+    sys.modules["draftwing.engine.engine"] = SimpleNamespace(Engine=engine)  # type: ignore[assignment]
+    sys.modules["draftwing.engine.startup.compiler_process"] = SimpleNamespace(Compiler=compiler)  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     from draftwing.engine.process import worker
 
     paused = functools.partial(FakeEngine, pause=float(os.environ.get("FAKE_ENGINE_PAUSE", "0.0005")))
-    # In place of a module that imports torch, which takes longer than all that a test wants of this process.
-    sys.modules["draftwing.engine.engine"] = SimpleNamespace(Engine=paused)  # type: ignore[assignment]
+    stands_in(paused)
     sys.exit(worker.main(sys.argv))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server.parsers.tools import TOOL_STYLES
 

@@ -22,7 +22,7 @@ from fake_engine import FakeEngine, byte_tokenizer, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import Watcher

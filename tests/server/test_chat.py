@@ -11,12 +11,12 @@ import httpx
 import pytest
 from scripted import TEMPLATE, ScriptedEngine, serving
 
-from draftwing.server.anthropic.schema import CountRequest
+from draftwing.server.anthropic import CountRequest
 from draftwing.server.chat import Chat
-from draftwing.server.native.schema import TokenizeRequest
-from draftwing.server.ollama.schema import OllamaChatRequest
+from draftwing.server.ollama import OllamaChatRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest
+from draftwing.server.operations import TokenizeRequest
 
 ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}" + (
     "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v | tojson }}>{% endfor %}{% endfor %}{% endfor %}"
@@ -24,7 +24,7 @@ ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_cal
 CLIENT = httpx.Client()  # one for all: to make one takes longer than a request
 
 
-@pytest.fixture(scope="module", params=[TEMPLATE, ITEMS], ids=["tojson", "items"])
+@pytest.fixture(scope="module", params=[pytest.param(TEMPLATE, marks=pytest.mark.slow), ITEMS], ids=["tojson", "items"])
 def engine(request: pytest.FixtureRequest) -> ScriptedEngine:
     engine = ScriptedEngine(tools="hermes", template=request.param)
     engine.burst = 100

@@ -25,75 +25,71 @@ def body_of(path: str) -> dict[str, Any]:
 TAG = {"type": "structural_tag", "structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize(
-    ("fields", "grammar"),
-    [
-        ({"json_schema": '{"type": "object"}'}, Grammar("json_schema", '{"type": "object"}')),
-        ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
-        ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
-        ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, Grammar("json_schema", "true")),
-        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
-        ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
-        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
-        ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
-        ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
-        ({"grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
-        ({"structured_outputs": {"choice": ["(x)"]}}, Grammar("regex", r"\(x\)")),
-        ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
-        ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
-        ({"response_format": {"type": "json_object", "schema": True}}, Grammar("json_schema", "true")),
-        ({"guided_json": {}, "guided_whitespace_pattern": "[ ]?"}, Grammar("json_schema", "{}", "[ ]?")),
-        (
-            {"structured_outputs": {"json_object": True, "whitespace_pattern": r"\s*"}},
-            Grammar("json_object", "", r"\s*"),
-        ),
-        (
-            {"structured_outputs": {"disable_any_whitespace": True}, "response_format": {"type": "json_object"}},
-            Grammar("json_object", "", ""),
-        ),
-        (
-            {"structured_outputs": {"json": True, "disable_any_whitespace": False, "whitespace_pattern": None}},
-            Grammar("json_schema", "true"),
-        ),
-    ],
-)
-def test_grammars_by_their_names(
-    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], grammar: Grammar | None
-) -> None:
-    ok(client, path, **body_of(path), **fields)
-    assert engine.requests[-1].params.grammar == grammar
+GRAMMARS: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"json_schema": '{"type": "object"}'}, Grammar("json_schema", '{"type": "object"}')),
+    ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+    ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, Grammar("json_schema", "true")),
+    ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
+    ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+    ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structured_outputs": {"choice": ["(x)"]}}, Grammar("regex", r"\(x\)")),
+    ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+    ({"response_format": {"type": "json_object", "schema": True}}, Grammar("json_schema", "true")),
+    ({"guided_json": {}, "guided_whitespace_pattern": "[ ]?"}, Grammar("json_schema", "{}", "[ ]?")),
+    (
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": r"\s*"}},
+        Grammar("json_object", "", r"\s*"),
+    ),
+    (
+        {"structured_outputs": {"disable_any_whitespace": True}, "response_format": {"type": "json_object"}},
+        Grammar("json_object", "", ""),
+    ),
+    (
+        {"structured_outputs": {"json": True, "disable_any_whitespace": False, "whitespace_pattern": None}},
+        Grammar("json_schema", "true"),
+    ),
+]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_choice": ["a", 5]}, "guided_choice.1"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_regex": 5}, "guided_regex"),
-        ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"nonsense": 1}}, "structured_outputs.nonsense"),
-        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
-        ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "guided_whitespace_pattern"),
-        ({"structured_outputs": {"json": {}, "whitespace_pattern": "["}}, "structured_outputs.whitespace_pattern"),
-        ({"guided_json": {}, "guided_whitespace_pattern": "(" * 4000 + ")" * 4000}, "guided_whitespace_pattern"),
-        ({"guided_json": {}, "guided_whitespace_pattern": " {99999999999}"}, "guided_whitespace_pattern"),
-        ({"guided_json": {}, "guided_whitespace_pattern": " " * 10_001}, "guided_whitespace_pattern"),
-        ({"guided_choice": ["a" * 6000, "b" * 6000]}, "guided_choice"),
-    ],
-)
-def test_wrong_grammars_are_refused_by_the_names_that_were_sent(
-    client: TestClient, path: str, fields: dict[str, Any], param: str
-) -> None:
-    response = client.post(path, json=body_of(path) | fields)
-    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-    assert param in response.json()["error"]["message"]
+def test_grammars_by_their_names(client: TestClient, engine: FakeEngine) -> None:
+    for i, (fields, grammar) in enumerate(GRAMMARS):
+        path = (CHAT, COMPLETION)[i % 2]
+        ok(client, path, **body_of(path), **fields)
+        assert engine.requests[-1].params.grammar == grammar, fields
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", 5]}, "guided_choice.1"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_regex": 5}, "guided_regex"),
+    ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"nonsense": 1}}, "structured_outputs.nonsense"),
+    ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "guided_whitespace_pattern"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "["}}, "structured_outputs.whitespace_pattern"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "(" * 4000 + ")" * 4000}, "guided_whitespace_pattern"),
+    ({"guided_json": {}, "guided_whitespace_pattern": " {99999999999}"}, "guided_whitespace_pattern"),
+    ({"guided_json": {}, "guided_whitespace_pattern": " " * 10_001}, "guided_whitespace_pattern"),
+    ({"guided_choice": ["a" * 6000, "b" * 6000]}, "guided_choice"),
+]
+
+
+def test_wrong_grammars_are_refused_by_the_names_that_were_sent(client: TestClient) -> None:
+    for i, (fields, param) in enumerate(WRONG):
+        path = (CHAT, COMPLETION)[i % 2]
+        response = client.post(path, json=body_of(path) | fields)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+        assert param in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/messages"])
@@ -115,39 +111,6 @@ def test_ids_begin_as_openais_do(client: TestClient) -> None:
     assert ok(client, COMPLETION, **body_of(COMPLETION))["id"].startswith("cmpl-")
     assert ok(client, CHAT, **body_of(CHAT), request_id="mine")["id"] == "mine"
     assert ok(client, CHAT, **body_of(CHAT), rid="mine", request_id="other")["id"] == "mine"
-
-
-RETURNED: list[dict[str, Any]] = [
-    {"content": [{"type": "refusal", "refusal": "hm"}]},
-    {"content": [{"type": "text", "text": "hm", "annotations": []}]},
-    {"content": [{"type": "text", "text": "hm", "annotations": [{"type": "url_citation"}], "logprobs": None}]},
-    {"refusal": None, "annotations": [], "audio": None, "function_call": None, "parsed": None, "tool_calls": None},
-    {"reasoning_content": "so", "provider_specific_fields": {"a": 1}, "thinking_blocks": [{"type": "thinking"}]},
-    {"reasoning": "so", "reasoning_details": [{"type": "reasoning.text", "text": "so"}], "images": [], "id": "1"},
-    {"logprobs": {"content": []}, "citations": ["https://a.org"]},
-]
-
-
-@pytest.mark.parametrize("members", RETURNED)
-def test_answers_of_other_servers_come_back(client: TestClient, engine: FakeEngine, members: dict[str, Any]) -> None:
-    """What clients, and gateways before other servers, add to an answer asks for nothing when it is sent back."""
-    said = {"role": "assistant", "content": "hm"}
-    ok(client, CHAT, messages=[*HI, said | members, *HI], max_tokens=5)
-    ok(client, CHAT, messages=[*HI, said, *HI], max_tokens=5)
-    first, second = engine.requests[-2:]
-    assert first.prompt_ids == second.prompt_ids
-    response = client.post(CHAT, json={"messages": [*HI, said | members, *HI], "max_tokens": 5})
-    assert "draftwing-ignored" not in response.headers
-
-
-def test_calls_of_other_servers_come_back(client: TestClient) -> None:
-    call = {
-        "id": "c", "type": "function", "index": 0, "extra_content": {"google": {"thought_signature": "x"}},
-        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}, "provider_specific_fields": None},
-    }  # fmt: skip
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
-    ok(client, CHAT, messages=[*HI, said, result], max_tokens=5)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/v1/responses", "/v1/messages"])

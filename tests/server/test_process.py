@@ -73,7 +73,11 @@ async def text_of(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
 
 
 async def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
+    """To an engine that outlives signals meant for the server."""
     async with running(spawned) as engine:
+        assert os.getsid(spawned[0].process.pid) != os.getsid(0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(spawned[0].process.pid, number)
         assert engine.info.model_name == "echo" and engine.info.context_length == CONTEXT
         assert engine.info.options.random_seed == 3
         every = await asyncio.gather(*(text_of(engine, request(str(i), [i, i + 1])) for i in range(64)))
@@ -91,28 +95,25 @@ async def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> No
             engine.submit([request("bad", [257])])
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-async def test_an_engine_that_hangs_is_replaced(
-    stopped: bool, spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where its step does not end, its other thread answers all the while. One that is stopped was in the midst of
-    steps: in one that began before, it would be either that is noticed first."""
-    monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.1" if stopped else "1000")
-    reason = "nothing was heard of it for 1 s" if stopped else "a step took more than 1 s"
-
+async def test_an_engine_that_hangs_is_replaced(spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose step does not end, while its other thread answers; then one that is stopped in the midst of steps: in
+    one that began before, it would be either that is noticed first."""
+    monkeypatch.setenv("FAKE_ENGINE_PAUSE", "1000")
     async with running(spawned, dataclasses.replace(OPTIONS, watchdog_timeout=1.0)) as engine:
-        waiting = asyncio.ensure_future(text_of(engine, FOREVER("x")))
-        async with asyncio.timeout(10):
-            while (await engine.stats())["progress"] is None:
-                await asyncio.sleep(0.005)
-        monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
-        if stopped:
-            os.kill(spawned[-1].process.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, spawned[-1].process.pid, os.WSTOPPED)  # a signal does not stop a process at once
-            assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
-        with pytest.raises(EngineDead, match=f"it hung: {reason}"):
-            await asyncio.wait_for(waiting, 30)
-        await until(lambda: engine.healthy)
+        for stopped, pause in ((False, "0.1"), (True, "0.0005")):
+            waiting = asyncio.ensure_future(text_of(engine, FOREVER(f"x{pause}")))
+            async with asyncio.timeout(10):
+                while (await engine.stats())["progress"] is None:
+                    await asyncio.sleep(0.005)
+            monkeypatch.setenv("FAKE_ENGINE_PAUSE", pause)  # of the next one
+            if stopped:
+                os.kill(spawned[-1].process.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, spawned[-1].process.pid, os.WSTOPPED)  # a signal does not stop a process at once
+                assert (await engine.stats())["age"] > 0.4, "its numbers are those of before"
+            reason = "nothing was heard of it for 1 s" if stopped else "a step took more than 1 s"
+            with pytest.raises(EngineDead, match=f"it hung: {reason}"):
+                await asyncio.wait_for(waiting, 30)
+            await until(lambda: engine.healthy)
         assert await text_of(engine, request("again")) == [1, 2, 3, 256]
 
 
@@ -193,11 +194,3 @@ def test_the_engine_ends_when_the_server_is_gone() -> None:
     link.wait_ready()
     link._conn.close()  # what the system does for a server that was killed
     assert link.process.wait(30) == 1
-
-
-async def test_the_engine_outlives_signals_meant_for_the_server(spawned: list[EngineLink]) -> None:
-    async with running(spawned) as engine:
-        assert os.getsid(spawned[0].process.pid) != os.getsid(0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(spawned[0].process.pid, number)
-        assert await text_of(engine, request("a")) == [1, 2, 3, 256] and engine.healthy

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftwing.server.run import terminable
+from draftwing.server.signals import terminable
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,10 +25,11 @@ INSIDE = ("llguidance", "%json", "s0:", "start:", "x-guidance", "Unimplemented",
 DIALECTS = {"/v1/chat/completions": "tools.{}.function.parameters", "/v1/responses": "tools.{}.parameters",
             "/v1/messages": "tools.{}.input_schema"}  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
+SLOW_STYLES = [pytest.param(one, marks=pytest.mark.slow) for one in ("mistral", "llama3")]
 FURTHER = pytest.mark.further(style=["mistral", "llama3"], path=["/v1/responses", "/v1/messages"])
 
 
-@pytest.fixture(scope="module", params=["hermes", "mistral", "llama3"])
+@pytest.fixture(scope="module", params=["hermes", *SLOW_STYLES])
 def style(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -92,13 +92,14 @@ def test_a_schema_is_held_or_refused_where_a_call_is_held_to_it(
     assert "draftwing-ignored" not in plain.headers
     mixed = client.post(path, json=body_of(path, [*bad, (GOOD, True)]))
     assert mixed.status_code == 200 and "city" in engine.requests[-1].params.grammar.text
-    for place, ((_, where, word), one) in enumerate(zip(BAD, bad, strict=False)):
+    for place in (0, 2):
+        (_, where, word), one = BAD[place], bad[place]
         tools = [(GOOD, False), (GOOD, True), (GOOD, False), (GOOD, False)]
         tools[place] = one
         message, _ = refusal_of(client.post(path, json=body_of(path, tools, "required")))
         assert message.startswith(DIALECTS[path].format(place)) and where in message and word in message
         body = body_of(path, tools)
-        for named in range(4):
+        for named in (place, (place + 1) % 4):
             body["tool_choice"] = CHOSEN[path](f"f{named}")
             response = client.post(path, json=body)
             assert response.status_code == (400 if named == place else 200), response.text
@@ -113,7 +114,7 @@ CHOSEN: dict[str, Any] = {
 
 @FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("name", ["Größe", "Partial<Foo>", "List[int]", "a%b", "A|B"])
+@pytest.mark.parametrize("name", ["Größe", "a%b"])
 def test_arguments_are_held_to_definitions_of_any_name(
     client: TestClient, engine: ScriptedEngine, path: str, name: str
 ) -> None:
@@ -126,12 +127,11 @@ def test_arguments_are_held_to_definitions_of_any_name(
 
 @FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("schema", [
-    {"type": "object", "additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}},
-    {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": False, "contains": {}}},
-     "unevaluatedProperties": True, "dependentRequired": {}},
-], ids=json.dumps)  # fmt: skip
-def test_keywords_that_ask_for_nothing_are_no_fault_of_a_tool(client: TestClient, path: str, schema: Any) -> None:
+def test_keywords_that_ask_for_nothing_are_no_fault_of_a_tool(client: TestClient, path: str) -> None:
+    schema: Any = {
+        "type": "object", "properties": {"a": {"type": "array", "uniqueItems": False, "contains": {}}},
+        "propertyNames": {"type": "string"}, "unevaluatedProperties": True, "dependentRequired": {},
+    }  # fmt: skip
     for choice in ("auto", "required"):
         response = client.post(path, json=body_of(path, [(GOOD, True), (schema, True)], choice))
         assert response.status_code == 200, response.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from typing import Any
@@ -13,15 +14,15 @@ from scripted import asking, client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.grammar import GrammarCompiler, compiler
+from draftwing.grammar import compiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.grammar.state import Vocabulary
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server import service
 from draftwing.server.app import create_app
 from draftwing.server.service import MAX_COUNTED, Service
 from draftwing.server.worker_pools import MAX_SHORT_SIZE
-from draftwing.text.bounded import PIECE
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import PIECE, Tokenizer
 
 
 @pytest.fixture
@@ -55,6 +56,7 @@ def test_tokenize_takes_its_texts_as_a_batch(client: TestClient, calls: list[tup
     assert [batch for batch, _ in calls] == [texts]
 
 
+@pytest.mark.slow
 def test_documents_longer_than_the_context_are_counted(client: TestClient, engine: FakeEngine) -> None:
     text = "a" * 100_000
     assert engine.info.context_length < len(text) < MAX_COUNTED
@@ -250,13 +252,12 @@ CUT: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "field", "body"), CUT, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("cuts", [False, True])
-def test_a_length_above_what_fits_is_refused_or_cut(path: str, field: str, body: dict[str, Any], cuts: bool) -> None:
+def test_a_length_above_what_fits_is_refused_or_cut(cuts: bool) -> None:
     engine = FakeEngine(Options(random_seed=7, allow_auto_truncate=cuts))
-    outer, _, inner = field.partition(".")
-    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
-        for length in (CONTEXT, 10 * CONTEXT, CONTEXT // 2):
+    with client_of(engine) as client:
+        for (path, field, body), length in itertools.product(CUT, (CONTEXT, CONTEXT // 20)):
+            outer, _, inner = field.partition(".")
             answer = client.post(path, json=body | {outer: {inner: length} if inner else length})
             fits = length < CONTEXT
             assert answer.status_code == (200 if cuts or fits else 400), answer.text
@@ -265,8 +266,8 @@ def test_a_length_above_what_fits_is_refused_or_cut(path: str, field: str, body:
                 room = CONTEXT - len(asked.prompt_ids)
                 assert asked.params.max_new_tokens == min(length, room)
                 assert ((inner or outer) in answer.headers.get("draftwing-ignored", "")) == (not fits)
-    if cuts and path == "/v1/completions":  # a prompt is never cut
-        with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        if cuts:  # a prompt is never cut
+            path, _, body = CUT[0]
             least = client.post(path, json=body | {"max_tokens": 2 * CONTEXT, "min_tokens": CONTEXT + 1})
             assert least.status_code == 200 or "min_tokens" in least.json()["error"]["message"], least.text
             assert "prompt is too long" in client.post(path, json={"prompt": "a" * CONTEXT}).text

@@ -12,7 +12,7 @@ from scripted import client_of
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.server.openai.timings import timings_and_metrics
+from draftwing.server.openai.completions import timings_and_metrics
 from draftwing.server.telemetry.observer import AnswerRecord
 from draftwing.text.answer import Answer
 

@@ -16,19 +16,20 @@ from reference import draft_heads
 from reference.block_heads import IDS, accepted, block_pass, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 
-from draftwing.core import MODEL, PLAIN, TreeShape
+from draftwing.config.trees import MODEL, PLAIN, TreeShape
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.noise import gumbel
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.noise.spec import gumbel
+from draftwing.ops.table import TorchOps
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftStep, SeenTokens
 
 CPU = torch.device("cpu")
+TORCH, NATIVE = TorchOps(CPU), make_ops(CPU)
 VOCAB, LENGTH = 12, 96
 CLOSE = 3e-4
 NEAR: dict[str, float] = {"rtol": 1e-4, "atol": CLOSE}  # float32 against float64: the error grows with the values
@@ -87,6 +88,7 @@ CASES = {
 
 
 CHAINS = "dflash, causal", "dspark, recurrent", "domino, from the anchor"
+OTHERS = [name for name in CASES if name not in CHAINS]
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +166,10 @@ def texts(count: int) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.further(shape=TreeShape(1, 3, 4))
-@pytest.mark.further(shape=TreeShape(4, 1, 5), name=[name for name in CASES if name not in CHAINS])
-@pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
+@pytest.mark.further(shape=TreeShape(4, 1, 5), name=OTHERS)
+@pytest.mark.further(ops=TORCH, name=OTHERS)
+@pytest.mark.further(ops=TORCH, shape=TreeShape(4, 1, 5))
+@pytest.mark.parametrize("ops", [TORCH, NATIVE], ids=["torch", "native"])
 @pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(4, 3, 14), TreeShape(1, 3, 4)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: TreeShape, ops: Any) -> None:
@@ -216,7 +220,7 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape, count: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
+@pytest.mark.parametrize("ops", [TORCH, NATIVE], ids=["torch", "native"])
 @pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
 def test_grades_are_moved_by_the_confidence_head(tmp_path: Path, name: str, ops: Any) -> None:
     """Those of siblings alike, by a third of what it says beyond the best of them, in steps of log odds."""

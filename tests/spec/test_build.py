@@ -14,9 +14,8 @@ from thread_ranks import meet
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear, vocab_parallel
-from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.models.heads.base import linear_of
-from draftwing.models.heads.quantized_lm_head import quantized_copy
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.heads.base import linear_of, quantized_copy
 from draftwing.parallel.ranks import Ranks
 from draftwing.spec.build import copy_for_drafts, ngram, suffix
 
@@ -47,7 +46,7 @@ def test_all_ranks_have_a_copy_of_the_lm_head_or_none(
         return quantized_copy(lm_head, scheme, ops)
 
     monkeypatch.setattr("draftwing.spec.build.quantized_copy", quantized)
-    monkeypatch.setattr("draftwing.models.heads.quantized_lm_head._LARGE", 0)
+    monkeypatch.setattr("draftwing.models.heads.base._LARGE", 0)
     ops = GroupTorchOps(torch.device("cpu"))
 
     def copy(rank: int, ranks: Ranks) -> Linear | None:

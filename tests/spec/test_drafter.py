@@ -14,11 +14,13 @@ import pytest
 import torch
 from reference.learnable import ENGINE, write_target
 from torch._subclasses.fake_tensor import FakeTensorMode
+from worlds import TREE
 
 import draftwing
 from draftwing import LLM, ConfigError, Draft, DraftContext, Drafter, DraftStep, SeenTokens
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.spec.drafter import chain_menu, half_menu, match_menu, tree_menu
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,6 +87,7 @@ def test_a_chain_ends_where_nothing_is_known(example: Any) -> None:
     assert bool((draft.parent[:, 1:] < torch.arange(1, 8)).all())
 
 
+@pytest.mark.slow
 def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[int], example: Any) -> None:
     """A drafter that reads them and keeps no KV: each row's first `count` queries are the tokens that it now has."""
     seen: list[tuple[int, bool]] = []
@@ -114,6 +117,7 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
     assert all(same for _, same in seen) and {length for length, _ in seen[1:]} > {1, 3}
 
 
+@pytest.mark.slow
 def test_it_reads_no_data(example: Any) -> None:
     """Which a CUDA graph could not capture."""
     with FakeTensorMode():
@@ -237,3 +241,18 @@ def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixtur
             Options(speculative_algorithm=Odd, speculative_draft_model_path="x").resolve()
     finally:
         Odd.num_steps = 0
+
+
+@pytest.mark.parametrize("menu_of", [tree_menu, chain_menu, match_menu, half_menu])
+@pytest.mark.parametrize(
+    "tree",
+    [TREE[:3], (3, 1, 4), (4, 2, 8), (1, 1, 2), (2, 2, 5), (6, 8, 64)],
+    ids=lambda tree: "-".join(map(str, tree)),
+)
+def test_menus(menu_of: object, tree: tuple[int, int, int]) -> None:
+    shape = TreeShape(*tree)
+    menu = menu_of(shape)  # type: ignore[operator]
+    assert menu[0] == shape and menu[-1] == PLAIN and len(set(menu)) == len(menu)
+    for one in menu[:-1]:
+        assert 1 < one.queries <= one.nodes <= max(shape.nodes, shape.topk + 1) and 0 < one.depth <= shape.depth
+        assert one.nodes > one.depth and one.topk <= shape.topk

@@ -11,14 +11,14 @@ from lookup_slots import Slots
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.reference.ngram import OWN, STEADY
-from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import RowTensors
-from draftwing.spec.drafter import Draft, DraftStep, PastText, SeenTokens
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.ngram.spec import OWN, STEADY
+from draftwing.ops.table import TorchOps
+from draftwing.ops.types import Draft, RowTensors
+from draftwing.spec.drafter import DraftStep, PastText, SeenTokens
 from draftwing.spec.lookup_drafter import LookupDrafter, NGramDrafter, SuffixDrafter
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -91,6 +91,7 @@ def replay(
     return confidences
 
 
+@pytest.mark.slower(ops="torch")
 @both
 def test_copying_a_prompt_accepts_whole_chains(ops: TorchOps, kind: type[LookupDrafter]) -> None:
     """Records that share more than a match's most tokens: the newest record must not win over the one being copied."""
@@ -111,6 +112,7 @@ def test_novel_text_has_no_confidence(ops: TorchOps) -> None:
     assert replay(drafter, make_slots(2, 200), 0, list(range(50)), list(range(50, 120))) == [0] * 69
 
 
+@pytest.mark.slower(ops="torch")
 @pytest.mark.further(ops="torch", kind=SuffixDrafter)  # a second for each step; tests/ops compares the indexes
 @pytest.mark.parametrize("kind", [NGramDrafter, pytest.param(SuffixDrafter, marks=pytest.mark.slow)])
 def test_an_answer_helps_later_requests_of_its_salt_only(ops: TorchOps, kind: type[LookupDrafter]) -> None:
@@ -128,6 +130,7 @@ def test_an_answer_helps_later_requests_of_its_salt_only(ops: TorchOps, kind: ty
     assert len(replay(drafter, slots, 2, [4, 5], answer, 5)) == 39
 
 
+@pytest.mark.slower(ops="torch")
 @pytest.mark.further(ops="torch", kind=SuffixDrafter)
 @pytest.mark.parametrize("kind", [NGramDrafter, pytest.param(SuffixDrafter, marks=pytest.mark.slow)])
 def test_what_is_remembered_drafts_as_what_was_generated(ops: TorchOps, kind: type[LookupDrafter]) -> None:
@@ -273,6 +276,7 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
     return drafts
 
 
+@pytest.mark.slower(ops="torch")
 def test_batched_single_and_repeated_runs_agree(ops: TorchOps) -> None:
     runs = [random_life(NGramDrafter(5, ops, capacity=100_000), together) for together in (True, True, False)]
     for batched, again, single in zip(*runs, strict=True):

@@ -5,12 +5,13 @@ import pytest
 import torch
 from reference import checkpoints
 
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.models.heads.loader import load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.model_drafter import ModelDrafter
-from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
+from draftwing.spec.mtp_drafter import MTPDrafter
 
 
 @pytest.mark.parametrize("layers, kind", [(1, ModelDrafter), (2, MTPDrafter)])

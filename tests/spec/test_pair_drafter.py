@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_BACKLOG, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.config.trees import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import MAX_BACKLOG
 from draftwing.kv.pool import KVSpec
-from draftwing.ops.drafts import LEVELS
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.assign.spec import LEVELS
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Draft
-from draftwing.sched.policy.menus import part_of
-from draftwing.spec.drafter import DraftStep, SeenTokens
+from draftwing.spec.drafter import DraftStep, SeenTokens, part_of
 from draftwing.spec.pair_drafter import PairDrafter
 
 GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)

@@ -10,7 +10,7 @@ from tokenizers import models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftwing.errors import CheckpointError, RequestError
-from draftwing.text import rendering
+from draftwing.text import chat_template
 from draftwing.text.chat_template import ChatTemplate
 from draftwing.text.tokenizer import Tokenizer
 
@@ -55,11 +55,9 @@ BLOCKS = """{% for message in messages %}
 {{ "go" if add_generation_prompt }}{{ missing_variable }}"""
 
 MESSAGES = [
-    {"role": "system", "content": " Be <brief> & 'good' "},
-    {"role": "user", "content": "日本語 <b>?</b>\n"},
-    {"role": "skip", "content": "-"},
-    {"role": "assistant", "content": "ok"},
-]
+    {"role": "system", "content": " Be <brief> & 'good' "}, {"role": "user", "content": "日本語 <b>?</b>\n"},
+    {"role": "skip", "content": "-"}, {"role": "assistant", "content": "ok"},
+]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"a": "<x>"}}}]
 
 
@@ -132,41 +130,42 @@ def test_processes_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda i: template.render([{"content": f"{i} \ud800"}]), range(200)))
     assert texts == [f"{i} \ufffd" for i in range(200)]
-    there = len(rendering._idle)
+    there = len(chat_template._idle)
     assert 1 <= there <= 8
-    monkeypatch.setattr(rendering, "_Process", None)
+    monkeypatch.setattr(chat_template, "_Process", None)
     for _ in range(10):
         template.render([{"content": "a"}])
-    assert len(rendering._idle) == there
+    assert len(chat_template._idle) == there
 
 
+@pytest.mark.slow
 def test_a_process_that_others_end_says_nothing_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.render([{"content": "a"}])
-    for process in rendering._idle:
+    for process in chat_template._idle:
         process._process.kill()
         process._process.wait()
     assert template.render([{"content": "b"}]) == "b"
 
-    class Doomed(rendering._Process):
+    class Doomed(chat_template._Process):
         def ask(self, job: bytes) -> tuple[bytes, str]:
             self._process.kill()
             return super().ask(job)
 
-    monkeypatch.setattr(rendering, "_idle", [])
-    monkeypatch.setattr(rendering, "_Process", Doomed)
-    with pytest.raises(rendering.TemplateLimit, match=r"the chat template ended its process \(SIGKILL\), twice"):
+    monkeypatch.setattr(chat_template, "_idle", [])
+    monkeypatch.setattr(chat_template, "_Process", Doomed)
+    with pytest.raises(chat_template.TemplateLimit, match=r"the chat template ended its process \(SIGKILL\), twice"):
         template.render([{"content": "c"}])
 
 
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    monkeypatch.setattr(rendering, "_idle", [rendering._Process()])
-    monkeypatch.setattr(rendering, "PATIENCE", 0.2)
-    rendering._idle[0]._process.send_signal(signal.SIGSTOP)
-    with pytest.raises(rendering.TemplateLimit, match=r"the chat template takes longer than 0.2 s"):
+    monkeypatch.setattr(chat_template, "_idle", [chat_template._Process()])
+    monkeypatch.setattr(chat_template, "PATIENCE", 0.2)
+    chat_template._idle[0]._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(chat_template.TemplateLimit, match=r"the chat template takes longer than 0.2 s"):
         template.render([{"content": "a"}])
-    assert not rendering._idle
+    assert not chat_template._idle
 
 
 def test_what_is_no_plain_value() -> None:
@@ -177,16 +176,14 @@ def test_what_is_no_plain_value() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (CHATML, 7),
-        (LLAMA3, 8),
+        (CHATML, 7), (LLAMA3, 8),
         ("{% for m in messages %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endfor %}", 2),
         ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", None),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
         ("{% for m in messages %}{{ m.content + ' and ' + eos_token }}{% endfor %}", None),
-        ("{{ messages[0].content }}", None),
-        ("{{ raise_exception('no') }}", None),
+        ("{{ messages[0].content }}", None), ("{{ raise_exception('no') }}", None),
     ],
-)
+)  # fmt: skip
 def test_end_of_turn(source: str, expected: int | None) -> None:
     specials = {"</s>": 2, "<|im_end|>": 7, "<|eot_id|>": 8}
     backend = Backend(models.WordLevel({"other": 0} | specials, unk_token="other"))

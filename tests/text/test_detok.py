@@ -1,5 +1,7 @@
 """Incremental text equals the text of all tokens, however they arrive; stop strings are cut at the first character."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from tiny_tokenizers import REPLACEMENT, sentencepiece
 from tokenizers import decoders
 
-from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
+from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner, TokenTexts
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -30,7 +32,7 @@ def token_lists(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
     rng = random.Random(seed)
     single = [i for i in range(tokenizer.vocab_size) if len(tokenizer.backend.id_to_token(i) or "") == 1]
     pool = sorted(tokenizer.byte_fallback_ids) or single
-    for _ in range(40):
+    for _ in range(20):
         yield tokenizer.encode(random_text(rng, 30))
         yield [rng.randrange(tokenizer.vocab_size + 5) for _ in range(30)]
         yield [rng.choice(pool) if rng.random() < 0.7 else rng.randrange(tokenizer.vocab_size) for _ in range(40)]
@@ -62,7 +64,7 @@ def test_pushes_add_up_to_the_decoded_text(tokenizer: Tokenizer, skip: bool) -> 
             text += chunked.push(ids[at : at + step], final=at + step >= len(ids))
             at += step
         assert text == expected
-    assert nonempty > 100
+    assert nonempty > 50
 
 
 def test_no_half_characters_and_no_needless_waiting(smollm2_path: Path) -> None:
@@ -131,11 +133,11 @@ def random_words(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("keep", [False, True])
-def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...], keep: bool) -> None:
+def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
     rng = random.Random(4)
     hits = 0
-    for _ in range(60):
+    for i in range(60):
+        keep = i % 2 == 0
         ids = random_words(tokenizer, rng)
         expected, hit = reference_cut(tokenizer.decode(ids), stops, keep)
         hits += hit is not None
@@ -186,3 +188,30 @@ def test_empty_tokens_end_runs_of_bytes(names: list[str], decoder: Any) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
     text = "".join([detokenizer.push([token]) for token in ids]) + detokenizer.push([], final=True)
     assert text == tokenizer.backend.decode(ids)
+
+
+TEXT = "The  größte 日本語 😀👩‍👩‍👧\n\tüber\u0000 \ufffd"
+
+
+def test_byte_level(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert b"".join(map(texts.raw, ids)) == TEXT.encode()
+    parts = tokenizer.encode("日")
+    if len(parts) > 1:
+        assert texts.text(parts[0]) == "\ufffd" and texts.key(parts[0]).startswith("bytes:\\xe6")
+    end = tokenizer.eos_id
+    assert end is not None and texts.text(end) == tokenizer.piece(end)
+    assert texts.raw(tokenizer.vocab_size + 3) == b""
+    # Keys tell all tokens of a vocabulary apart.
+    keys = [texts.key(token) for token in range(2000)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_sentencepiece() -> None:
+    tokenizer = sentencepiece()
+    texts, ids = TokenTexts(tokenizer), tokenizer.backend.get_vocab()
+    raw = {name: texts.raw(ids[name]) for name in ("▁the", "the", "<0xE6>", "</s>", "▁", "é")}
+    expected = {"▁the": b" the", "the": b"the", "<0xE6>": b"\xe6", "</s>": b"</s>", "▁": b" ", "é": "é".encode()}
+    assert raw == expected

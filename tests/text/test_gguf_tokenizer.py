@@ -42,12 +42,11 @@ def sentencepiece(**keys: Any) -> dict[str, Any]:
     pieces = ["▁", "t", "h", "e", "a", "s", "th", "▁th", "the", "▁the", "at", "hat", "▁a", "aa", "é", "[INST]"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
     return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [0.0] * 259 + [float(-i) for i in range(len(pieces))],
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 1) + [4],
         **{f"tokenizer.ggml.{key}": value for key, value in keys.items()},
-    }
+    }  # fmt: skip
 
 
 def gemma4() -> dict[str, Any]:
@@ -55,15 +54,11 @@ def gemma4() -> dict[str, Any]:
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "t", "h", "e", "a"]
     tokens += ["".join(merge.split(" ")) for merge in merges] + ["<|channel>"]
     return {
-        "tokenizer.ggml.model": "gemma4",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.token_type": [3, 3, 3, 2] + [6] * 256 + [1] * (len(tokens) - 261) + [4],
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.unknown_token_id": 3,
         "tokenizer.ggml.add_space_prefix": False,
-    }
+    }  # fmt: skip
 
 
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:
@@ -73,11 +68,10 @@ def pieces(metadata: dict[str, Any], text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
-        ("The capital of France is", [504, 3575, 282, 4649, 314]),
-        ("x  10", [104, 256, 33, 32]),
+        ("The capital of France is", [504, 3575, 282, 4649, 314]), ("x  10", [104, 256, 33, 32]),
         ("  42\n\n7", [256, 36, 34, 1116, 39]),
     ],
-)
+)  # fmt: skip
 def test_smollm2_encodes(smollm2: Tokenizer, text: str, ids: list[int]) -> None:
     assert smollm2.encode(text) == ids
     assert smollm2.decode(ids) == text
@@ -221,8 +215,7 @@ def test_special_token_names() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "kind 'bert'.*'gpt2'.*'llama'"),
-        ({}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "bert"}, "kind 'bert'.*'gpt2'.*'llama'"), ({}, "no tokenizer"),
         (byte_level("jais", ["x y"]) | {"tokenizer.ggml.merges": ["a b"]}, "'jais', which is not supported.*smollm"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.token_type": [1]}, "1 entries, expected"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.merges": ["a xyz"]}, "inconsistent"),
@@ -230,7 +223,7 @@ def test_special_token_names() -> None:
         (byte_level("gpt-2", ["a b"], eos_token_id=10**6), "eos_token_id is 1000000"),
         (sentencepiece(scores=[0.0]), "1 entries, expected"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         build_backend(metadata)

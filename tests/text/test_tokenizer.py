@@ -1,6 +1,9 @@
 """Hugging Face folders against transformers' AutoTokenizer, on small tokenizers that are trained here."""
 
+from __future__ import annotations
+
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,19 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
-from draftwing.text.tokenizer import BUNDLED_TEMPLATE, Tokenizer, load_tokenizer, vocabulary_difference
+from draftwing.models.hub import resolve_model
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from draftwing.text.tokenizer import (
+    BUNDLED_TEMPLATE,
+    PIECE,
+    Stopped,
+    Tokenizer,
+    bad_word_ids,
+    encode_bounded,
+    load_tokenizer,
+    vocabulary_difference,
+)
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "Zwölf Boxkämpfer jagen Viktor quer, 1234 mal!", "日本語 😀"]
 TEXTS = [
@@ -64,12 +79,10 @@ def save(folder: Path, backend: tokenizers.Tokenizer, **config: Any) -> Path:
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {"add_bos_token": True, "add_eos_token": False},
-        {"add_bos_token": False, "add_eos_token": False},
+        {}, {"add_bos_token": True, "add_eos_token": False}, {"add_bos_token": False, "add_eos_token": False},
         {"add_bos_token": True, "add_eos_token": True},
     ],
-)
+)  # fmt: skip
 def test_equals_transformers(kind: Any, config: dict[str, Any], tmp_path: Path) -> None:
     folder = save(tmp_path / "model", kind(), **config)
     # Given as arguments too, because transformers 5 does not read these flags from the file.
@@ -316,6 +329,7 @@ def test_first_difference_of_two_vocabularies() -> None:
     assert found == "First difference: id 1 is 'b' in the target and 'x' in the draft."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "chat_template.json"])
 def test_files_that_hold_anything(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "tiny")
@@ -354,12 +368,11 @@ _NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     [
         (_LOOP + _NEXT, True),
         ("{% if messages[0].role != 'system' %}<|im_start|>system\nYou help<|im_end|>\n{% endif %}" + _LOOP, True),
-        ("{{ bos_token }}" + _LOOP + _NEXT, False),
-        (_LOOP + _NEXT + "<think>\n", False),
+        ("{{ bos_token }}" + _LOOP + _NEXT, False), (_LOOP + _NEXT + "<think>\n", False),
         ("{% for m in messages %}<s>{{ m.content }}{% endfor %}", False),
     ],
     ids=["plain", "a system prompt of its own", "bos", "reasoning", "no ChatML"],
-)
+)  # fmt: skip
 def test_plain_chatml_takes_tools_from_the_start(tmp_path: Path, template: str, shown: bool) -> None:
     """What is asked without tools is the checkpoint's own template; a template that was passed stays alone."""
     tokenizer = load_tokenizer(save(tmp_path / "model", byte_level(), chat_template=template))
@@ -367,3 +380,67 @@ def test_plain_chatml_takes_tools_from_the_start(tmp_path: Path, template: str, 
     assert ("<tool_call>" in (tokenizer.chat_source or "")) == shown
     passed = load_tokenizer(tmp_path / "model", template)
     assert passed.render_chat(ASKED) == tokenizer.render_chat(ASKED) == passed.render_chat(ASKED, tools=TOOL)
+
+
+def ids_of(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    return bad_word_ids(tokenizer, GenerationRequest("", [1], SamplingParams(bad_words=words)))
+
+
+def test_both_forms_of_a_word(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    found = ids_of(tokenizer, ["capital", " France"])
+    assert [tokenizer.decode(ids) for ids in found] == ["capital", " capital", " France"]
+    inside = tokenizer.encode("The capital of France is")
+    assert all(ids[0] in inside for ids in found[1:]) and len(found[1]) == len(found[2]) == 1
+    assert ids_of(tokenizer, []) == ()
+    asked = GenerationRequest("", [1], SamplingParams(bad_words=["capital"]), bad_word_ids=((5,),))
+    assert bad_word_ids(tokenizer, asked) == ((5,),), "found before"
+    assert len(ids_of(tokenizer, ["capital", "capital", " capital"])) == 2
+
+
+def test_limits(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    with pytest.raises(RequestError, match=str(MAX_BAD_WORD_TOKENS)) as info:
+        ids_of(tokenizer, ["a b " * MAX_BAD_WORD_TOKENS])
+    assert info.value.param == "bad_words"
+    with pytest.raises(RequestError, match=f"{MAX_BAD_WORDS} token sequences"):
+        ids_of(tokenizer, [f"w{i}" for i in range(MAX_BAD_WORDS)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: object) -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2", None, weights=False))
+
+
+def texts() -> list[str]:
+    draw = random.Random(3)
+    words = " ".join(draw.choice(["the", "zebra", "quantum", "日本", "12", "\n\n"]) for _ in range(40_000))
+    return ["a", words, "", "b" * 1000, "x" * (PIECE + 1), " " * 100_000, "c" * PIECE]
+
+
+def test_ids_are_those_of_the_tokenizer(tokenizer: Tokenizer) -> None:
+    plain = [tokenizer.encode(text) for text in texts()]
+    longest = max(map(len, plain))
+    assert encode_bounded(tokenizer, texts(), longest, "prompt") == plain  # what just fits is never refused
+
+
+def test_what_cannot_fit_costs_no_more_than_what_does(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode_many = Tokenizer.encode_many
+
+    def spy(self: Tokenizer, batch: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        seen.append(sum(map(len, batch)))
+        return encode_many(self, batch, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode_many", spy)
+    with pytest.raises(RequestError, match="prompt has more than 1000 tokens") as error:
+        encode_bounded(tokenizer, ["word " * 10**6], 1000, "prompt")
+    assert error.value.param == "prompt" and sum(seen) == PIECE
+
+
+def test_it_stops_between_pieces(tokenizer: Tokenizer) -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(Stopped):
+        encode_bounded(tokenizer, ["word " * 10**6], 10**6, "prompt", stopped=lambda: next(asked))
+    with pytest.raises(StopIteration):
+        next(asked)

@@ -19,12 +19,12 @@ from draftwing import LLM
 from draftwing import files as files_module
 from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttentionKind
+from draftwing.ops.attention.batch import AttentionKind
 from draftwing.train import capture as capture_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import Causal, FeatureModel, batches, capture, eagle3_aux_layers, target_aux_layers
+from draftwing.train.heads import covered, draft_vocabulary
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
-from draftwing.train.vocabulary import covered, draft_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
 from draftwing.engine.devices import pick_device
-from draftwing.models.heads.block_config import BlockConfig
-from draftwing.models.heads.config import resolve_aux_layers
+from draftwing.models.heads.config import BlockConfig, resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train import blocks

@@ -24,7 +24,7 @@ from draftwing.train.data import (
     read_prompts,
     without_overlap,
 )
-from draftwing.train.sequences import conversation_tokens
+from draftwing.train.dataset import conversation_tokens
 
 
 def jsonl(path: Path, *entries: object) -> Path:

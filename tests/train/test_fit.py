@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
-from dataclasses import replace
-from functools import partial
+from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from reference import learnable
 from reference.checkpoints import llama_target
 from reference.fit_run import Random, config, run
+from torch import nn
 
 from draftwing import ConfigError
-from draftwing.engine.devices import pick_device
-from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train import capture, progress
-from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
-from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import STATE_FILE, Fit, StateError
-from draftwing.train.fit_config import FitConfig, recipe
-from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head, new_mtp_head
-from draftwing.train.store import FeatureStore, OnlineSource, SourceMeta
+from draftwing.train import fit as fit_module
+from draftwing.train import progress
+from draftwing.train.fit import STATE_FILE, Fit, FitConfig, HeadOptimizer, StackedMuon, StateError, recipe
+from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head, new_mtp_head
+from draftwing.train.store import (
+    SourceMeta,
+    collate,
+    epoch_batches,
+    in_order,
+    load_batches,
+    stream,
+)
 from draftwing.train.ttt import Loss
 
 pytestmark = pytest.mark.slow
@@ -42,62 +42,6 @@ def target(tmp_path_factory):
 
 
 # ---- it teaches ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def lesson(tmp_path_factory):
-    """A target, and its own text at two temperatures."""
-    path = learnable.write_target(tmp_path_factory.mktemp("lesson") / "target")
-    return path, [*learnable.texts(path, 120, 1, 0.7), *learnable.texts(path, 56, 2)]
-
-
-# steps of the optimizer, steps of each chain, accept lengths before and after. A fresh block head's first row has the
-# newest token's embedding, which in this target tells much of what follows.
-LESSONS = {
-    "EAGLE3": (200, 4, 1.1, 2.5), "EAGLE": (100, 1, 1.1, 2.5), "MTP": (60, 4, 1.1, 2.5),
-    "DSPARK": (60, 4, 2.1, 3.0),
-}  # fmt: skip
-
-
-def block_head(target: DecoderModel) -> BlockHead:
-    """Of two layers that draft 4 tokens."""
-    block = BlockConfig(
-        aux_layers=(2, 4), rows=4, mask=255, from_anchor=True, windows=(), causal=(), markov="vanilla", rank=32,
-        confidence="markov",
-    )  # fmt: skip
-    return new_block_head(target, block, layers=2)
-
-
-@pytest.mark.further(algorithm=["EAGLE3", "DSPARK", "EAGLE"])  # a run by command trains the first two
-@pytest.mark.parametrize("algorithm", LESSONS)
-def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
-    """Of chains of 4 drafts, where 5 is the most."""
-    path, tokens = lesson
-    target = load_model(path, torch.float32, "cpu")
-    make = {"EAGLE": new_eagle_head, "MTP": new_mtp_head, "EAGLE3": partial(new_eagle3_head, target_ids=None)}
-    head = make[algorithm](target) if algorithm in make else block_head(target)
-    name = "NEXTN" if algorithm == "MTP" else algorithm
-    before = learnable.accept_length(path, save_head(head, tmp_path / "before", torch.float32), name)
-    features = capture.FeatureModel(target, head.aux_layers, pick_device("cpu"))
-    store = FeatureStore.create(tmp_path / "store", features.meta("tiny", algorithm))
-    capture.capture(features, store, tokens[:160])
-    steps, chain, least, most = LESSONS[algorithm]
-    loss = recipe(algorithm).loss
-    loss = replace(loss, steps=chain) if isinstance(loss, Loss) else replace(loss, anchors=0.5)
-    rate = 6e-3
-    if algorithm == "DSPARK":
-        loss, rate = replace(loss, kind="lk_hybrid"), 1.5e-2
-    settings = recipe(algorithm, loss=loss, steps=steps, tokens=512, lr=rate, eval_every=50)
-    held_out = OnlineSource(features.meta("tiny", algorithm), tokens[160:], features.batch)
-    report = Fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run").run()
-    after = learnable.accept_length(path, save_head(head, tmp_path / "after", torch.float32), name)
-    assert before < least and after > most
-    if chain == 4:  # what is predicted of chains within the text is what the engine accepts
-        assert report.eval["accept_length"] == pytest.approx(after, abs=0.5)
-    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
-    evals = [float(row["accept_1"]) for row in rows if row["split"] == "eval"]
-    assert len(evals) == math.ceil(steps / 50) and evals[-1] > 0.8
-    assert report.steps == steps and report.tokens > 400 * steps
 
 
 @pytest.mark.gpu
@@ -220,7 +164,7 @@ def test_a_stream_is_entered_anywhere():
 def test_batches_hold_what_samples_hold():
     meta = SourceMeta("tiny", "EAGLE", (5,), 4, 64, "float32")
     source = Random(meta, 4, 1)
-    (batch,) = load(source, [[0, 2, 3]], max_length=9)
+    (batch,) = load_batches(source, [[0, 2, 3]], max_length=9)
     samples = [source.read(i) for i in (0, 2, 3)]
     assert source.lengths[:4] == [5, 12, 19, 10] and batch.lengths.tolist() == [5, 9, 9]
     for row, sample, end in zip(range(3), samples, (5, 9, 9), strict=True):
@@ -242,7 +186,7 @@ def test_reading_ahead_keeps_the_order_and_passes_errors_on():
             return super().read(i)
 
     source = Failing(SourceMeta("tiny", "EAGLE", (5,), 4, 64, "float32"), 8, 1)
-    batches = load(source, ([i] for i in range(8)), 100)
+    batches = load_batches(source, ([i] for i in range(8)), 100)
     for i in range(6):
         assert next(batches).lengths.tolist() == [source.lengths[i]]
     with pytest.raises(OSError, match="disk"):
@@ -283,10 +227,10 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return found
 
-    learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.5, warmup=0.1, **SELDOM)
+    learning_rate, settings = FitConfig.learning_rate, config("EAGLE3", steps=0, minutes=0.25, warmup=0.1, **SELDOM)
     monkeypatch.setattr("draftwing.train.fit.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(FitConfig, "learning_rate", rate)
-    for name, stop, begin in (("whole", 0, 501), ("killed", 25, 501), ("slow at first", 0, 490)):
+    for name, stop, begin in (("whole", 0, 501), ("killed", 12, 501), ("slow at first", 0, 496)):
         seconds = iter(range(begin, 10**6))
         seen.clear()
         if stop:
@@ -295,13 +239,13 @@ def test_a_run_by_the_clock(target, tmp_path, monkeypatch):
             stop = 0
         _, report = run(target, tmp_path / name, settings)
         rates = dict(seen)
-        assert report.seconds == pytest.approx(30, abs=1) and report.eval["step"] == report.steps, name
-        assert rates[report.steps - 1] == pytest.approx(0.05e-2, rel=0.02), name
+        assert report.seconds == pytest.approx(15, abs=1) and report.eval["step"] == report.steps, name
+        assert rates[report.steps - 1] == pytest.approx(0.05e-2, rel=0.05), name
         assert max(rates.values()) > 0.95e-2, name
-        assert report.steps > 24 and (name != "whole" or 80 < report.steps < 104), report.steps
+        assert report.steps > 12 and (name != "whole" or 36 < report.steps < 52), report.steps
 
 
-@pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.3, 60, 5.0)])
+@pytest.mark.parametrize(("step", "killed", "compiling"), [(5.0, 0, 0.0), (5.0, 3, 7.0), (0.6, 30, 5.0)])
 def test_a_clock_that_few_steps_fit_into(target, tmp_path, monkeypatch, step, killed, compiling):
     """Half a minute at 5 s a step, with an estimate every 20 steps; and kernels are compiled again when it goes on."""
     now, done, learning_rate, stop = [0.0], [], FitConfig.learning_rate, killed
@@ -338,3 +282,155 @@ def test_curves_are_drawn_where_they_can_be(tmp_path, caplog):
         assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     else:
         assert "draftwing[train]" in caplog.text and not list(tmp_path.iterdir())
+
+
+def head(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    parts = {"fc": nn.Linear(24, 16), "norm": nn.LayerNorm(16, bias=False), "lm_head": nn.Linear(16, 40, bias=False)}
+    markov = {"out": nn.Linear(16, 40, bias=False), "joint": nn.Linear(16, 16, bias=False)}
+    return nn.ModuleDict({**parts, "markov": nn.ModuleDict(markov)})
+
+
+def give_gradients(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def moved(name: str) -> dict[str, torch.Tensor]:
+    """By one step at rate 0.01."""
+    model = head()
+    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+    give_gradients(model)
+    HeadOptimizer(model, name).step(0.01)
+    assert all(param.grad is None for param in model.parameters())
+    return {key: param.detach() - before[key] for key, param in model.named_parameters()}
+
+
+def test_adamw_is_torchs() -> None:
+    model, ours = head(), moved("adamw")
+    give_gradients(model)
+    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+    torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0).step()
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(ours[key], param.detach() - before[key])
+
+
+def test_muon_takes_the_matrices_of_the_layer() -> None:
+    """It steps along the orthogonal factor of the gradient (here from a singular value decomposition in float64), whose
+    singular values its iteration brings to about 1; the root of the mean square is 0.2 of the rate, as AdamW's."""
+    muon, adamw = moved("muon"), moved("adamw")
+    for key in ("fc.bias", "norm.weight", "lm_head.weight", "markov.out.weight"):
+        assert torch.equal(muon[key], adamw[key])
+    assert not torch.equal(muon["markov.joint.weight"], adamw["markov.joint.weight"])
+    model = head()
+    give_gradients(model)
+    grad = model["fc"].weight.grad
+    assert grad is not None
+    u, _, v = torch.linalg.svd(grad.double(), full_matrices=False)
+    step = -muon["fc.weight"].double() / (0.01 * 0.2 * 24**0.5)
+    assert torch.nn.functional.cosine_similarity(step.flatten(), (u @ v).flatten(), dim=0) > 0.95
+    values = torch.linalg.svdvals(step)
+    assert values.min() > 0.5 and values.max() < 1.3
+    assert step.mul(0.2 * 24**0.5).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
+
+
+def test_matrices_of_one_shape_together_go_as_torch_takes_them_one_by_one() -> None:
+    """Three of one shape, one of another and one that stands upright, one without a gradient; the momentum exactly and
+    the steps to the iteration's bfloat16, of which sums may be taken in another order."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(24, 40), (24, 40), (16, 16), (24, 40), (48, 20), (16, 16)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    params = [[nn.Parameter(x.clone()) for x in start] for _ in range(2)]
+    ours = StackedMuon(params[0], weight_decay=0.1)
+    torchs = torch.optim.Muon(params[1], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for pair in list(zip(*params, strict=True))[:-1]:
+            grad = torch.randn(pair[0].shape, generator=generator)
+            for param in pair:
+                param.grad = grad.clone()
+        for optimizer in (ours, torchs):
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+    for one, other, x in zip(*params, start, strict=True):
+        moved, expected = one.detach() - x, other.detach() - x
+        torch.testing.assert_close(moved, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+        state = ours.state[one], torchs.state[other]
+        assert state[0].keys() == state[1].keys()
+        assert all(torch.equal(state[0][key], state[1][key]) for key in state[0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_its_state_is_enough_to_go_on(name: str) -> None:
+    def steps(model: nn.Module, optimizer: HeadOptimizer, count: int) -> None:
+        for _ in range(count):
+            give_gradients(model)
+            for param in model.parameters():
+                param.grad = param.grad * param.detach() if param.grad is not None else None
+            optimizer.step(0.01)
+
+    whole = head()
+    steps(whole, HeadOptimizer(whole, name), 6)
+    first = head()
+    optimizer = HeadOptimizer(first, name)
+    steps(first, optimizer, 3)
+    second = head(seed=5)
+    second.load_state_dict(first.state_dict())
+    other = HeadOptimizer(second, name)
+    other.load_state_dict(optimizer.state_dict())
+    steps(second, other, 3)
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Rows of metrics are equal but for what the clock says."""
+    rows = [list(csv.DictReader((out / "metrics.csv").open())) for out in (one, other)]
+    for row in rows[0] + rows[1]:
+        row.pop("tokens_per_second")
+    assert rows[0] == rows[1] and len(rows[0]) > 3
+
+
+def same_head(one: Any, other: Any) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.further(accumulate=1)
+@pytest.mark.further(algorithm="EAGLE3")  # the others draw more
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "DSPARK"])  # EAGLE: with noise; DSPARK: with anchors
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, target, tmp_path, monkeypatch):
+    """Killed in a step, before, in and after a save, and before the first: bit for bit the run that was not."""
+    settings = config(algorithm, accumulate=accumulate)
+    whole, report = run(target, tmp_path / "whole", settings, algorithm)
+    step, save, replace = torch.optim.AdamW.step, torch.save, fit_module.replace_file
+    moments = {"in step 2": (step, 2), "in step 8": (step, 8), "in a save": (save, 2), "after it": (replace, 3)}
+    for moment, (killed, count) in moments.items():
+        calls = Counter()
+
+        def die(*args: Any, killed: Any = killed, count: int = count, calls: Any = calls, **kw: Any) -> Any:
+            calls[killed] += 1
+            if calls[killed] == count:
+                if killed is save:
+                    Path(args[1]).write_bytes(b"half a file")
+                raise Killed
+            return killed(*args, **kw)
+
+        out = tmp_path / moment
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(torch.optim.AdamW, "step", die if killed is step else step)
+            patch.setattr(torch, "save", die if killed is save else save)
+            patch.setattr(fit_module, "replace_file", die if killed is replace else replace)
+            run(target, out, settings, algorithm)
+        assert (out / STATE_FILE).exists() == (moment != "in step 2")
+        head, again = run(target, out, settings, algorithm)
+        same_head(head, whole)
+        same_run(out, tmp_path / "whole")
+        assert (again.steps, again.tokens) == (report.steps, report.tokens)
+    done, _ = run(target, out, settings, algorithm)  # one that has ended does nothing
+    same_head(done, whole)

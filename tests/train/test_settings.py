@@ -10,8 +10,7 @@ import pytest
 from draftwing.errors import ConfigError, RequestError
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.train.generate import MIN_ANSWER
-from draftwing.train.run import open_run
-from draftwing.train.settings import Settings
+from draftwing.train.settings import Settings, open_run
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention import AttentionKind
-from draftwing.train import chain_attention, cross_entropy, ttt
-from draftwing.train.batches import collate
+from draftwing.ops.attention.batch import AttentionKind
+from draftwing.train import losses, ttt
 from draftwing.train.heads import TargetHead, trainable
-from draftwing.train.store import Sample
+from draftwing.train.store import Sample, collate
 from draftwing.train.ttt import STATS, Batch, Loss, Objective
 
 LENGTHS = (9, 13, 4)
@@ -138,7 +137,7 @@ def test_all_chains_at_once_are_each_chain_as_served(case, tmp_path, monkeypatch
     params = dict(head.named_parameters())
     expected, counts = served_loss(head, samples, loss)
     expected_grads = torch.autograd.grad(expected, list(params.values()))
-    monkeypatch.setattr(cross_entropy, "_CPU_ELEMENTS", 5 * head.vocab)  # several chunks, the last one short
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 5 * head.vocab)  # several chunks, the last one short
     found, stats = Objective(head, TargetHead(head.target), loss)(collate(samples, 64))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(stats, counts, rtol=1e-10, atol=1e-12)
@@ -183,7 +182,7 @@ def test_hits_are_counted_along_chains(tmp_path):
 
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
-    monkeypatch.setattr(chain_attention, "_kernel", lambda q: kernel)
+    monkeypatch.setattr(ttt, "_kernel", lambda q: kernel)
     generator = torch.Generator().manual_seed(0)
     shape, steps, length = (2, 3, 11, 8), 4, 11
 
@@ -196,7 +195,7 @@ def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
     weights = [x.detach() for x in tensors()]
     found, expected = [], []
     for i in range(steps):
-        found.append(chain_attention.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True))))
+        found.append(ttt.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True))))
         keys, values = torch.cat(k[: i + 1], 2), torch.cat(v[: i + 1], 2)
         mask = torch.cat([torch.ones(length, length).tril()] + [torch.eye(length)] * i, 1).bool()
         scores = (q[i] @ keys.transpose(-1, -2) / shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
@@ -210,7 +209,7 @@ def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
 def attended_chains(kinds: list[list[Tensor]], dtype: torch.dtype, shape: tuple[int, int]) -> list[Tensor]:
     """Outputs of each step of one layer, and gradients; kinds: q, k, v and weights of the outputs, of each step"""
     q, k, v, weights = ([x.to(dtype).requires_grad_() for x in xs] for xs in kinds)
-    attention = chain_attention.ChainAttention(*shape, k[0].shape[1])
+    attention = ttt.ChainAttention(*shape, k[0].shape[1])
     outs = [attention(0, *step) for step in zip(q, k, v, strict=True)]
     loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
     return [*outs, *torch.autograd.grad(loss, [*q, *k, *v])]
@@ -229,9 +228,9 @@ class SharedKeys:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: list[torch.Size] = []
-        self._forward, self._backward = chain_attention._causal, chain_attention._causal_backward
-        monkeypatch.setattr(chain_attention, "_causal", self.forward)
-        monkeypatch.setattr(chain_attention, "_causal_backward", self.backward)
+        self._forward, self._backward = ttt._causal, ttt._causal_backward
+        monkeypatch.setattr(ttt, "_causal", self.forward)
+        monkeypatch.setattr(ttt, "_causal_backward", self.backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         self.keys.append(k.shape)
@@ -249,7 +248,7 @@ class SharedKeys:
 @pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 6])
 def test_heads_that_share_a_key_are_attended_where_it_is(heads, monkeypatch):
     """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
-    kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
+    kernels = pytest.importorskip("draftwing.train.kernels.attention")
     if torch.cuda.is_available():
         pytest.skip("there Triton is not interpreted")
     shape, steps, given = (2, 11), 4, []
@@ -257,8 +256,8 @@ def test_heads_that_share_a_key_are_attended_where_it_is(heads, monkeypatch):
     expected = attended_chains(kinds, torch.float64, shape)
     for name in ("join_own", "own_gradients"):
         monkeypatch.setattr(kernels, name, watched(getattr(kernels, name), given))
-    monkeypatch.setattr(chain_attention, "_kernel", lambda q: "dense")
-    monkeypatch.setattr(chain_attention, "_own_kernels", lambda q: kernels)
+    monkeypatch.setattr(ttt, "_kernel", lambda q: "dense")
+    monkeypatch.setattr(ttt, "_own_kernels", lambda q: kernels)
     causal = SharedKeys(monkeypatch)
     found = attended_chains(kinds, torch.float32, shape)
     for one, other in zip(found, expected, strict=True):
@@ -281,7 +280,7 @@ def watched(kernel: Any, given: list[tuple[torch.Size, torch.Size]]) -> Any:
 
 
 def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interpreter):
-    pytest.importorskip("draftwing.train.kernels.rope_backward")
+    pytest.importorskip("draftwing.train.kernels.layer_ops")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(22, 8, 16, generator=generator).to(device).requires_grad_()  # 4 heads, 2 of keys
@@ -289,8 +288,8 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
     weight = torch.randn(22, 64, generator=generator).to(device)
     results = []
     for kernel in (False, True):
-        monkeypatch.setattr(chain_attention, "kernels_take", lambda x, kernel=kernel: kernel)
-        out = chain_attention.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin, None)
+        monkeypatch.setattr(ttt, "kernels_take", lambda x, kernel=kernel: kernel)
+        out = ttt.ChainAttention(2, 11, 2).fused(0, qkv, cos, sin, None)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
@@ -298,9 +297,7 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch, mended_interp
 def test_a_layer_without_keys_of_its_own_is_refused() -> None:
     cos, sin = torch.ones(2, 6, 1, 16)
     with pytest.raises(AssertionError, match="keys of their own"):
-        chain_attention.ChainAttention(2, 3, 2).fused(
-            0, torch.randn(6, 8, 16), cos, sin, None, AttentionKind(reads=True)
-        )
+        ttt.ChainAttention(2, 3, 2).fused(0, torch.randn(6, 8, 16), cos, sin, None, AttentionKind(reads=True))
 
 
 @pytest.mark.gpu
@@ -310,7 +307,7 @@ def test_heads_that_share_a_key_on_a_gpu(heads):
     """Flash attention against what is dense."""
     shape = (2, 150)
     kinds = random_rows("cuda", shape, heads, 3)
-    assert [chain_attention._kernel(x) for x in (kinds[0][0], kinds[0][0].double())] == ["flash", "dense"]
+    assert [ttt._kernel(x) for x in (kinds[0][0], kinds[0][0].double())] == ["flash", "dense"]
     found, expected = (attended_chains(kinds, dtype, shape) for dtype in (torch.bfloat16, torch.float64))
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape

@@ -1,4 +1,5 @@
-"""`draftwing bench`: throughput and latency at given concurrencies, of a server or of an engine in this process.
+"""`draftwing bench`: throughput and latency at given concurrencies, of a server or of an engine in this process, and
+the tables of its records.
 
 `engine.benchmark.record_of` says what a record holds.
 """
@@ -7,18 +8,52 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from draftwing.cli.client import Client
-from draftwing.cli.progress import Progress
 from draftwing.config.drafters import NO_DRAFTER
+from draftwing.config.trees import TreeShape
 from draftwing.engine.benchmark import Ended, Sample, Target, ignored, record_of, timed_run
 from draftwing.errors import ConfigError
+from draftwing.sched.explain import aligned, described, number_of
+
+SECONDS = 10.0  # between two lines, where they do not replace each other
+
+
+class Progress:
+    """On a terminal one line that changes, and goes at the end of a `with` statement; else a new line now and then."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        """file: standard error unless it is given."""
+        self._file = file or sys.stderr
+        self._terminal = self._file.isatty()
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Says where the work is."""
+        if self._terminal:
+            print(f"\r\x1b[K{text}", end="", file=self._file, flush=True)
+        elif time.monotonic() - self._last >= SECONDS:
+            print(text, file=self._file, flush=True)
+            self._last = time.monotonic()
+
+    def clear(self) -> None:
+        """Takes the line off a terminal, so that results can be printed."""
+        if self._terminal:
+            print("\r\x1b[K", end="", file=self._file, flush=True)
+
 
 PROMPTS = (
     "Write a short travel report about a trip to Lisbon.",
@@ -159,3 +194,64 @@ def _prompt(entry: Any) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a prompt must be a string; found {text!r}")
     return text
+
+
+Record = Mapping[str, Any]
+
+
+def table(record: Record) -> list[str]:
+    """Returns the lines of a table for one concurrency: a figure in each line, with drafts and without, and how many
+    times as good it is with drafts."""
+    plain: Record | None = record.get("without_drafts")
+    head = [f"{number_of(record['concurrency'])} at once", record.get("drafter") or "measured"]
+    rows = [head if plain is None else [*head, "without drafts", "speedup"]]
+    for name, figure, better in FIGURES:
+        value = figure(record)
+        cells = [f"  {name}", _number(value)]
+        if plain is not None:
+            other = figure(plain)
+            cells += [_number(other), f"{(value / other) ** better:.2f}x" if better and value and other else ""]
+        rows.append(cells)
+    return [*aligned(rows), ""]
+
+
+def _quantile(key: str, name: str) -> Callable[[Record], float | None]:
+    return lambda record: record[key].get(name)
+
+
+# Name, figure of a record, and 1 where more of it is better, -1 where less is; 0: it is no matter of good or bad.
+FIGURES: tuple[tuple[str, Callable[[Record], float | None], int], ...] = (
+    ("output tokens/s", lambda record: record["throughput"], 1),
+    ("requests/s", lambda record: record["requests"] / record["seconds"], 1),
+    ("time to first token, median, ms", _quantile("ttft_ms", "p50"), -1),
+    ("time to first token, p99, ms", _quantile("ttft_ms", "p99"), -1),
+    ("time per output token, median, ms", _quantile("tbt_ms", "p50"), -1),
+    ("time per output token, p99, ms", _quantile("tbt_ms", "p99"), -1),
+    ("acceptance length", lambda record: record["accept_length"], 0),
+)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def footer(records: Sequence[Record], remote: bool) -> str:
+    """Returns lines on how the records were measured. remote: by a server."""
+    first, warmups = records[0], ", ".join(str(record["warmup_prompts"]) for record in records)
+    prompts = first["requests"] // first["rounds"]
+    compared = "without_drafts" in first
+    how = f", {first['rounds']} rounds with drafts and {first['rounds']} without, alternately" if compared else ""
+    measured = f"{number_of(prompts, 'prompt')}{how}; not counted: {warmups} warm-up prompts"
+    if compared:
+        return f"{measured} on each side"
+    why = "the server drafts nothing, or its requests have no field `speculative`" if remote else "nothing is drafted"
+    return f"{measured}\nno column without drafts: {why}"
+
+
+def sweep_lines(record: Record) -> list[str]:
+    """Returns one line for a point of a sweep."""
+    shape = TreeShape(record["steps"], record["topk"], record["num_draft_tokens"])
+    name = described(shape) if record["fixed"] else "chosen by the engine"
+    rate = f"{record['throughput']:.1f} tokens/s, acceptance length {record['accept_length']:.2f}"
+    where = f"{record['point']} of {record['points']}"
+    return [f"{where}: {name}, {number_of(record['batch_size'])} at once: {rate}"]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.trees import TreeShape
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.files import load_json
 from draftwing.train.data import Skipped, first_turns
 from draftwing.train.evaluate import Trial, evaluate, prompts_digest
-from draftwing.tree_shape import TreeShape
 
 TOLERANCE = 0.03  # relative: a length that is further from the one in the card is another one
 Emit = Callable[[dict[str, Any]], None]

@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftwing.cli.learning import add_learning_commands
-from draftwing.cli.models import add_model_commands
-from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, add_config_file
-from draftwing.config.choices import LOG_LEVELS
-from draftwing.config.options import SERVER, Options
+from draftwing.cli.stored import add_learning_commands, add_model_commands
+from draftwing.config.option_fields import LOG_LEVELS, SERVER
+from draftwing.config.options import Options
+from draftwing.config.sources import POSITIONAL_MODEL, add_arguments, add_config_file
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
 from draftwing.files import cache_folder
@@ -179,9 +178,9 @@ def run_write_prompts(arguments: dict[str, Any]) -> None:
     own = _taken(arguments, "out", "count", "seed")
     options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
     from draftwing.engine.engine import Engine
-    from draftwing.train.own_prompts import checked, write_prompts
+    from draftwing.train.generate import partial_file, write_prompts
 
-    checked(Path(own["out"]))  # before a model is loaded
+    partial_file(Path(own["out"]))  # before a model is loaded
     with contextlib.closing(Engine(options)) as engine:
         found = write_prompts(engine, own["count"], Path(own["out"]), own["seed"])
     print(f"{found} prompts of {own['count']} are in {own['out']}")
@@ -204,8 +203,7 @@ def take_question(arguments: dict[str, Any], unknown: Sequence[str]) -> list[str
 
 def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
-    from draftwing.cli.answerers import InProcess, Remote
-    from draftwing.cli.line_input import LineReader
+    from draftwing.cli.chat import InProcess, LineReader, Remote
 
     own = _taken(arguments, "url", "system", "max_tokens", "temperature", "question")
     named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
@@ -258,9 +256,8 @@ def _opened(
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.cli import bench
-    from draftwing.cli.bench_table import footer, sweep_lines, table
+    from draftwing.cli.bench import Progress, footer, sweep_lines, table
     from draftwing.cli.card_check import check_card
-    from draftwing.cli.progress import Progress
     from draftwing.cli.sweep import Grid, flags, head_folder, sweep
     from draftwing.engine.benchmark import Local
     from draftwing.sched.explain import number_of

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import draftwing
 from draftwing import machine
 from draftwing.config.options import Options
 from draftwing.config.sources import with_sources
 from draftwing.errors import ConfigError
 from draftwing.files import cache_folder
+from draftwing.version import __version__
 
 GIB = 1 << 30
 LEAST_MEMORY, LEAST_DISK = GIB, 5 * GIB  # free bytes: the default model takes less than the first
@@ -73,7 +73,7 @@ def findings() -> Iterator[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    text = f"draftwing {draftwing.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    text = f"draftwing {__version__}, Python {platform.python_version()}, {platform.platform()}"
     free = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     yield Finding("version", text, "free-threaded Python is not tested: take the usual one" if free else "")
 

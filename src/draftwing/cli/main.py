@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import draftwing
 from draftwing.cli.commands import Run, add_commands, take_question
 from draftwing.cli.doctor import add_doctor
 from draftwing.config import fields
-from draftwing.config.arguments import POSITIONAL_MODEL, add_arguments, add_config_file, dashed, reads_sources
-from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.foreign_names import COMMANDS, SHORT, instead, of_others
+from draftwing.config.option_fields import LOG_LEVELS
 from draftwing.config.options import Options
-from draftwing.config.sources import with_sources
+from draftwing.config.sources import (
+    POSITIONAL_MODEL,
+    add_arguments,
+    add_config_file,
+    dashed,
+    reads_sources,
+    with_sources,
+)
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
 from draftwing.train.command import add_train, run_train
 from draftwing.train.settings import Settings
+from draftwing.version import __version__
 
 logger = logging.getLogger(__name__)
 MAY_BE_EMPTY = ("question", "system")  # arguments of `draftwing chat`
@@ -147,12 +154,13 @@ def _name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+@functools.cache
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, argparse.ArgumentParser]]:
     """Returns the parser, what runs each command, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="draftwing", description="Serves large language models with exact tree-based speculative decoding."
     )
-    parser.add_argument("--version", action="version", version=f"draftwing {draftwing.__version__}")
+    parser.add_argument("--version", action="version", version=f"draftwing {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
@@ -166,7 +174,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
     add_arguments(serve)
     runs = {"serve": _serve, "train": run_train} | add_commands(commands) | add_doctor(commands)
     commands.add_parser("version", help="print the version")
-    runs["version"] = lambda arguments: print(f"draftwing {draftwing.__version__}")
+    runs["version"] = lambda arguments: print(f"draftwing {__version__}")
     add_train(commands)
     return parser, runs, commands.choices
 

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.cli.bench import counted
-from draftwing.cli.progress import Progress
+from draftwing.cli.bench import Progress, counted
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
-from draftwing.config.trees import TREE
+from draftwing.config.trees import PLAIN, TREE, TreeShape
 from draftwing.engine.benchmark import Local, record_of, timed_run
 from draftwing.errors import ConfigError
 from draftwing.sched.explain import number_of, table
-from draftwing.tree_shape import PLAIN, TreeShape
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine

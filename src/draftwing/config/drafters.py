@@ -1,7 +1,7 @@
 """The drafters, a `DrafterSpec` for each `--speculative-algorithm`. Nothing else knows their names.
 
 No torch: options are checked, and the command line is printed, before it is imported. So what makes a drafter is named
-here as `module:function` and imported when a model is loaded. docs/architecture.md says how to add a drafter.
+here as `module:function` and imported when a model is loaded. CONTRIBUTING.md says how to add a drafter.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftwing.config.aliases import ALIASES, HubModel
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, checked_shape, max_nodes
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, SOURCES, TreeShape, checked_shape, max_nodes
 from draftwing.errors import ConfigError
 from draftwing.plugins import check_class, import_attribute
-from draftwing.tree_shape import SOURCES, TreeShape
 
 HEADS = Path(__file__).parents[1] / "heads"  # HEADS/model/kind of head
 MODELS = ("smollm2",)  # aliases: a checkpoint of another quantization is another target
@@ -37,7 +36,7 @@ class Training(NamedTuple):
     """How `draftwing train` makes a head.
 
     name: what --algorithm calls it.  title: of the head's card.  loss: what differs from the defaults of
-    `train.ttt.Loss`, or of `train.block_loss.BlockLoss`.
+    `train.ttt.Loss`, or of `train.losses.BlockLoss`.
     aux_hidden_states: whether it reads hidden states of several layers of the target, and may draft from a vocabulary
     of its own; else it reads what comes after the target's final norm, and drafts from all tokens.
     block: how many tokens it writes in one forward, unless another number is asked for; 0: it writes one after the
@@ -87,7 +86,7 @@ class DrafterSpec:
 
     @property
     def credited(self) -> tuple[tuple[str, ...], ...]:
-        """Returns whom a draft counts for, by its source (`core.SOURCES`)."""
+        """Returns whom a draft counts for, by its source (`config.trees.SOURCES`)."""
         if self.own:
             return ((self.name,),) * len(SOURCES)
         names = tuple(part.name for part in self.parts or (self,) if part.build is not None)

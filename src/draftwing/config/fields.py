@@ -57,9 +57,14 @@ class Kind(NamedTuple):
     optional: bool
 
 
-def kinds(cls: type[Any]) -> dict[str, Kind]:
+_known: dict[type[Any], Mapping[str, Kind]] = {}  # hints are texts, whose evaluation takes milliseconds
+
+
+def kinds(cls: type[Any]) -> Mapping[str, Kind]:
     """Returns the type of each field."""
-    return {name: _kind(hint) for name, hint in typing.get_type_hints(cls).items()}
+    if cls not in _known:
+        _known[cls] = {name: _kind(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return _known[cls]
 
 
 def _kind(hint: Any) -> Kind:

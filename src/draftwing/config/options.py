@@ -1,389 +1,52 @@
-"""Every option of the engine and its server, once: the command line and `LLM(...)` are both built from the fields.
+"""`Options`: what a user has chosen, what excludes each other, and what follows for the device and the models.
 
-No torch here: options are checked before anything heavy is imported.
+No torch: see `config.option_fields`, which has the fields.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from draftwing.config import resolve
-from draftwing.config import sglang_compat as compat
-from draftwing.config.choices import (
-    AUX_LAYER_IDS,
-    DTYPE_SPELLINGS,
-    HARMONY_PARSERS,
-    LOG_FORMATS,
-    LOG_LEVELS,
-    OF_CHECKPOINTS,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
+from draftwing.config.aliases import ALIASES
+from draftwing.config.devices import Defaults, check_device
+from draftwing.config.drafters import (
+    DEFAULT,
+    DRAFT_MODEL,
+    DRAFTERS,
+    NO_DRAFTER,
+    TOKEN_MAP,
+    DrafterSpec,
+    find_drafter,
+    head_drafter,
+    published_head,
+    shipped_head,
+    token_map_in,
 )
-from draftwing.config.devices import AUTO, DEVICES, Defaults
-from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
-from draftwing.config.fields import check_field, check_fields, from_python, kinds, names_of, option
-from draftwing.config.foreign_names import instead
-from draftwing.config.trees import NODES, STEPS, TOPK, TREE
+from draftwing.config.fields import check_field, check_fields, flag, from_python, kinds, names_of
+from draftwing.config.foreign_names import instead, take
+from draftwing.config.option_fields import DTYPE_SPELLINGS, HARMONY_PARSERS, OF_CHECKPOINTS, OptionFields
+from draftwing.config.trees import PLAIN, TREE, Given, TreeShape, grown_shape, matched_shape
 from draftwing.errors import ConfigError
 from draftwing.machine import numbered
-from draftwing.tree_shape import MAX_CONFIDENCE, PLAIN, TreeShape
 
 logger = logging.getLogger(__name__)
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
-MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-REQUESTS, CUDA, LEARNING = "requests", "CUDA", "learning"
-_DEVICES = "{" + ",".join((AUTO, *reversed(DEVICES), "module:Class")) + "}"
-_ALGORITHMS = "{" + ",".join((*NAMES, "module:Class")) + "}"
+OPPOSITES = (("enable_overlap", "disable_overlap_schedule"), ("enable_mixed_chunk", "disable_mixed_chunk"))
+IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(OptionFields):
     """What a user can choose. `resolve()` checks it and fills what follows from other options; resolving twice is the
     same as once."""
-
-    model: str = option(
-        "smollm2", MODEL,
-        "an alias (`draftwing list`), hub id (with :Q4_K_M one of its GGUF files), .gguf file, or folder in Hugging "
-        "Face's format; may stand without --model",
-        aliases=("model_path", "hf_repo"), short=("-m", "-hf"), common=True,
-    )  # fmt: skip
-    tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
-    revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
-    chat_template: str | None = option(
-        None, MODEL, "Jinja template in place of the model's own: a file, the text itself, or chatml_tools; that is "
-        "one with tools, for models whose messages begin with <|im_start|>", common=True,
-    )  # fmt: skip
-    trust_remote_code: bool = option(False, MODEL, "no effect: code that comes with a checkpoint is never executed")
-    dtype: str = option(
-        "auto", MODEL,
-        "type of activations and of unquantised weights; auto: on CUDA the checkpoint's 16-bit type, on a CPU bfloat16 "
-        "where it is native, else float32. A CPU computes float16, and bfloat16 without AVX-512, in float32",
-        choices=("auto", "float32", "bfloat16", "float16"), common=True,
-    )  # fmt: skip
-    quantization: str = option(
-        "auto", MODEL,
-        "quantise weights when they are loaded; GPU: fp8 (a scale for each row, or for 16 x 128 values where "
-        "activations are fp8, too: see --fp8-activations), w4a16 (4 bits in groups of 128); CPU: q8_0 (fp8 is the "
-        "same), q4_0 (w4a16), q4_k, with activations rounded to 8 bits; auto: q8_0 on a CPU with --dtype auto, nothing "
-        "on a GPU. A quantised checkpoint stays as it is where there are kernels; none: it is dequantised",
-        choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"), common=True,
-    )  # fmt: skip
-    fp8_activations: str = option(
-        "auto", MODEL,
-        "GPU of compute capability 9.0: activations in products with weights in fp8, of checkpoints in blocks of "
-        "128 x 128 with activation_scheme dynamic, and of --quantization fp8. auto: fp8, quantised by row and 128 "
-        "columns, for matrices of 16 million values and more that are no experts; none: 16 bits, slower with many rows",
-        choices=("auto", "none"),
-    )  # fmt: skip
-    load_format: str = option(
-        "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
-        choices=("auto", "dummy"),
-    )  # fmt: skip
-    device: str | type[Any] = option(  # noqa: RUF009
-        AUTO, MODEL, "auto: cuda if there is a GPU; module:Class: your own", metavar=_DEVICES,
-        common=True,
-    )  # fmt: skip
-    tp_size: int = option(
-        1, MODEL, "GPUs to split the model over (tensor parallel); with --device cpu processes",
-        aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64, common=True,
-    )  # fmt: skip
-    enable_expert_parallel: bool = option(
-        False, MODEL, "each rank of --tp-size has some experts whole, in place of a share of every one",
-        aliases=("expert_parallel",),
-    )  # fmt: skip
-    context_length: int | None = option(
-        None, MODEL, "most tokens of prompt and answer (default: the model's)", aliases=("max_model_len",), minimum=2,
-        common=True,
-    )  # fmt: skip
-    random_seed: int | None = option(
-        None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1
-    )
-
-    served_model_name: tuple[str, ...] = option(
-        (),
-        SERVER,
-        "names in /v1/models; an answer has the one that was asked for, or the first (default: the model as given)",
-        common=True,
-    )
-    root_path: str | None = option(
-        None, SERVER, "path such as /llm under which a proxy publishes the server, whether it strips it or not"
-    )
-    strict_model_name: bool = option(
-        False, SERVER, "refuse requests for other models with 404 model_not_found; else the model there is answers them"
-    )
-    host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0: every interface", common=True)
-    port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535, common=True)
-    log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
-    log_format: str = option(
-        "text", SERVER, "json: one object per line, with time, level, logger, message and fields", choices=LOG_FORMATS
-    )
-    log_interval: float = option(
-        10.0, SERVER, "seconds between lines of the log about running requests; 0: no such lines", minimum=0,
-        maximum=86400,
-    )  # fmt: skip
-    api_key: str | None = option(
-        None, SERVER, "key that clients must send, as a bearer token (default: no key)", common=True
-    )
-    admin_api_key: str | None = option(
-        None,
-        SERVER,
-        "only this key may use /abort_request, /flush_cache and /delete_traffic (default: the one of --api-key)",
-    )
-    api_key_file: str | None = option(
-        None, SERVER, "TOML file of several keys, with names and limits of requests and tokens per minute"
-    )
-    public_endpoints: str = option(
-        "none", SERVER, "what may be read without a key, in addition to /health and the files of the page",
-        choices=("none", "metrics", "docs", "all"),
-    )  # fmt: skip
-    allowed_hosts: str | None = option(
-        None, SERVER, "hosts, separated by commas, whose pages may call the server from a browser (CORS), and names "
-        "under which a server without a key on a loopback address answers; *: any",
-    )  # fmt: skip
-    max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
-    max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
-    max_queued_requests: int = option(
-        8192, SERVER, "most requests that wait for their first token; further ones get HTTP 503", minimum=1,
-        maximum=2**20,
-    )  # fmt: skip
-    max_queued_requests_per_key: int = option(
-        2048, SERVER, "the same for each key of --api-key-file; further ones get HTTP 429", minimum=1, maximum=2**20
-    )
-    response_store_size: int = option(
-        64 * 2**20, SERVER, "most bytes of answers of /v1/responses, with their requests, that are kept for an hour "
-        "for previous_response_id; 0: keep nothing", minimum=0, maximum=2**40,
-    )  # fmt: skip
-    allow_auto_truncate: bool = option(
-        False, SERVER, "cut a max_tokens above what the context leaves, in place of an HTTP 400; a prompt never is"
-    )
-    request_timeout: float | None = option(
-        None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
-    )
-    drain_timeout: float = option(
-        30.0, SERVER, "seconds that running requests have after SIGTERM before they are aborted", minimum=0,
-        maximum=86400,
-    )  # fmt: skip
-
-    watchdog_timeout: float = option(
-        300.0, SERVER,
-        "most seconds of one engine step, without compilation; a hung engine process is restarted, and one without "
-        "any sign of life after at most 20 s", minimum=0.1, maximum=86400,
-    )  # fmt: skip
-    disable_ui: bool = option(False, SERVER, "serve no page at /")
-    ui_show_texts: bool = option(
-        False,
-        SERVER,
-        "show the texts of all requests to everybody who opens the page's engine view, and in traces drafts from "
-        "earlier answers",
-    )
-
-    enable_metrics: bool = option(False, SERVER, "no effect: /metrics is always there")
-    log_requests: bool = option(False, SERVER, "log one line of JSON per request")
-    log_requests_level: int = option(
-        0, SERVER, "0: sizes and times; 1: also parameters; 2: also the beginning of texts; 3: also all texts",
-        minimum=0, maximum=3,
-    )  # fmt: skip
-    otlp_traces_endpoint: str | None = option(
-        None, SERVER, "address to which one OpenTelemetry span per request is sent (install draftwing[otel])"
-    )
-
-    sampling_defaults: str = option(
-        "model", REQUESTS,
-        "defaults of sampling fields that a request does not set: the model's (generation_config.json, the metadata of "
-        "a .gguf file, or the alias), or OpenAI's (temperature 1, no limits)", choices=("model", "openai"),
-    )  # fmt: skip
-    reasoning_parser: str | None = option(
-        None, REQUESTS, "how the model marks its reasoning; it then has a field of its own",
-        choices=(*REASONING_PARSERS, *HARMONY_PARSERS), common=True,
-    )  # fmt: skip
-    tool_call_parser: str | None = option(
-        None, REQUESTS, "how the model writes its tool calls", choices=(*TOOL_CALL_PARSERS, *HARMONY_PARSERS),
-        common=True,
-    )  # fmt: skip
-    logit_processor: str | None = option(
-        None, REQUESTS, "module:attribute of a logits processor that requests may name; several with commas"
-    )
-    constrained_json_whitespace_pattern: str | None = option(
-        None,
-        REQUESTS,
-        r"regular expression of the white space allowed between tokens of JSON (default: one blank, or one or two line "
-        r"ends and up to 20 blanks and tabs); '[ \t\n\r]*' is any",
-    )
-    constrained_json_disable_any_whitespace: bool = option(
-        False, REQUESTS, "allow no white space between tokens of JSON"
-    )
-
-    mem_fraction_static: float | None = option(
-        None, MEMORY,
-        "share of memory for weights and KV cache; without it most of a GPU's, on a CPU for the KV cache the smaller "
-        "of 2 GiB and a quarter of free memory", aliases=("mem_fraction",), minimum=0.01, maximum=0.99, common=True,
-    )  # fmt: skip
-    max_total_tokens: int | None = option(
-        None, MEMORY, "tokens in the KV cache, in place of a share of the memory", minimum=2
-    )
-    state_memory_fraction: float = option(
-        0.5, MEMORY,
-        "of a model with recurrent layers: share of the memory for the KV cache that their states take, two for each "
-        "running request and the others for cached prefixes", minimum=0.01, maximum=0.99,
-    )  # fmt: skip
-    max_running_requests: int | None = option(
-        None, MEMORY, "requests that run at once; others wait (default: CPU 64; CUDA 64 to 256, by its memory)",
-        minimum=1, maximum=65536, common=True,
-    )  # fmt: skip
-    chunked_prefill_size: int | None = option(
-        None, MEMORY,
-        "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
-        minimum=-1,
-    )  # fmt: skip
-    enable_mixed_chunk: bool = option(
-        False, MEMORY,
-        "run parts of prompts in the same forward as the requests that decode (default on CUDA with graphs)",
-    )  # fmt: skip
-    disable_mixed_chunk: bool = option(
-        False, MEMORY, "let parts of prompts and the requests that decode take turns; a start captures fewer graphs"
-    )
-    kv_cache_dtype: str = option(
-        "auto", MEMORY,
-        "type of keys and values; auto: the model's, and bfloat16 on a CPU with block-quantised weights; fp8_e4m3 "
-        "(CUDA) and int8 (CPU): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3", "int8"),
-    )  # fmt: skip
-    disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
-    disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
-    enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
-    num_threads: int | None = option(
-        None, MEMORY, "CPU threads of a forward pass (default: the cores that the process may use)", minimum=1
-    )
-    cpu_affinity: str | None = option(
-        None, MEMORY,
-        "processors such as 0-3,8 for the threads of a forward pass, one each: there they stay, however busy these are "
-        "(default: where the system puts them, and fewer threads while other programs keep processors busy)",
-    )  # fmt: skip
-
-    cuda_graph_max_bs: int | None = option(
-        None, CUDA,
-        "largest batch that decodes from CUDA graphs; a smaller one starts faster (default: 32 to 128, by the device's "
-        "memory)", aliases=("cuda_graph_max_bs_decode",), minimum=1, maximum=65536,
-    )  # fmt: skip
-    disable_cuda_graph: bool = option(False, CUDA, "launch every kernel of every step, without graphs")
-    enable_torch_compile: bool = option(False, CUDA, "run small batches of target and draft with torch.compile")
-    torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
-    enable_deterministic_inference: bool = option(
-        False, CUDA, "make a request's text independent of the other requests of a batch and of speculation"
-    )
-
-    speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
-        None,
-        SPECULATION,
-        "what drafts tokens; two together: EAGLE3+NGRAM; module:Class: your own; none: no speculation (default: for an "
-        "alias the first of its heads, else NEXTN where the checkpoint has prediction layers, else none)",
-        aliases=("speculative_algo",),
-        metavar=_ALGORITHMS,
-        common=True,
-    )
-    speculative_draft_model_path: str | None = option(
-        None, SPECULATION,
-        "draft model or head, given like --model (default: the head of an alias; EAGLE and NEXTN: the model's own "
-        "prediction layers)", aliases=("speculative_draft_model", "model_draft", "hf_repo_draft"),
-        short=("-md", "-hfd"), common=True,
-    )  # fmt: skip
-    speculative_draft_model_revision: str | None = option(
-        None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
-    )
-    speculative_token_map: str | None = option(
-        None, SPECULATION,
-        "tokens that EAGLE and NEXTN may draft (FR-Spec): a .pt, JSON or text list, org/repo/file of the hub, a count: "
-        "so many, the first of the vocabulary, or all (default: the head's list, else all; on a CPU 32768 of more than "
-        "100000)",
-    )  # fmt: skip
-    speculative_aux_layer_ids: str = option(
-        "auto", SPECULATION,
-        "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
-        choices=AUX_LAYER_IDS,
-    )  # fmt: skip
-    speculative_lm_head_quantization: str = option(
-        "auto", SPECULATION,
-        "GPU: type of a copy of the lm_head, the target's or a head's own, that drafts of few rows multiply with: int8 "
-        "(a scale for each row), w4a16 (4 bits in groups of 128; the lm_head computes the best 16 logits again); "
-        "none: no copy; auto: w4a16 of a large one where there is room", choices=("auto", "none", "int8", "w4a16"),
-    )  # fmt: skip
-    speculative_num_steps: int | None = option(
-        None, SPECULATION,
-        f"depth of the draft tree; NGRAM: draft tokens - 1 (default: the head's, else {CHAIN.depth}, on Llama "
-        f"{LLAMA_TREE.depth})",
-        minimum=STEPS[0], maximum=STEPS[1], common=True,
-    )  # fmt: skip
-    speculative_eagle_topk: int | None = option(
-        None, SPECULATION,
-        f"branches of the draft tree; NGRAM: max bfs breadth (default: the head's, else {CHAIN.topk}, on Llama "
-        f"{LLAMA_TREE.topk})",
-        minimum=TOPK[0], maximum=TOPK[1], common=True,
-    )  # fmt: skip
-    speculative_num_draft_tokens: int | None = option(
-        None, SPECULATION,
-        f"most tokens verified in a step; the root is one of them (default: the head's, else {CHAIN.nodes}, on Llama "
-        f"{LLAMA_TREE.nodes}; NGRAM: {MATCHES.nodes})", minimum=NODES[0], maximum=NODES[1], common=True,
-    )  # fmt: skip
-    speculative_fixed_shape: bool = option(
-        False, SPECULATION,
-        "draft the whole tree at every step (default: smaller trees, or nothing, where that is faster)",
-    )  # fmt: skip
-    speculative_explain: bool = option(
-        False, SPECULATION,
-        "log every ten seconds what is drafted and why: the cost and the gain of drafts (also in /server_info)",
-    )  # fmt: skip
-    speculative_memory: str | None = option(
-        None, SPECULATION,
-        "file that keeps the answers NGRAM and SUFFIX draft from, by client, for the next start (default: they are "
-        "forgotten)", metavar="FILE",
-    )  # fmt: skip
-    speculative_ngram_min_match_window_size: int = option(
-        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
-    )
-    speculative_ngram_max_match_window_size: int = option(
-        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=MAX_CONFIDENCE
-    )
-    speculative_ngram_min_bfs_breadth: int = option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
-    speculative_ngram_max_bfs_breadth: int = option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
-    speculative_ngram_branch_length: int = option(
-        18, SPECULATION, "most tokens of one remembered continuation", aliases=("speculative_ngram_max_trie_depth",),
-        minimum=1, maximum=256,
-    )  # fmt: skip
-    speculative_ngram_capacity: int = option(
-        10_000_000, SPECULATION, "tokens that the shared memory keeps", minimum=1024, maximum=2**31 - 1
-    )
-
-    speculative_suffix_max_depth: int = option(
-        24, SPECULATION, "most last tokens that SUFFIX matches", minimum=1, maximum=32
-    )
-    speculative_suffix_min_prob: float = option(
-        0.005, SPECULATION, "least estimated probability of what SUFFIX proposes", minimum=0.0001, maximum=1
-    )
-    speculative_suffix_capacity: int = option(
-        1_000_000, SPECULATION, "tokens of prompts and answers that SUFFIX remembers", minimum=1024, maximum=2**28
-    )
-
-    simulate_accept_length: float | None = option(
-        None, SPECULATION,
-        "for timing: accept drafts at random, with the largest tree this many tokens per step on average, the target's "
-        "own included; the text is worthless, and every output says so", minimum=1,
-    )  # fmt: skip
-
-    learn: str | None = option(
-        None, LEARNING,
-        "folder that keeps token ids of prompts and answers, for draft heads to be trained with, and these heads "
-        "(default: nothing is kept)", metavar="DIR",
-    )  # fmt: skip
-    learn_size: int = option(
-        256 * 2**20, LEARNING, "most bytes of prompts and answers; the oldest of the client that has most go first",
-        minimum=2**20, maximum=2**40,
-    )  # fmt: skip
-    learn_age: float = option(30.0, LEARNING, "days after which they go in any case", minimum=0.001, maximum=36500)
-    learn_while_idle: bool = option(
-        False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
-        "stands still while requests run, and swap it for a better one"
-    )  # fmt: skip
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:
@@ -393,7 +56,7 @@ class Options:
         """
         names, found = names_of(cls), kinds(cls)
         values: dict[str, Any] = {}
-        for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
+        for key, value in take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
             name = names.get(key)
             if name is None:
                 said = instead(key, names)
@@ -416,7 +79,31 @@ class Options:
         the files of the model (`models.heads.own_layers`). The tree of a head is left to `for_engine`.
         """
         check_fields(self)
-        return resolve.resolved(self)
+        check_device(self.device)
+        for one, other in OPPOSITES:
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(f"{one} and {other} exclude each other; give one of them")
+        if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must be a path such as /llm; found {self.root_path!r}")
+        if self.processors and self.tp_size > 1:
+            raise ConfigError(f"cpu_affinity and tp_size {self.tp_size} exclude each other; leave one of them out")
+        if self.learn_while_idle and self.learn is None:
+            raise ConfigError("learn_while_idle needs learn, the folder of what is learnt from")
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
+        parsers = {"reasoning_parser": self.reasoning_parser, "tool_call_parser": self.tool_call_parser}
+        if len({name in HARMONY_PARSERS for name in parsers.values() if name is not None}) > 1:
+            found = ", ".join(f"{key} = {name!r}" for key, name in parsers.items())
+            raise ConfigError(
+                f"gpt-oss writes reasoning and calls in one format; found {found}: give both or one of them"
+            )
+        fraction = self.mem_fraction_static
+        if self.max_total_tokens is not None and fraction is not None:
+            logger.warning("--max-total-tokens sets the size of the KV cache; --mem-fraction-static has no effect")
+            fraction = None
+        seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
+        options = dataclasses.replace(self, mem_fraction_static=fraction, random_seed=seed)
+        return _speculation(options)
 
     def for_engine(self, defaults: Defaults, architecture: str = "", carried: TreeShape | None = None) -> Options:
         """Returns resolved options with all that depends on the device and the models: sizes, overlap, a head's tree.
@@ -424,7 +111,18 @@ class Options:
         defaults: of the device.  carried: the tree that the head's config asks for; without one it is the default for
         targets of this architecture. A second call changes nothing. Raises ConfigError.
         """
-        return resolve.for_engine(self, defaults, architecture, carried)
+        rows = self.max_running_requests or defaults.max_running_requests
+        if defaults.graph_size:
+            sizes: dict[str, Any] = {"cuda_graph_max_bs": min(self.cuda_graph_max_bs or defaults.graph_size, rows)}
+        else:
+            sizes = _without_effect(self, IDLE_WITHOUT_CUDA, "without CUDA")
+        sizes["max_running_requests"] = rows
+        sizes["chunked_prefill_size"] = self.chunked_prefill_size or defaults.chunked_prefill_size
+        overlap = (self.enable_overlap or defaults.overlap) and not self.disable_overlap_schedule
+        mixed = self.enable_mixed_chunk or (defaults.mixed and not self.disable_cuda_graph)
+        mixed = mixed and not self.disable_mixed_chunk
+        options = dataclasses.replace(self, enable_overlap=overlap, enable_mixed_chunk=mixed, **sizes)
+        return _with_tree(options, options.drafter_spec, architecture, carried)
 
     @property
     def deterministic(self) -> bool:
@@ -494,3 +192,134 @@ class Options:
             return PLAIN
         assert steps is not None and topk is not None and nodes is not None, "options are not resolved"
         return TreeShape(steps, topk, nodes)
+
+
+def _without_effect(options: Options, names: Collection[str], where: str) -> dict[str, Any]:
+    """Defaults in place of options of these names that have others, which one line says."""
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(options) if spec.name in names}
+    idle = {name: default for name, default in defaults.items() if getattr(options, name) != default}
+    if idle:
+        logger.warning("%s, %s has no effect", where, ", ".join(map(flag, idle)))
+    return idle
+
+
+# ---- who drafts ------------------------------------------------------------------------------------------------------
+
+
+def _speculation(options: Options) -> Options:
+    """Adds to an algorithm the head that comes with the model where that drafts, and what follows from them."""
+    given, draft, tokens = options.speculative_algorithm, options.speculative_draft_model_path, None
+    drafter = _default(options) if given is None else find_drafter(given)
+    if drafter is None:
+        return options
+    if draft is None:
+        head = shipped_head(options.model, drafter)
+        draft = None if head is None else str(head)
+        published = published_head(options.model, drafter)
+        if published is not None:
+            draft, commit = published
+            revision = options.speculative_draft_model_revision or commit
+            options = dataclasses.replace(options, speculative_draft_model_revision=revision)
+    _check_draft_model(drafter, draft)
+    if draft is not None and TOKEN_MAP in drafter.options:
+        tokens = token_map_in(Path(draft).expanduser())
+    if options.speculative_token_map is None and tokens is not None:
+        options = dataclasses.replace(options, speculative_token_map=str(tokens))
+    options = dataclasses.replace(
+        options,
+        speculative_algorithm=given if isinstance(given, type) else drafter.name,
+        speculative_draft_model_path=draft,
+        **_without_effect(options, _unread(options, drafter, draft), f"with --speculative-algorithm {drafter.name}"),
+    )
+    if not drafter.heads:
+        return _with_tree(options, drafter)
+    if options.speculative_num_steps and options.speculative_eagle_topk:  # else it depends on head and target
+        grown_shape(_given(options), drafter.tree)
+    _check_simulation(options, drafter)
+    return options
+
+
+def _default(options: Options) -> DrafterSpec | None:
+    """Returns who drafts if nothing is asked for; None where the model's files say that (`models.heads.own_layers`).
+    Nobody for random weights: what a head has learnt of the true ones says nothing of them."""
+    if options.dummy or options.speculative_draft_model_path is not None:
+        return NO_DRAFTER
+    if shipped_head(options.model, DEFAULT) is not None:
+        return DEFAULT
+    if options.model not in ALIASES:
+        return None
+    return next(map(head_drafter, ALIASES[options.model].heads), NO_DRAFTER)
+
+
+def _check_draft_model(drafter: DrafterSpec, draft: str | None) -> None:
+    if draft is not None and not drafter.draft_model:
+        able = ", ".join(spec.name for spec in DRAFTERS if spec.draft_model)
+        raise ConfigError(
+            f"speculative_draft_model_path needs a speculative_algorithm that drafts with a model ({able}); found "
+            f"{drafter.name!r}"
+        )
+    if draft is None and drafter.draft_model == "required":
+        raise ConfigError(
+            f"speculative_algorithm {drafter.name} needs speculative_draft_model_path, the model that drafts"
+        )
+
+
+def _unread(options: Options, drafter: DrafterSpec, draft: str | None) -> set[str]:
+    """Returns the options of speculation that this drafter does not read."""
+    used = {"speculative_algorithm", DRAFT_MODEL, *drafter.options}
+    if drafter.build is not None:
+        used |= {*TREE, "speculative_fixed_shape", "speculative_explain"}
+    if draft is not None:
+        used.add("speculative_draft_model_revision")
+    return {spec.name for spec in dataclasses.fields(options) if spec.name.startswith("speculative_")} - used
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+def _with_tree(
+    options: Options, drafter: DrafterSpec, architecture: str = "", carried: TreeShape | None = None
+) -> Options:
+    """Returns options with the numbers of a tree, and whether every step has it."""
+    if drafter.build is not None:
+        given, llama = _given(options), drafter.llama_tree if architecture == "LlamaForCausalLM" else None
+        if drafter.parts:
+            _breadth(options)  # its check
+        if drafter.matched:
+            default = drafter.tree
+            if "speculative_ngram_max_bfs_breadth" in drafter.options:
+                default = default._replace(topk=_breadth(options))
+            shape = matched_shape(given, default)
+        else:
+            shape = grown_shape(given, carried or llama or drafter.tree)
+        found: dict[str, Any] = dict(zip(TREE, shape, strict=False))
+        options = dataclasses.replace(options, **found)
+    _check_simulation(options, drafter)
+    return options
+
+
+def _given(options: Options) -> Given:
+    return options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
+
+
+def _breadth(options: Options) -> int:
+    for part in ("match_window_size", "bfs_breadth"):
+        low = getattr(options, f"speculative_ngram_min_{part}")
+        high = getattr(options, f"speculative_ngram_max_{part}")
+        if low > high:
+            raise ConfigError(
+                f"speculative_ngram_min_{part} must be at most speculative_ngram_max_{part}; found {low} and {high}"
+            )
+    return options.speculative_ngram_max_bfs_breadth
+
+
+def _check_simulation(options: Options, drafter: DrafterSpec) -> None:
+    length, steps = options.simulate_accept_length, options.speculative_num_steps
+    if length is None:
+        return
+    if drafter.build is None:
+        raise ConfigError("simulate_accept_length needs a speculative_algorithm, whose drafts it accepts")
+    if steps is not None and length > steps + 1:
+        raise ConfigError(
+            f"simulate_accept_length must be at most speculative_num_steps + 1, which is {steps + 1}; found {length:g}"
+        )

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from draftwing.config.options import Options
-from draftwing.core import PREDICTED, TreeShape
+from draftwing.config.trees import PREDICTED, TreeShape
 from draftwing.errors import TOO_LONG, ContextError, RequestError
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, SpecLimits, Terms
 
@@ -41,7 +41,7 @@ class EngineInfo:
     processors: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_rate: float = 0.0
-    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
+    capability: Mapping[str, Any] = field(default_factory=dict)  # as of `engine.startup.models`
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
 
     @property

@@ -7,36 +7,42 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from draftwing.config.options import Options
-from draftwing.config.trees import carried_shape
-from draftwing.core import LOOKUP_ALONE, PLAIN
+from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape, carried_shape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.graphs.prefill import AT_ONCE
-from draftwing.engine.precision import Precision, pick_precision
+from draftwing.engine.graphs import Key
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
-from draftwing.engine.startup.capture import capture
-from draftwing.engine.startup.checks import capability, check_draft_files, check_target, in_words
+from draftwing.engine.startup.before_torch import Laps
 from draftwing.engine.startup.compiler_process import Compiler, Job, precompile
 from draftwing.engine.startup.cost_file import CostFile, cost_file
-from draftwing.engine.startup.drafter import check_draft_tokenizer, draft_path_of, log_drafter, make_drafter, token_map
-from draftwing.engine.startup.exactness import keeps_bits
 from draftwing.engine.startup.executor import Made, make_executor
-from draftwing.engine.startup.laps import Laps
-from draftwing.engine.startup.measure_costs import experts_at_random, measure_graphs, measure_steps
+from draftwing.engine.startup.measure_costs import BUSY, delays, experts_at_random, measure_graphs, measure_steps, since
 from draftwing.engine.startup.memory import log_forecast, rows_of
-from draftwing.engine.startup.quiet import BUSY, delays, since
-from draftwing.engine.startup.warm_up import lengths_to_try, try_length, try_prompts, warm_up
-from draftwing.engine.startup.weights import load_with_progress
+from draftwing.engine.startup.models import (
+    Precision,
+    capability,
+    check_draft_files,
+    check_draft_tokenizer,
+    check_target,
+    draft_path_of,
+    in_words,
+    load_with_progress,
+    log_drafter,
+    make_drafter,
+    pick_precision,
+    token_map,
+)
+from draftwing.engine.startup.warm_up import capture, keeps_bits, lengths_to_try, try_length, try_prompts, warm_up
+from draftwing.engine.target import AT_ONCE
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVPool, check_int8
+from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.folder import bytes_of
@@ -44,11 +50,10 @@ from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
-from draftwing.sched.config import Mixes, SchedulerConfig
+from draftwing.sched.policy.choice import Mixes
 from draftwing.sched.policy.cost import StepCost
-from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy
-from draftwing.sched.policy.tree_policy import TreePolicy
-from draftwing.sched.scheduler import Scheduler
+from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy, TreePolicy
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.state_slots import StateSizes
 from draftwing.spec.drafter import Drafter
 from draftwing.text.tokenizer import Tokenizer
@@ -66,14 +71,10 @@ class Parts:
     options: Options
     executor: Executor
     sched: Scheduler
-    model: DecoderModel
-    dtype: torch.dtype
     context_length: int
-    pool_tokens: int
-    pool: KVPool
     costs: StepCost | None = None  # of steps, where the engine chooses by them
     cost_file: CostFile | None = None
-    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.checks`
+    capability: Mapping[str, Any] = field(default_factory=dict)  # as of `engine.startup.models`
     lengths: list[int] = field(default_factory=list)  # of prompts that the start has left for `run_later`
 
     @property
@@ -97,9 +98,9 @@ class Parts:
             if costs.stepwise:
                 sizes = {(shape, batch) for shape, batch, _, _ in costs.points()}
                 keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
-                measure_graphs(executor, self.pool, costs, keys, until)
+                measure_graphs(executor, costs, keys, until)
             else:
-                measure_steps(executor, self.pool, costs, until, batches)
+                measure_steps(executor, costs, until, batches)
         executor.run_on_all_ranks(Executor.flush)
 
     def chain_seconds(self) -> list[float]:
@@ -280,7 +281,7 @@ def assemble(
     precision: Precision,
     device: Device,
     drafter: Drafter | None,
-    policy: ShapePolicy,
+    policy: FixedShape | TreePolicy,
     file: CostFile | None = None,
     broadcast: RankBroadcast = SINGLE_RANK,
     before: Callable[[str], object] = lambda stage: None,
@@ -288,8 +289,6 @@ def assemble(
     """Returns the engine of options `for_engine` around a loaded model. file: where costs of steps are kept.
     broadcast: tells the other ranks, which have made their executors, too.  before: is called before each of
     `compiler_process.STAGES`."""
-    chunk = options.chunked_prefill_size
-    assert chunk, "it has a value on every device"
     lap = Laps()
 
     def begin(stage: str) -> None:
@@ -299,9 +298,8 @@ def assemble(
     begin("memory")
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     lap("memory, KV pool and tables")
-    executor, pool, context, pool_tokens, _, graph_size, states = made
-    rows = rows_of(options, states)
-    options = replace(options, max_running_requests=rows)  # what a server says of itself
+    executor = made.executor
+    options = replace(options, max_running_requests=rows_of(options, made.states))  # what a server says of itself
     executor.broadcast = broadcast
     executor.on_result = None if broadcast.digest is None else broadcast.digest.add
     if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
@@ -311,49 +309,95 @@ def assemble(
         )
     chooses, mixes = isinstance(policy, TreePolicy), mixes_of(options, executor)
     # How long parts of prompts beside rows are follows from what steps cost, which those that have some do not show.
-    needed = chooses or mixes is not None
-    costs = StepCost(policy.menu, graph_size > 0) if needed else None
-    kept = file.read(policy.menu, costs.stepwise) if costs is not None and file is not None else None
-    known = costs is None or (file is not None and file.settled)
-    lengths: list[int] = []
+    costs = Costs.load(policy.menu, bool(executor.graphs.sizes), file) if chooses or mixes is not None else None
     begin("graphs")
     started, waited = time.monotonic(), delays()
-    if graph_size:
-        believed = kept if kept is not None and kept.complete and file is not None and file.quiet else None
-        capture(executor, pool, policy.menu, None if known else costs, believed, options.enable_torch_compile)
-        lap("graphs")
-        if not options.drafter_spec.own:
-            begin("prompts")
-            short, lengths = lengths_to_try(executor, chunk if chunk > 0 else pool_tokens)
-            try_prompts(executor, policy.menu, short)
-            lap("first prompts")
-    elif not options.drafter_spec.own:  # a user's drafter sees requests alone
-        warm_up(executor, pool, policy.menu, None if known else costs)
-    if costs is not None and isinstance(policy, TreePolicy | FixedShape):
-        if not known and file is not None:
-            quiet = sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
-            kept = file.compared(costs, kept, quiet)
-        policy.cost = costs = kept or costs
+    lengths = _first_steps(options, executor, policy.menu, costs, begin, lap)
+    if costs is not None:
+        policy.cost = costs.compared(
+            lambda: sum(since(waited)) < BUSY * (time.monotonic() - started) and device.active_threads == 1
+        )
     sched = Scheduler(_scheduler_config(options, made, drafter, policy, mixes), policy, made.spans)
-    return Parts(
-        options, executor, sched, model, precision.dtype, context, pool_tokens, pool, costs if chooses else None, file,
-        lengths=lengths,
-    )  # fmt: skip
+    return Parts(options, executor, sched, made.context, policy.cost if chooses else None, file, lengths=lengths)
+
+
+class Costs(NamedTuple):
+    """What a start knows of the costs of steps. measured: by itself, nothing so far.  stored_costs: by starts before.
+    costs_settled: whether these need not be measured again."""
+
+    measured: StepCost
+    stored_costs: StepCost | None = None
+    costs_settled: bool = False
+    file: CostFile | None = None
+
+    @classmethod
+    def load(cls, menu: Sequence[TreeShape], stepwise: bool, file: CostFile | None) -> Costs:
+        """Returns what is stored. stepwise: as of `StepCost`."""
+        measured = StepCost(menu, stepwise)
+        if file is None:
+            return cls(measured)
+        stored_costs = file.read(menu, stepwise)
+        return cls(measured, stored_costs, file.settled, file)
+
+    @property
+    def to_measure(self) -> StepCost | None:
+        """Returns what is to be filled, None where it need not be."""
+        return None if self.costs_settled else self.measured
+
+    @property
+    def trusted_costs(self) -> StepCost | None:
+        """Returns stored costs of which it is enough that a few are measured and agree."""
+        trusted = self.file is not None and self.file.quiet
+        return self.stored_costs if trusted and self.stored_costs is not None and self.stored_costs.complete else None
+
+    def compared(self, is_quiet: Callable[[], bool]) -> StepCost:
+        """Returns what is believed of what was stored and measured, and keeps it. is_quiet: whether the machine had
+        nothing else to do meanwhile."""
+        if self.file is not None and not self.costs_settled:
+            return self.file.compared(self.measured, self.stored_costs, is_quiet())
+        return self.measured if self.stored_costs is None else self.stored_costs
+
+
+def _first_steps(
+    options: Options, executor: Executor, menu: Sequence[TreeShape], costs: Costs | None,
+    begin: Callable[[str], None], lap: Laps,
+) -> list[int]:  # fmt: skip
+    """Captures graphs, or runs steps where there are none, and measures them. Returns lengths of prompts that are left
+    to be tried when nothing runs. A user's drafter sees requests alone."""
+    to_measure = None if costs is None else costs.to_measure
+    if not executor.graphs.sizes:
+        if not options.drafter_spec.own:
+            warm_up(executor, menu, to_measure)
+        return []
+    capture(executor, menu, to_measure, costs and costs.trusted_costs, options.enable_torch_compile)
+    lap("graphs")
+    if options.drafter_spec.own:
+        return []
+    begin("prompts")
+    short, lengths = lengths_to_try(executor, _chunk_of(options, executor))
+    try_prompts(executor, menu, short)
+    lap("first prompts")
+    return lengths
+
+
+def _chunk_of(options: Options, executor: Executor) -> int:
+    """Returns the most tokens of a prefill."""
+    assert options.chunked_prefill_size, "it has a value on every device"
+    return options.chunked_prefill_size if options.chunked_prefill_size > 0 else executor.attn.pool.slots
 
 
 def _scheduler_config(
     options: Options, made: Made, drafter: Drafter | None, policy: ShapePolicy, mixes: Mixes | None
 ) -> SchedulerConfig:
     """Returns what the scheduler needs to know of the host's half. options: with the requests that may run."""
-    executor, chunk, rows = made.executor, options.chunked_prefill_size, options.max_running_requests
-    assert chunk and rows, "they have a value on every device"
-    ops, prefills = executor.device.ops, executor.prefills
+    executor, ops, prefills = made.executor, made.executor.device.ops, made.executor.prefills
+    assert options.max_running_requests, "it has a value on every device"
     config = SchedulerConfig(
-        slots=made.pool_tokens,
-        max_rows=rows,
+        slots=executor.attn.pool.slots,
+        max_rows=options.max_running_requests,
         max_span=max(made.spans.values()),
         vocab=executor.model.config.vocab_size,
-        chunk_tokens=chunk if chunk > 0 else made.pool_tokens,
+        chunk_tokens=_chunk_of(options, executor),
         radix=not options.disable_radix_cache,
         ahead=SLOTS_AHEAD,
         draws_alike=not ops.draws_by_row,

@@ -1,26 +1,70 @@
 """The last stage of a step: sample, accept, advance the rows, let the drafter extend or keep what it will need, and
-pack the result."""
+pack the result.
+
+`Simulation` is acceptance of a chosen length in place of the real one, to measure what a step costs without weights
+that agree: only the target's samples are altered, so that the walk of `TreeOps.commit` takes as many drafts as it
+should. The text is worthless, and everything that is reported of such a run says so."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from draftwing.core import TOKEN, Plan
-from draftwing.engine.batches import Batches, DraftBatch
 from draftwing.engine.devices.base import Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.request_features import Logprobs, RequestFeatures, SampleInputs
 from draftwing.engine.row_table import RowTable, Upload
-from draftwing.engine.step_state import Pending, TreeStep, Verified
+from draftwing.engine.step_state import Batches, DraftBatch, Pending, TreeStep, Verified
+from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import Batch
-from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Edits, Rescoring, SamplingGroups
+from draftwing.ops.attention.batch import Batch
+from draftwing.ops.table import TorchOps
+from draftwing.ops.tree.spec import FRACTION_BITS
+from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Draft, Edits, Rescoring, SamplingGroups, Tree
 from draftwing.spec.drafter import Drafter, SeenTokens
-from draftwing.spec.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """mean: tokens that a step commits on average with trees of `depth` levels, the target's own included. Each level's
+    draft is accepted with the same chance where that of the level before was, so trees that are less deep bring less.
+    vocab: the target's. topk: siblings of a level, of which one may be accepted."""
+
+    mean: float
+    depth: int
+    vocab: int
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean <= self.depth + 1:
+            raise ConfigError(f"simulate_accept_length must be from 1 to {self.depth + 1}, found {self.mean}")
+
+    @cached_property
+    def chance(self) -> int:
+        """Returns a draft's chance, out of 2^FRACTION_BITS: the largest with 1 + p + p^2 + ... + p^depth <= mean."""
+        low, high, one = 0, (1 << FRACTION_BITS) + 1, 1 << FRACTION_BITS
+        while high - low > 1:
+            middle = (low + high) // 2
+            length = sum((middle / one) ** level for level in range(self.depth + 1))
+            low, high = (middle, high) if length <= self.mean else (low, middle)
+        return low
+
+    @property
+    def share(self) -> float:
+        """Returns the share of drafts that are accepted where their parent is."""
+        return self.chance / (1 << FRACTION_BITS) / self.topk
+
+    def __call__(self, ops: TorchOps, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor) -> Tensor:
+        """The samples to give to `TorchOps.commit`: target [B, N] -> [B, N]; rows, kv_len [B], which the choice depends
+        on."""
+        if tree.path.shape[2] == 1:  # there are no drafts
+            return target
+        return ops.simulate(draft, tree, target, rows, kv_len, self.chance, self.vocab)
 
 
 class CommitStage:

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftChunk, DraftDeferral, DraftExtend, IntArray, TreeShape
+from draftwing.config.trees import TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftChunk, DraftDeferral, DraftExtend, IntArray
 from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
-from draftwing.kv.zeros import zeros_as_written
-from draftwing.ops.attention import Batch, spans_of
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.kv.pool import zeros_as_written
+from draftwing.ops.attention.batch import Batch, spans_of
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter, SeenTokens
 

@@ -1,7 +1,6 @@
 """The engine as its users see it: submit requests, turn the loop, take outputs.
 
-Everything but `step` may be called from any thread; `step` belongs to one thread.
-"""
+Everything but `step` may be called from any thread; `step` belongs to one thread."""
 
 from __future__ import annotations
 
@@ -9,11 +8,12 @@ import json
 import logging
 import random
 import secrets
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -27,22 +27,19 @@ from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import CAPTURE_SHARE
-from draftwing.engine.heartbeat import Heartbeat
+from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.input_queue import InputQueue
-from draftwing.engine.loaded_heads import take_head
 from draftwing.engine.lookup_memory import LookupMemory
-from draftwing.engine.loop import Loop
-from draftwing.engine.page_table_check import PageTableCheck
+from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
-from draftwing.grammar import GrammarCompiler
-from draftwing.kv.row_states import state_bytes
+from draftwing.grammar.compiler import GrammarCompiler
+from draftwing.kv.pool import state_bytes
+from draftwing.machine import process_memory
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.models.library import stored_as
-from draftwing.process_memory import process_memory
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -51,9 +48,8 @@ from draftwing.sched.explain import Explainer
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
 from draftwing.spec.drafter import PastText
-from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer, bad_word_ids
 
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
@@ -62,8 +58,54 @@ ENDED = 128  # requests that end for each step
 # batch size and tree some 0.07 s, a long prompt up to 0.2, once how fast memory is read up to 0.5 (docs/dev/start.md).
 # Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
 # benchmarks/sim/captures.py.
+# Without a request, after which one thing is done that the start has left, for which a request has to wait: graphs of a
+# batch size and tree some 0.07 s, a long prompt up to 0.2, once how fast memory is read up to 0.5 (docs/dev/start.md).
+# Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
+# benchmarks/sim/captures.py.
 IDLE_SECONDS = 0.2
 _PROCESSOR = "custom_logit_processor"  # the field that names one
+
+
+class Heartbeat:
+    """Counts what the engine has done. One thread turns the engine, any thread may ask."""
+
+    def __init__(self) -> None:
+        self._done = 0  # steps, and compilations within them
+        self._stepping = self._compiling = False
+
+    @property
+    def now(self) -> int | None:
+        """Returns a number that changes while the engine gets on. None: nothing has to happen, or a compiler runs,
+        which may take any time."""
+        return self._done if self._stepping and not self._compiling else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Notes when a step begins and ends, around which it is entered."""
+        self._compiling = False  # whatever became of a compiler that failed
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+            self._done += 1
+
+    def watch_compilers(self) -> None:
+        """Sees from now on when Triton or torch.compile begins and ends, where either was imported."""
+        triton, dynamo = sys.modules.get("triton"), sys.modules.get("torch._dynamo.callback")
+        if triton is not None and hasattr(triton, "knobs"):
+            triton.knobs.runtime.jit_cache_hook = self._begin
+            triton.knobs.runtime.jit_post_compile_hook = self._end
+        if dynamo is not None:
+            dynamo.callback_handler.register_start_callback(self._begin)
+            dynamo.callback_handler.register_end_callback(self._end)
+
+    def _begin(self, *args: Any, **more: Any) -> None:
+        self._compiling = True
+
+    def _end(self, *args: Any, **more: Any) -> None:
+        self._compiling = False
+        self._done += 1
 
 
 class CacheNamespaces:
@@ -127,8 +169,8 @@ class Engine:
             made.callback(parts.executor.close)
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
-            stop = stop_ids(path, parts.model.config, tokenizer.stop_ids)
-            self._start(tokenizer, parts, stop, defaults, stored_as(path, parts.model.config))
+            stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
+            self._start(tokenizer, parts, stop, defaults, stored_as(path, parts.executor.model.config))
             if memory is not None:
                 self._remember(memory)
             made.pop_all()
@@ -142,21 +184,21 @@ class Engine:
         stored: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.parts = parts
+        self.parts, model = parts, parts.executor.model
         self._processors = load_processors(self.options.logit_processors)
-        self.grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
+        self.grammars = GrammarCompiler.of(self.options, tokenizer, model.config.vocab_size, stop)
         self.info = EngineInfo(
             options=self.options,
-            architecture=parts.model.config.architecture,
+            architecture=model.config.architecture,
             context_length=parts.context_length,
-            vocab_size=parts.model.config.vocab_size,
-            hidden_size=parts.model.config.hidden_size,
+            vocab_size=model.config.vocab_size,
+            hidden_size=model.config.hidden_size,
             stop_ids=frozenset(stop),
-            max_total_tokens=parts.pool_tokens,
+            max_total_tokens=parts.sched.config.slots,
             max_banned=BAN_IDS,
-            dtype=str(parts.dtype).removeprefix("torch."),
+            dtype=str(model.dtype).removeprefix("torch."),
             device=parts.executor.device.kind,
-            weight_bytes=parts.model.weight_bytes(),
+            weight_bytes=model.weight_bytes(),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
             capability=parts.capability,
@@ -298,7 +340,7 @@ class Engine:
 
     def _memory_stats(self) -> dict[str, int]:
         """Of this process, and in it of what takes most; on a GPU these are beside it."""
-        pool = sum(kv.nbytes for kv in self.parts.pool.kv)
+        pool = sum(kv.nbytes for kv in self.parts.executor.attn.pool.kv)
         return {**process_memory(), "pool": pool, "recordings": self.parts.executor.recorded_bytes}
 
     def _state_stats(self) -> dict[str, Any]:
@@ -306,7 +348,7 @@ class Engine:
         slots = self.parts.sched.kv.states
         if slots is None:
             return {}
-        each = state_bytes(self.parts.pool.layers, self.parts.dtype)
+        each = state_bytes(self.parts.executor.attn.pool.layers, self.parts.executor.model.dtype)
         return {**slots.stats(), "snapshot_bytes": slots.kept * each}
 
     def idle(self) -> bool:
@@ -382,7 +424,7 @@ class Engine:
         if not self._next_head:
             return
         number, folder = self._next_head.pop()
-        self.parts.executor.run_on_all_ranks(take_head, number)
+        self.parts.executor.run_on_all_ranks(Executor.take_head, number)
         self.parts.sched.choice.policy.forget()
         log.info("drafts come from %s now", "the first head" if folder is None else f"the head in {folder}")
 
@@ -412,9 +454,9 @@ class Engine:
 
     def _admissible(self, request: GenerationRequest) -> Req:
         request = self.info.admit(request)
-        terms = request.terms
+        request = request._replace(bad_word_ids=bad_word_ids(self.tokenizer, request))
+        terms, params = request.terms, request.params
         assert terms is not None
-        params = request.params
         return Req(
             request,
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
@@ -424,7 +466,6 @@ class Engine:
             draft_salt=self._namespaces.of_drafts(request, self.options.ui_show_texts),
             scanner=StopStringScanner.of(self.tokenizer, params, request.together, self._searches),
             deadline=self.info.deadline(request.arrived),
-            bad_word_ids=bad_word_ids(self.tokenizer, request),
             grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,
             processor=self._processor(params),
         )

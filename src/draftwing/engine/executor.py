@@ -4,7 +4,7 @@ launch: let the drafter catch up, upload, draft, target forward.  commit: what `
 Everything in between is device state indexed by row; the host learns of it from the packed result.
 
 A tree step has three stages, each a function of the rows and of the stage before: `draft` (propose, the target's
-batch), `verify` (the target's forward), `commit`. On CUDA they are captured as graphs, see `engine/graphs/cuda.py`.
+batch), `verify` (the target's forward), `commit`. On CUDA they are captured as graphs, see `engine/graphs.py`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from draftwing.core import NO_DEFERRAL, NOBODY, PLAIN, DraftDeferral, DraftExtend, IntArray, Plan, StepResult, TreeShape
-from draftwing.engine.batches import Batches, DraftBatch
-from draftwing.engine.commit import CommitStage
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import NO_DEFERRAL, NOBODY, DraftDeferral, DraftExtend, IntArray, Plan, StepResult
+from draftwing.engine.commit import CommitStage, Simulation
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
-from draftwing.engine.graphs.cpu_tape import RecordedStages
-from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes, first_sizes, graph_keys
-from draftwing.engine.loaded_heads import LoadedHeads
-from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
+from draftwing.engine.graphs import GraphCache, Key, RecordedStages, batch_sizes, first_sizes, graph_keys
+from draftwing.engine.rank_broadcast import SINGLE_RANK, LoadedHeads, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.step_state import InFlight, Pending, TreeStep, Verified, fetch_drafts
+from draftwing.engine.step_state import Batches, DraftBatch, InFlight, Pending, TreeStep, Verified, fetch_drafts
 from draftwing.engine.target import TargetForward
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttnBackend
-from draftwing.ops.drafts import forget, new_calibration, roots_alone
+from draftwing.ops.assign.spec import forget, new_calibration, roots_alone
+from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, DraftEdits, SamplingGroups
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep, PastText
-from draftwing.spec.simulate import Simulation
 
 log = logging.getLogger("draftwing")
 T = TypeVar("T")
@@ -128,8 +125,8 @@ class Executor:
         self._features.admit(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, (started, begun), mine)
-        if plan.beside is not None:
-            return self._launch_mixed(plan, plan.beside, (started, begun), mine, *others)
+        if plan.mixed_prefill is not None:
+            return self._launch_mixed(plan, plan.mixed_prefill, (started, begun), mine, *others)
         step = self._tree_step(plan, mine)
         marks = started, self._show(plan, begun)
         drafted, verified = self._forward(step, self.run_stage)
@@ -140,10 +137,10 @@ class Executor:
     @in_inference_mode
     def commit(self, pending: Pending) -> InFlight:
         first = self._commit(pending)
-        if pending.beside is None:
+        if pending.mixed_prefill is None:
             return first
         mark = self.device.mark()  # its seconds in the forward are those of the first, too
-        return first._replace(beside=self._commit(pending.beside._replace(started=(mark, mark))))
+        return first._replace(mixed_prefill=self._commit(pending.mixed_prefill._replace(started=(mark, mark))))
 
     def _commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
@@ -181,6 +178,10 @@ class Executor:
     def set_rows(self, rows: IntArray, size: int) -> None:
         """Sets the rows that replays of graphs run, of so many; the others are the dummy."""
         self.graphs.set_rows(rows, size)
+
+    def take_head(self, number: int) -> None:
+        """Does as `LoadedHeads.take`."""
+        self.heads.take(number)
 
     def flush(self) -> None:
         """Lets the drafter forget what it has learnt."""
@@ -439,19 +440,19 @@ class Executor:
     # -- both in one forward ----------------------------------------------------------------------------------------
 
     def _launch_mixed(
-        self, plan: Plan, beside: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
+        self, plan: Plan, prefill: Plan, marks: tuple[Any, Any], guidance: Guides | None, other: Guides | None = None
     ) -> Pending:
-        """beside: `Plan.beside`.  marks: as `Pending.started`.  other: the host's part in `beside`."""
-        assert beside.catch_up is None and not beside.admits, "they come with the plan in front"
+        """prefill: `Plan.mixed_prefill`.  marks: as `Pending.started`.  other: the host's part in it."""
+        assert prefill.catch_up is None and not prefill.admits, "they come with the plan in front"
         step = self._tree_step(plan, guidance)
         marks = marks[0], self._show(plan, marks[1])
-        prompts = self._upload_prefill(beside, marks, other)
+        prompts = self._upload_prefill(prefill, marks, other)
         marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self._draft, step)
-        provisional = step.key is not None and self.target.is_left(step.key, beside.chunks)
+        provisional = step.key is not None and self.target.is_left(step.key, prefill.chunks)
         of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
-            drafts=self._traced(plan, step, drafted), beside=prompts._replace(verified=of_prompts),
+            drafts=self._traced(plan, step, drafted), mixed_prefill=prompts._replace(verified=of_prompts),
             provisional=provisional,
         )  # fmt: skip

@@ -1,5 +1,9 @@
 """The only loop. With overlap step N is launched before the result of step N-1 is looked at, so host work
-hides under device work. Without it the same lines look at each result at once."""
+hides under device work. Without it the same lines look at each result at once.
+
+`PageTableCheck` compares the page table on the device with the scheduler's copy of it, a row now and then. The host
+permutes `Req.slots` as the device permutes the row, and frees by its copy. A kernel that did otherwise would give a
+request's KV to others, and every count of slots would still be right."""
 
 from __future__ import annotations
 
@@ -8,19 +12,75 @@ import time
 from collections import deque
 from collections.abc import Callable
 from heapq import nlargest
+from typing import NamedTuple
 
-from draftwing.core import Plan, StepResult
+import numpy as np
+import torch
+
+from draftwing.core import IntArray, Plan, StepResult
+from draftwing.engine.devices.base import Download
 from draftwing.engine.executor import Executor
+from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import InFlight
+from draftwing.errors import DraftwingError
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.scheduler import Scheduler
 
+EVERY = 4096  # steps between two comparisons: a copy of one row, of 8 bytes a token
 # Share of what a step is expected to take after which the next one is planned, where it can be launched in the rest. A
 # smaller share has requests that come meanwhile wait for a step more, a larger one leaves less for wrong expectations.
 # Swept in docs/dev/mixed_steps.md.
 PLANNED_AT = 0.8
 RECENT = 32  # turns, of which the second slowest says how long it takes to plan and launch a step
 BLOCKED = 2e-4  # seconds: a result was waited for that takes longer to look at
+
+
+class _Copy(NamedTuple):
+    """What a row was to be, and the device's own on its way to the host."""
+
+    uid: str
+    slots: IntArray
+    download: Download
+
+
+class PageTableCheck:
+    """Starts a copy of a row's committed entries after a step, and compares it after the next one."""
+
+    def __init__(self, sched: Scheduler, table: RowTable, every: int = EVERY) -> None:
+        """every: steps between two comparisons."""
+        self._sched, self._table, self._every = sched, table, every
+        self._steps = 0
+        self._copy: _Copy | None = None
+
+    def look(self) -> None:
+        """Takes note of a step that was launched, and whose predecessor was committed. Raises DraftwingError where the
+        device has other slots than the scheduler."""
+        if self._copy is not None:
+            self._compare(self._copy)
+            self._copy = None
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._copy = self._begin()
+
+    @torch.inference_mode()  # as the executor's steps, whose buffers it shares
+    def _begin(self) -> _Copy | None:
+        kv = self._sched.kv
+        # Entries below the committed length are the same in the step in flight; others may be on their way.
+        known = [req for row, req in kv.by_row.items() if req.kv > 0 and not kv.changes(row)]
+        if not known:
+            return None
+        req = known[self._steps // self._every % len(known)]
+        entries = self._table.page_table[req.row, : req.kv].unsqueeze(0).long()
+        return _Copy(req.request.uid, req.slots[: req.kv].copy(), self._table.device.download(entries))
+
+    def _compare(self, copy: _Copy) -> None:
+        found = copy.download.wait()[0]
+        if not np.array_equal(found, copy.slots):
+            at = int(np.argmax(found != copy.slots))
+            raise DraftwingError(
+                f"the page table of request {copy.uid} differs from the scheduler's: expected slot {copy.slots[at]} at "
+                f"position {at}, found {found[at]}"
+            )
 
 
 class Loop:

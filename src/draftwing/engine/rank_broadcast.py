@@ -1,9 +1,9 @@
-"""What rank 0 sends the other ranks of a step, and how they run it with the same executor.
+"""What rank 0 sends the other ranks of a step, and what every rank keeps beside its steps.
 
 Rank 0 has the host's side: scheduler, grammars, costs. Whatever it has its executor do, it has all executors do: a
 call goes out to everybody and is then made here. Of requests only numbers go out. Where the host takes part in a step
-(`Guidance`), its answers follow in the order in which the executor asks, which is the same on every rank.
-"""
+(`Guidance`), its answers follow in the order in which the executor asks, which is the same on every rank. Draft heads
+are loaded on every rank beside the steps (`LoadedHeads`), until one takes the place of the head that serves."""
 
 from __future__ import annotations
 
@@ -13,24 +13,57 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan, StepResult
+from draftwing.engine.devices.base import Device
+from draftwing.errors import ConfigError
+from draftwing.models.heads.base import FeatureHead
 from draftwing.requests.request import GenerationRequest
 from draftwing.sched.guidance import BoolArray, Guides, Masks
-
-if TYPE_CHECKING:
-    from draftwing.engine.executor import Executor
-    from draftwing.engine.loaded_heads import LoadedHeads
-    from draftwing.engine.step_state import InFlight
+from draftwing.spec.drafter import Drafter
 
 Send = Callable[[Any], None]
 Receive = Callable[[], Any]
 T = TypeVar("T")
 COMPARED_EVERY = 64  # steps whose results ranks have seen
+
+
+class LoadedHeads:
+    """Of one rank, by number. `load` and `drop` belong to one thread, which may be another than that of the steps."""
+
+    def __init__(self, drafter: Drafter | None, device: Device, calibration: Sequence[Tensor]) -> None:
+        """calibration: how often drafts were right, of the serving head; now the first guesses."""
+        self._drafter, self._device, self._calibration = drafter, device, calibration
+        self._guesses = [counts.clone() for counts in calibration]
+        self._heads: dict[int, FeatureHead] = {}
+
+    def load(self, number: int, folder: Path | None) -> None:
+        """Loads a head for `take`, and changes nothing that is served; see `Drafter.read_head`."""
+        if self._drafter is None:
+            raise ConfigError("nothing is drafted, so no head can be replaced")
+        head = self._drafter.read_head(folder)
+        self._device.synchronize()  # the streams of the thread of the steps know nothing of this one's
+        self._heads[number] = head
+
+    def drop(self, number: int) -> None:
+        """Forgets a head that will not be taken, where it is there."""
+        self._heads.pop(number, None)
+
+    @torch.inference_mode()
+    def take(self, number: int) -> None:
+        """Drafts with this head's values from the next step on; how often drafts were right is learnt anew. Heads that
+        were loaded before it are forgotten."""
+        assert self._drafter is not None
+        self._drafter.take_head(self._heads[number])
+        for counts, guesses in zip(self._calibration, self._guesses, strict=True):
+            counts.copy_(guesses)
+        for loaded in [one for one in list(self._heads) if one <= number]:
+            self.drop(loaded)
 
 
 class RankBroadcast:
@@ -113,18 +146,18 @@ class RemoteBroadcast(RankBroadcast, ABC):
 
 def numbers_of(plan: Plan) -> Plan:
     """Returns the plan without what of a request is no number, which no device needs."""
-    admits = tuple(map(_numbers_of, plan.admits))
-    assert plan.beside is None or not plan.beside.admits, "they come with the first part"
-    return replace(plan, admits=admits) if admits else plan
+    assert plan.mixed_prefill is None or not plan.mixed_prefill.admits, "they come with the first part"
 
+    def numbers(admit: Admission) -> Admission:
+        asked = admit.request
+        params = asked.params.replace(stop=(), stop_regex=(), bad_words=(), grammar=None, logits_processor=None)
+        request = GenerationRequest(
+            "", asked.prompt_ids, params, limits=asked.limits, prediction=asked.prediction, thinking=asked.thinking,
+            bad_word_ids=asked.bad_word_ids,
+        )  # fmt: skip
+        return admit._replace(request=request)
 
-def _numbers_of(admit: Admission) -> Admission:
-    asked = admit.request
-    params = asked.params.replace(stop=(), stop_regex=(), bad_words=(), grammar=None, logits_processor=None)
-    request = GenerationRequest(
-        "", asked.prompt_ids, params, limits=asked.limits, prediction=asked.prediction, thinking=asked.thinking
-    )
-    return admit._replace(request=request)
+    return replace(plan, admits=tuple(map(numbers, plan.admits))) if plan.admits else plan
 
 
 class SharedGuidance:
@@ -173,45 +206,3 @@ class ReceivedGuidance:
 
     def process(self, row: int, logits: Any) -> None:
         logits.copy_(torch.from_numpy(self._receive()))
-
-
-class Follower:
-    """A rank from 1 on: runs what rank 0 sends."""
-
-    def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
-        """answer: sends rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
-        self.executor, self._receive, self._answer = executor, receive, answer
-        self._flying: InFlight | None = None
-        self._digest = Digest()
-        executor.on_result = self._digest.add
-
-    def obey(self) -> None:
-        """Waits for one message and does what it says."""
-        function, args = self._receive()
-        if function is Digest:
-            self._land()
-            assert self._answer is not None
-            self._answer(self._digest.now)
-            return
-        if function is not None:
-            function(self.executor, *args)
-            return
-        plan, processed = args
-        guidance = [None if one is None else ReceivedGuidance(one, self._receive) for one in processed]
-        flying = self.executor.commit(self.executor.launch(plan, *guidance))
-        self._land()
-        self._flying = flying
-
-    def _land(self) -> None:
-        if self._flying is not None:
-            for part in self._flying.parts:
-                self.on_result(part)
-            self._flying = None
-            while self._digest.due:
-                known = self._digest.due.popleft()
-                if self._answer is not None:
-                    self._answer(known)
-
-    def on_result(self, flying: InFlight) -> None:
-        """Drops a step's result, which is nobody's here, but what it came in is used again."""
-        flying.wait()

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import FORBIDDEN, NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, TokenLogprobs, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import FORBIDDEN, NOT_FINITE, TOKEN, IntArray, Plan, TokenLogprobs
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Calibration, Draft, DraftEdits, Edits
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
-from draftwing.sampling.budgets import BudgetTable
-from draftwing.sampling.edits import EditTable, Nodes
+from draftwing.sampling.edits import BudgetTable, EditTable, Nodes
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack, width
 from draftwing.sched.guidance import Guides, Masks
 from draftwing.spec.drafter import Drafter
-from draftwing.spec.limits import limit
-from draftwing.spec.prediction import PredictedOutput
+from draftwing.spec.prediction import PredictedOutput, limit
 
 _UNLIMITED = np.iinfo(np.int32).max
 
@@ -75,7 +74,7 @@ class RequestFeatures:
             request = admit.request
             self._limits[admit.row] = request.limits or _UNLIMITED
             if admit.edited or self.edits.is_edited(admit.row):  # by an earlier request
-                self.edits.write(admit.row, request.params, admit.prompt_len, admit.bad_word_ids)
+                self.edits.write(admit.row, request.params, admit.prompt_len, request.bad_word_ids or ())
             if request.thinking is not None:
                 self.budgets.write(admit.row, request.thinking, admit.prompt_len)
             if request.prediction:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.devices.base import Device
-from draftwing.kv.row_states import RowStates
+from draftwing.kv.pool import RowStates
 from draftwing.ops.types import RowTensors, SamplingGroups
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens

@@ -22,7 +22,7 @@ from draftwing.engine.admission import EngineInfo
 from draftwing.requests.request import GenerationRequest, speculation
 from draftwing.requests.stop_regex import Searches
 from draftwing.text.answer import Answer
-from draftwing.text.bad_words import bad_word_ids
+from draftwing.text.tokenizer import bad_word_ids
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine

@@ -13,16 +13,8 @@ from typing import Any
 import numpy as np
 
 from draftwing.config.drafters import NO_DRAFTER
-from draftwing.core import (
-    FEW_MARKS,
-    MARK_DEPTH,
-    MARK_SOURCE,
-    MARK_VERIFIED,
-    PLAIN,
-    SOURCES,
-    Plan,
-    StepResult,
-)
+from draftwing.config.trees import PLAIN, SOURCES
+from draftwing.core import FEW_MARKS, MARK_DEPTH, MARK_SOURCE, MARK_VERIFIED, Plan, StepResult
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")

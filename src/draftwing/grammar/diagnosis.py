@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
-from draftwing.grammar.references import moved, pointed
+from draftwing.grammar.merged import moved, pointed
 from draftwing.grammar.schemas import rewritten
 from draftwing.requests.grammar_field import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 from draftwing.requests.refusals import show

@@ -12,8 +12,7 @@ from typing import Any
 
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import check_values, checked_regex
-from draftwing.grammar.merged import check_merged
-from draftwing.grammar.references import as_uri, pointed, references
+from draftwing.grammar.merged import as_uri, check_merged, pointed, references
 from draftwing.requests.grammar_field import SCHEMA_DATA, SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 MAX_NAMES = 10_000  # that all `propertyNames` of a schema list together

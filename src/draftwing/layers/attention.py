@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
-from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.norm import RMSNorm
-from draftwing.layers.rope import rotate
-from draftwing.ops.attention import Attend, AttentionKind, HeadNorms, HeadShape
-from draftwing.ops.fp8_blocks import Fp8Rows
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.rope.spec import rotate
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -31,7 +32,9 @@ class AttentionConfig(MixerConfig):
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
-    matrix for keys, before their norm, and values.
+    matrix for keys, before their norm, and values.  interleaved: whether elements that are turned lie in pairs in a
+    checkpoint.  fused: whether it has one matrix for queries, keys and values.  scaled_queries: whether the rotary
+    embedding scales queries by their position, see `RopeConfig.query_beta`.
     """
 
     heads: int
@@ -50,6 +53,9 @@ class AttentionConfig(MixerConfig):
     whole_norms: bool = False
     v_norm: bool = False
     values_are_keys: bool = False
+    interleaved: bool = False
+    fused: bool = False
+    scaled_queries: bool = False
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -101,11 +107,13 @@ class AttentionConfig(MixerConfig):
         first = rank * self.kv_heads // size  # a key/value head may be on several ranks
         kv = Cut(0, Share(first * own.head_dim, kv_rows, self.kv_heads * own.head_dim))
         made = q_rows * (1 + self.gated)
-        parts: list[StoredMatrix | StoredVector] = [
-            StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), self._q_order(own, rank))
-        ]
-        if self.kv_from is None:
-            k_order = self._order(range(first, first + own.kv_heads), self.kv_heads)
+        q_order, k_order = self._q_order(own, rank), self._order(range(first, first + own.kv_heads), self.kv_heads)
+        parts: list[StoredMatrix | StoredVector] = []
+        if self.fused:
+            parts.append(self._stored_as_one((q, q_order), (kv.share, k_order)))
+        else:
+            parts.append(StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), q_order))
+        if self.kv_from is None and not self.fused:
             both = (("k_proj", k_order), ("v_proj", None))
             for i, (name, order) in enumerate(both[:1] if self.values_are_keys else both):
                 at = made + i * kv_rows
@@ -117,6 +125,16 @@ class AttentionConfig(MixerConfig):
         if self.qk_norm:
             parts += self._stored_norms(own, ranks)
         return parts
+
+    def _stored_as_one(self, queries: tuple[Share, Order | None], keys: tuple[Share, Order | None]) -> StoredMatrix:
+        """Returns the matrix of queries, keys and values. queries, keys: what this rank has of each, in which order."""
+        (q, _), (kv, _) = queries, keys
+        runs, at = [], 0
+        for share, order in (queries, keys, (kv, None)):
+            runs += [(at + start, rows) for start, rows in ([share[:2]] if order is None else order.runs)]
+            at += share.whole
+        order, rows = ordered(0, runs, at), q.size + 2 * kv.size
+        return StoredMatrix("self_attn.qkv_proj", "qkv", 0, rows, self.qkv_bias, Cut(0, Share(0, at, at)), order)
 
     def _stored_norms(self, own: AttentionConfig, ranks: Ranks) -> list[StoredVector]:
         """own: of this rank."""
@@ -135,9 +153,13 @@ class AttentionConfig(MixerConfig):
 
     def _order(self, heads: Iterable[int], count: int, every: int = 1) -> Order | None:
         """Of the rows of these of `count` heads, `every` of which lie beside each other; None where nothing moves."""
-        if 0 < self.rotary < self.head_dim:
-            half, rest = self.rotary // 2, (self.head_dim - self.rotary) // 2
-            runs = [(0, half), (self.rotary, rest), (half, half), (self.rotary + rest, rest)]
+        turned = self.rotary or self.head_dim
+        half, rest = turned // 2, (self.head_dim - turned) // 2
+        if self.interleaved:
+            first, second = ([(at, 1) for at in range(start, turned, 2)] for start in (0, 1))
+            runs = [*first, (turned, rest), *second, (turned + rest, rest)]
+        elif turned < self.head_dim:
+            runs = [(0, half), (turned, rest), (half, half), (turned + rest, rest)]
         elif every == 1:
             return None
         else:
@@ -192,6 +214,7 @@ class Attention(Mixer):
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._scalar = config.window, config.scalar
+        self.scaled_queries = config.scaled_queries
 
     @property
     def kind(self) -> AttentionKind:
@@ -227,7 +250,7 @@ class Attention(Mixer):
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
-        norms = self.head_norms()
+        norms, cos, sin = self.head_norms(), cos[:, :1], sin[:, :1]
         if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
@@ -258,7 +281,9 @@ class Attention(Mixer):
         for (norm, x), total in zip(both, sums.split(1, 1), strict=True):
             # Heads that several ranks have count as often in the sum as in what it is divided by.
             mean = total / (self._ranks.size * x.shape[1])
-            normed.append((x.float() / (mean + norm.eps).sqrt()).to(x.dtype) * norm.weight.to(x.dtype))
+            scaled, weight = x.float() / (mean + norm.eps).sqrt(), norm.weight
+            narrow = weight.dtype == x.dtype  # wide weights are multiplied before anything is rounded
+            normed.append(scaled.to(x.dtype) * weight if narrow else (scaled * weight).to(x.dtype))
         return self.ops.concat_columns(*normed, v)
 
     def head_norms(self) -> HeadNorms | None:
@@ -279,11 +304,13 @@ class Attention(Mixer):
         """qkv [M, heads + 2 * kv_heads, head_dim], or the queries alone of a layer that reads what another one wrote;
         may be overwritten -> [M, heads * head_dim]"""
         norms = self.head_norms()
-        if norms is None or attend.norms_heads:
+        if (norms is None or attend.norms_heads) and cos.shape[1] == 1:
             out = attend.fused(self.pool_layer, qkv, cos, sin, norms, self.kind)
             if out is not None:
                 return out
         q_norm, k_norm = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
+        if cos.shape[1] > 1:
+            return self._attend_scaled(qkv, cos, sin, attend)
         if self.reads_others:
             return attend.read(self.pool_layer, rotate(qkv if q_norm is None else q_norm(qkv), cos, sin), self.kind)
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
@@ -291,3 +318,10 @@ class Attention(Mixer):
             qk = torch.cat((q_norm(qk[:, : self.heads]), k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
         return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], self._normed_values(v), self.kind)
+
+    def _attend_scaled(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Attends as `_attend`, where queries are turned by other factors than keys: cos, sin [M, 2, head_dim]."""
+        assert self.q_norm is None and not self.reads_others
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        (k_cos, q_cos), (k_sin, q_sin) = cos.split(1, 1), sin.split(1, 1)
+        return attend(self.pool_layer, rotate(q, q_cos, q_sin), rotate(k, k_cos, k_sin), v, self.kind)

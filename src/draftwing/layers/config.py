@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import SlotSpec
+from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.mixer import MixerConfig
-from draftwing.ops.contracts import Routing
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.experts.routing import Routing
+from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import ALONE, Ranks
 
 
@@ -41,7 +48,7 @@ class ExpertConfig:
     """The experts of a layer whose MLP is a mixture of them.
 
     count: experts that there are.  routing: how a row chooses some of them.  ffn: width of one, of this rank.
-    router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`ExpertOps.clamped_swiglu`),
+    router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`LayerOps.clamped_swiglu`),
     0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
     float32.  beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  own:
@@ -100,10 +107,10 @@ class LayerConfig:
     """One decoder layer, with the sizes of this rank where a model is spread over several.
 
     mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
-    or beside it.  activation: of the MLP's gate.  out_norms: whether there are norms behind mixer and MLP, too, before
-    the residual stream is added.  per_layer: size of an embedding of the token that this layer alone reads
-    (`layers.embedding`), 0: there is none.  scaled: whether its output has a factor.  weight_format: of its matrices,
-    see `ModelConfig.spread`.
+    or beside it.  activation: of the MLP's gate.  in_norms, out_norms: whether there are norms before mixer and MLP,
+    and behind them, before the residual stream is added.  residual_scale: of what mixer and MLP give, before it is
+    added.  per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
+    none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
 
     hidden: int
@@ -113,7 +120,9 @@ class LayerConfig:
     mlp_bias: bool = False
     experts: ExpertConfig | None = None
     activation: Literal["silu", "gelu"] = "silu"
+    in_norms: bool = True
     out_norms: bool = False
+    residual_scale: float = 1.0
     per_layer: int = 0
     scaled: bool = False
     weight_format: WeightFormat = DENSE
@@ -156,3 +165,118 @@ class LayerConfig:
                 f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"
             )
         return replace(self, mixer=mixer, ffn=self.ffn // size, experts=experts, ranks=ranks)
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix of a checkpoint, which is some outputs of a `Linear`. Names are below the layer, and below the mixer."""
+
+    checkpoint: str
+    param: str
+    first: int  # output
+    rows: int
+    bias: bool
+    cut: Cut  # what of it this rank reads
+    order: Order | None = None  # of what is read, in place of a cut
+    of_heads: bool = False  # its format is `blocks_or_dense`
+
+
+class StoredVector(NamedTuple):
+    """Any other tensor of a checkpoint, which is a parameter. Names are below the layer, and below the mixer."""
+
+    checkpoint: str
+    param: str
+    rows: int
+    cut: Cut | None = None  # None: all of it
+    is_norm: bool = False  # `NormConfig.offset` is added
+    order: Order | None = None  # of what is read, in place of a cut
+    is_log: bool = False  # -exp of it is the parameter
+
+
+class Mixer(nn.Module):
+    """The part of a layer in which a token reads of those before it, by the injected `Attend`."""
+
+    # Whether prompts must come as the host's `Batch.chunks`, with no other batch in the forward, as for `Attend.state`.
+    # In the graphs of `PrefillGraphs`, and beside rows that decode, it is not so.
+    needs_chunks = True
+    before_attention = 1  # how many of `linears`
+    takes_fp8 = False  # whether `forward` takes activations in fp8, too
+    ops: LayerOps = PLAIN  # of the device, once packed
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        """x [M, in_size]; cos, sin [M, 1, head_dim] of the rotary embedding that the config names; residual [M, hidden]
+        is added -> [M, hidden]"""
+        raise NotImplementedError
+
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """Leaves in the pool what `forward` leaves there, for queries whose results nobody wants."""
+        self.forward(x, cos, sin, attend)
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device do what lies between its matrices as it does it best."""
+        self.ops = ops
+
+    def merge(self, ops: LayerOps) -> None:
+        """Makes matrices of the same input one where the device multiplies faster then; before they are packed."""
+
+    def linears(self) -> list[Linear]:
+        """Returns its matrices in the order of their calls; attention follows the first `before_attention`."""
+        raise NotImplementedError
+
+
+class Placement(NamedTuple):
+    """Where a mixer stands.
+
+    layer: whose mixer it is.  pool_layer: where it finds its entries, counted from the model's first.  dtype, device:
+    of its parameters.  in_size: of its input.
+    """
+
+    layer: LayerConfig
+    pool_layer: int
+    dtype: torch.dtype
+    device: torch.device
+    in_size: int
+
+    def linear(self, outputs: int, inputs: int = 0, bias: bool = False) -> Linear:
+        """Makes a matrix in the layer's format. inputs: 0: those of the mixer."""
+        return Linear(inputs or self.in_size, outputs, bias, self.dtype, self.device, self.layer.weight_format)
+
+    def out(self, inputs: int, bias: bool = False) -> Linear:
+        """Makes the last matrix, whose outputs are the layer's: sums over the ranks."""
+        return row_parallel(self.linear(self.layer.hidden, inputs, bias), self.layer.ranks)
+
+
+class MixerConfig(ABC):
+    """What a mixer is built from: a frozen dataclass, one for each kind of mixer.
+
+    rotates: which of `ModelConfig.ropes` turns its heads, and their size; None where positions turn nothing.  kv_from:
+    the layer whose entries in the pool it reads instead of writing its own, None: it has its own.
+    """
+
+    kv_from: int | None = None
+
+    @property
+    def rotates(self) -> tuple[int, int] | None:
+        return None
+
+    @abstractmethod
+    def keeps(self) -> SlotSpec | None:
+        """Returns what it keeps in the pool of each token, None: nothing."""
+
+    @abstractmethod
+    def weights(self, hidden: int) -> int:
+        """Returns the number of values in its matrices."""
+
+    @abstractmethod
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        """Returns which tensors of a checkpoint fill it on this rank; called of the config of the whole model."""
+
+    @abstractmethod
+    def build(self, place: Placement) -> Mixer:
+        """Makes the mixer, its weights not filled."""
+
+    def check(self) -> None:  # noqa: B027 (most have nothing to check)
+        """Raises CheckpointError for sizes that cannot be."""
+
+    def spread(self, ranks: Ranks) -> MixerConfig:
+        """Returns the sizes of one of several ranks. Raises ConfigError where it cannot be spread over so many."""
+        raise ConfigError(f"--tp-size {ranks.size}: the model has layers that cannot be spread; expected 1")

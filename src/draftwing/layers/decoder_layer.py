@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import LayerConfig, Placement
 from draftwing.layers.embedding import LayerEnd
 from draftwing.layers.experts import ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.layers.mixer import Placement
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.attention import Attend
-from draftwing.ops.contracts import LayerWeights, WholeLayers
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.ops.whole_layers.contract import LayerWeights, WholeLayers
 
 
 class DecoderLayer(nn.Module):
@@ -39,17 +38,18 @@ class DecoderLayer(nn.Module):
         what the mixer reads, 0: the hidden size.  norms_input: whether there is a norm before it."""
         super().__init__()
         norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
-        self.attn_norm = norm() if norms_input else None
+        self.attn_norm = norm() if norms_input and config.in_norms else None
         at = -1 if pool_layer is None else pool_layer
         self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
-        self.mlp_norm = norm()
+        self.mlp_norm = norm() if config.in_norms else None
         self.mlp_out_norm = norm() if config.out_norms else None
         beside = config.experts is not None and config.experts.beside
         self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
         self.beside = ExpertsBeside(config, dtype, device) if beside else None
         self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
-        self._wide_norms = config.norm.wide
+        self._wide_norms, self._scale = config.norm.wide, config.residual_scale
+        assert self._scale == 1 or (config.experts is None and not config.out_norms)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
         self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
@@ -81,14 +81,19 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
-        GELU, wide norms or four of them, with something behind its MLP, or a mixer that is no attention with keys and
-        values of its own, no gate and no norms but those of heads of queries and keys."""
+        GELU, wide norms or four of them, with a factor of what it adds, with something behind its MLP, or a mixer that
+        is no attention with keys and values of its own, no gate and no norms but those of heads of queries and
+        keys."""
         attention, mlp = self.mixer, self.mlp
-        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self.mlp_out_norm is not None:
+        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms:
             return None
-        if self.end is not None or getattr(attention, "v_norm", False):
+        if self.mlp_norm is None or self.mlp_out_norm is not None:
+            return None
+        if self.end is not None or self._scale != 1 or getattr(attention, "v_norm", False):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
+            return None
+        if attention.scaled_queries:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
@@ -131,6 +136,7 @@ class DecoderLayer(nn.Module):
         """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
         for it."""
         if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
+            assert self.mlp_norm is not None
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
             return self.mlp.under(norm, normed, x)
         x = self.mix(normed, x, cos, sin, attend)
@@ -139,10 +145,18 @@ class DecoderLayer(nn.Module):
     def _mix(self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
-            x, normed = self.mlp_norm.of_sum(x, out)
+            if self.mlp_norm is None:
+                x = normed = self._ops.add_scaled(x, out)
+            else:
+                x, normed = self.mlp_norm.of_sum(x, out)
             made = self.mlp(normed)
             return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
         quantises, norm = self._quantises[1], self.mlp_norm
+        assert norm is not None
+        if self._scale != 1:
+            out = self._ops.add_scaled(self.mixer(normed, cos, sin, attend), None, self._scale)
+            x, normed = norm.of_sum(x, out)
+            return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
         if self._ops.norm_adds_residual:
             out = self.mixer(normed, cos, sin, attend)
             x, normed = norm.quantised_sum(x, out) if quantises else norm.of_sum(x, out)
@@ -155,4 +169,6 @@ class DecoderLayer(nn.Module):
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:
     """Returns `LayerOps.whole_layers` of layers that all have weights for it, else None."""
     weights = [layer for layer in layers if layer is not None]
-    return ops.whole_layers(weights, kept) if len(weights) == len(layers) else None
+    if ops.whole_layers is None or len(weights) < len(layers):
+        return None
+    return ops.whole_layers(weights, kept)

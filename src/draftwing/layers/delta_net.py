@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
-from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
-from draftwing.ops.attention import Attend, DeltaInputs, DeltaWeights
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 

@@ -11,7 +11,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.mapped import MappedFormat
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.table import PLAIN, LayerOps
 
 
 class Embedding(nn.Module):

@@ -15,14 +15,14 @@ from draftwing.errors import ConfigError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.dense import Dense, as_dense
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.contracts import ExpertGemm, Gemm, MixtureWeights, Routed, WholeMixture
-from draftwing.ops.expert_rows import ExpertRows
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
+from draftwing.ops.experts.rows import ExpertRows
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.table import PLAIN, LayerOps
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ExpertMLP(nn.Module):
         self._ops: LayerOps = PLAIN
         self._exact = False
         self._routing = experts.routing
-        self.scatter: Tensor | None = None  # see `ExpertOps.route`
+        self.scatter: Tensor | None = None  # see `LayerOps.route`
         self._whole: WholeMixture | None = None  # all of it
 
     def merge(self, ops: LayerOps) -> None:
@@ -91,7 +91,7 @@ class ExpertMLP(nn.Module):
         """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        if gate_up and down and self._ranks.size == 1:
+        if ops.whole_mixture is not None and gate_up and down and self._ranks.size == 1:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
             scales = None if self.scale is None else self.scale.detach().float()
@@ -265,7 +265,7 @@ class ExpertLinear(Linear):
         self._ops, self._packed = ops, True
         mode, groups = mode or PackMode(), self.op.groups()
         if groups is not None:
-            gemm = self._gemm = ops.expert_gemm(groups, self.count)
+            gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(groups, self.count)
             if gemm is not None:
                 self.device_weight = gemm.weight
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
@@ -280,7 +280,7 @@ class ExpertLinear(Linear):
                 delattr(self, name)
             return
         weight = as_dense(self)
-        gemm = self._gemm = ops.expert_gemm(weight, self.count)
+        gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(weight, self.count)
         self.op, self.device_weight = Dense(self), None if gemm is None else gemm.weight
         if gemm is None and mode.deterministic and not ops.keeps_bits(weight):
             raise ConfigError(
@@ -304,7 +304,7 @@ class ExpertLinear(Linear):
 
     def gated(self, x: Tensor, routed: Routed, limit: float = 0.0) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features / 2] of the product, whose first half are gates:
-        silu(gate) times up, or, with a limit, `ExpertOps.clamped_swiglu`."""
+        silu(gate) times up, or, with a limit, `LayerOps.clamped_swiglu`."""
         out = None if self._gemm is None else self._gemm.gated(x, self.bias, routed, limit)
         if out is not None:
             return out

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
-from draftwing.layers.linear_ops.formats import blocks_or_dense
-from draftwing.layers.linear_ops.packed_blocks import sizes_of
-from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat, sizes_of
+from draftwing.layers.linear_ops.dense import blocks_or_dense
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.attention import Attend, AttentionKind, HeadShape
-from draftwing.ops.contracts import HeadProducts, Routed
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import AttentionKind, HeadShape
+from draftwing.ops.experts.routing import Routed
+from draftwing.ops.gemm.contract import HeadProducts
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -161,7 +162,8 @@ class HeadLinear(ExpertLinear):
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         blocks = None if self._packed else self.op.stored_rows(0, self.out_features)
         rows = None if blocks is None else [part for _, part in blocks]
-        products = None if self._packed else ops.head_products(rows or self.weight, self.count, self._dtype)
+        make = None if self._packed else ops.head_products
+        products = make and make(rows or self.weight, self.count, self._dtype)
         if products is None:
             super().pack(ops, mode)
             return

@@ -7,23 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
-from draftwing.layers.linear_ops.dense import pack_dense
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode, WeightFormat
+from draftwing.layers.linear_ops.dense import DENSE, pack_dense
 from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
 
 
-class Linear(nn.Module):
+class Linear(LinearBase):
     """y = x @ weight.T + bias (+ residual).
 
     The format registers the parameters that it stores (a dense one `weight` [out_features, in_features]); bias:
     [out_features] or None. `pack` replaces `op`, once, by what serves best, after which parameters may be gone.
     """
-
-    weight: nn.Parameter  # of a dense format, as long as it is there
 
     def __init__(
         self,
@@ -39,7 +36,8 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.op: LinearOp = weight_format.create(self, dtype, device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
-        self.joined: Callable[[LinearOp, LayerOps], LinearOp] | None = None  # what ranks make of the packed operation
+        # What ranks make of the packed operation.
+        self.wrap_packed: Callable[[LinearOp, LayerOps], LinearOp] | None = None
         self._ops = PLAIN
         self._packed = False
 
@@ -50,8 +48,8 @@ class Linear(nn.Module):
             self._ops, self._packed = ops, True
             mode = mode or PackMode()
             self.op = self.op.packed(ops, mode) or pack_dense(self, ops, mode)
-            if self.joined is not None:
-                self.op = self.joined(self.op, ops)
+            if self.wrap_packed is not None:
+                self.op = self.wrap_packed(self.op, ops)
 
     def append(self, other: Linear, ops: LayerOps) -> None:
         """Takes the outputs of another layer without biases, which `op.can_append`, behind its own; before either is
@@ -126,14 +124,14 @@ def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
     """Returns the layer, whose inputs are this rank's share, with outputs that are sums over the ranks once it is
     packed."""
     if ranks.size > 1:
-        linear.joined = lambda op, ops: RowParallel(op, ops, ranks)
+        linear.wrap_packed = lambda op, ops: RowParallel(op, ops, ranks)
     return linear
 
 
 def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
     """Returns the layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
     if ranks.size > 1:
-        linear.joined = lambda op, ops: VocabParallel(op, ops, ranks, whole)
+        linear.wrap_packed = lambda op, ops: VocabParallel(op, ops, ranks, whole)
     return linear
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear, row_parallel
-from draftwing.ops.fp8_blocks import Fp8Rows
+from draftwing.ops.fp8.spec import Fp8Rows
 
 
 class GatedMLP(nn.Module):

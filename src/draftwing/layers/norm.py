@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.table import PLAIN, LayerOps
 
 
 class RMSNorm(nn.Module):

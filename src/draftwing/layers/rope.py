@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.torch.layer_ops import rotate as rotate
+from draftwing.ops.rope.spec import rotate as rotate
+from draftwing.ops.table import LayerOps
 
 MAX_POSITIONS = 1 << 20  # angles up to this many radians are exact
 
@@ -29,11 +29,13 @@ class RopeConfig:
     llama3 scaling in this form.  beta_fast, beta_slow, truncate: of YaRN (`inverse_frequencies`).  attention_factor:
     what cosines and sines of elements that are turned are multiplied with.  dims: elements of a head that are turned,
     paired among themselves as `AttentionConfig.rotary` puts them; 0: all of them.  share: of pairs that are turned, of
-    a proportional one; the others are the last of the head's.
+    a proportional one; the others are the last of the head's.  long_divisors: of longrope (Ding et al. 2024, arXiv
+    2402.13753), in place of `divisors` where the context is longer than `original_max_positions`.  query_beta:
+    queries at position p are multiplied with 1 + query_beta * ln(1 + floor(p / original_max_positions)).
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "proportional", "longrope", "nope"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -45,11 +47,28 @@ class RopeConfig:
     attention_factor: float = 1.0
     dims: int = 0
     share: float = 1.0
+    long_divisors: tuple[float, ...] = ()
+    query_beta: float = 0.0
+
+    def for_context(self, positions: int) -> RopeConfig:
+        """Returns that of a context of so many positions."""
+        beyond = positions > self.original_max_positions
+        if self.kind == "longrope" and beyond:
+            return replace(self, divisors=self.long_divisors)
+        return self if beyond else replace(self, query_beta=0.0)
+
+
+NOPE = RopeConfig(kind="nope")  # of layers that turn nothing
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     """Returns the factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
+
+
+def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
+    """Returns the same for longrope."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + _log(factor) / _log(original_max_positions))
 
 
 def _log(x: float) -> float:
@@ -75,6 +94,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
     freq = 1 / np.array(powers, np.float32)  # [head_dim / 2]
     if config.kind in ("linear", "proportional"):
         freq = freq / np.float32(config.factor)
+    if config.kind == "nope":
+        freq[:] = 0
     if config.kind == "proportional":
         freq[int(config.share * head_dim // 2) :] = 0
     if config.kind == "llama3":
@@ -111,7 +132,8 @@ def rope_table(
     config: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """Returns [positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and
-    stored in `dtype`; the same bits on every machine. positions: at most `MAX_POSITIONS`."""
+    stored in `dtype`; the same bits on every machine. [positions, 4, head_dim] where some queries have other ones than
+    keys, which come first. positions: at most `MAX_POSITIONS`."""
     freq = inverse_frequencies(config, head_dim)
     place = np.arange(positions, dtype=np.float32)[:, None]
     blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
@@ -120,27 +142,34 @@ def rope_table(
         part[:, : (config.dims or head_dim) // 2] *= np.float32(config.attention_factor)  # others stay as they are
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
     table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
+    if config.query_beta:
+        turns = range((positions - 1) // config.original_max_positions + 1)
+        scales = np.array([1 + config.query_beta * _log(1 + turn) for turn in turns], np.float32)
+        scale = scales.repeat(config.original_max_positions)[:positions, None, None]
+        table = np.concatenate((table, table * scale), 1)
     return torch.from_numpy(table).to(device, dtype)
 
 
 class Rope(nn.Module):
     """The table of layers that turn heads of one size by one rotary embedding."""
 
-    table: Tensor  # [positions, 2, head_dim], in the model's dtype from the start
+    table: Tensor  # [positions, 2 or 4, head_dim], in the model's dtype from the start
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.head_dim = config, head_dim
         self.register_buffer("table", torch.empty(0, dtype=dtype), persistent=False)
 
-    def make(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the table; every position of a later call must be below `positions`."""
-        self.table = rope_table(self.config, self.head_dim, positions, dtype, device)
+    def make(self, positions: int, dtype: torch.dtype, device: torch.device, context: int = 0) -> None:
+        """Makes the table; every position of a later call must be below `positions`. context: that texts have at most,
+        0: so many positions."""
+        config = self.config.for_context(context or positions)
+        self.table = rope_table(config, self.head_dim, positions, dtype, device)
 
     def forward(self, positions: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """positions [M] int64 -> cos, sin [M, 1, head_dim]"""
+        """positions [M] int64 -> cos, sin [M, 1, head_dim], or [M, 2, head_dim], of keys and of queries"""
         assert self.table.numel(), "call set_max_positions first"
-        cos, sin = ops.take_rows(self.table, positions).unsqueeze(2).unbind(1)
+        cos, sin = ops.take_rows(self.table, positions).unflatten(1, (-1, 2)).unbind(2)
         return cos, sin
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

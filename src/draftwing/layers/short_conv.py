@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import StateSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
-from draftwing.layers.mixer import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention.attend import Attend
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 

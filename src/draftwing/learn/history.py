@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.files import load_json, lock_file, make_private, write_json, write_text
-from draftwing.learn.segments import PARTIAL, remove_folder, remove_partial, sync_folder
+from draftwing.files import (
+    PARTIAL,
+    load_json,
+    lock_file,
+    make_private,
+    remove_folder,
+    remove_partial,
+    sync_folder,
+    write_json,
+    write_text,
+)
 
 FACTS = "head.json"
 # For which whoever changes something is waited for: it may copy a large head, a gigabyte at 100 MB a second. A process

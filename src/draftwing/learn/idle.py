@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from resource import RLIM_INFINITY
 
-from draftwing.child_processes import import_environment
 from draftwing.files import make_private
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import RUN, TrafficStore
+from draftwing.machine import import_environment
 
 logger = logging.getLogger(__name__)
 _MODULE = "draftwing.learn.low_priority"

@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from draftwing.child_processes import end_with_parent
+from draftwing.machine import end_with_parent
 
 # In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
 _NO_MEMORY = (

@@ -7,10 +7,9 @@ fluent but wrong text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,18 +18,14 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE, FORMATS
-from draftwing.layers.rope import RopeConfig
-from draftwing.models import expert_fields
-from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
-from draftwing.models.gemma4 import gemma4_keys, gemma4_layers
-from draftwing.models.hybrids import QWEN_HYBRID, lfm2_keys, lfm2_layers, qwen_layers
-from draftwing.models.language_model import language_model
-from draftwing.models.latents import LATENT
-from draftwing.models.neutral import refuse_unread
-from draftwing.models.positions import WindowSwitch, context, ropes, rotary_dims, windows
+from draftwing.layers.linear_ops.dense import DENSE, FORMATS
+from draftwing.layers.rope import NOPE, RopeConfig
+from draftwing.models.families import FAMILIES, language_model
+from draftwing.models.families.unserved import nearest, unserved_part
+from draftwing.models.family import Family, layers_like
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread
+from draftwing.models.positions import context, ropes, rotary_dims, windows
 from draftwing.models.quantised.config import METHODS, Quantization
-from draftwing.models.unserved import nearest, unserved_part
 from draftwing.parallel.ranks import Ranks
 from draftwing.plugins import import_installed
 from draftwing.requests.refusals import show
@@ -41,10 +36,10 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     layers: of each its own spec, with the sizes of the whole model.  ropes: the rotary embeddings that their mixers
-    name.  norm: of layers, heads and the last one.  embed_scale: what embeddings are multiplied with.  soft_cap: logits
-    x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved in, None where it does
-    not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that are never drawn.
-    max_positions: the context length.
+    name.  norm: of layers, heads and the last one.  embed_scale, logit_scale: what embeddings and logits are multiplied
+    with.  soft_cap: logits x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved
+    in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that
+    are never drawn.  max_positions: the context length.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.
     """
@@ -57,6 +52,7 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     norm: NormConfig = NORM
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     soft_cap: float = 0.0
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
@@ -65,6 +61,10 @@ class ModelConfig:
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
 
     @property
     def num_layers(self) -> int:
@@ -115,9 +115,10 @@ class ModelConfig:
                 continue
             rope, head_dim = layer.mixer.rotates
             assert not isinstance(layer.mixer, AttentionConfig) or self.ropes[rope].dims == layer.mixer.rotary
-            divisors = len(self.ropes[rope].divisors)
-            if divisors and divisors != head_dim // 2:
-                raise CheckpointError(f"expected {head_dim // 2} rope frequency factors, found {divisors}")
+            pairs = (self.ropes[rope].dims or head_dim) // 2
+            for divisors in (self.ropes[rope].divisors, self.ropes[rope].long_divisors):
+                if divisors and len(divisors) != pairs:
+                    raise CheckpointError(f"expected {pairs} rope frequency factors, found {len(divisors)}")
         if any(token >= self.vocab_size for token in self.suppressed):
             raise CheckpointError(
                 f"suppress_tokens: expected ids below {self.vocab_size}, found {max(self.suppressed)}"
@@ -146,140 +147,9 @@ def pool_layers(layers: Sequence[LayerConfig]) -> list[int | None]:
     return found
 
 
-class Family(NamedTuple):
-    """What an architecture name implies. `True` / `False` for a bias is fixed, "key" reads `attention_bias`."""
-
-    model_type: str
-    qkv_bias: bool | Literal["key"] = "key"
-    o_bias: bool | Literal["key"] = "key"
-    qk_norm: bool | Literal["key", "whole"] = False  # "key": `use_qk_norm`, "whole": of whole projections
-    head_dim: int | None = None  # when the config has none; None: hidden_size / heads
-    sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
-    window_switch: WindowSwitch = ""
-    window_pattern: int = 0  # without `layer_types` one in so many layers has no window, 0: none of them
-    theta: float = 10000.0  # `rope_theta` when the config has none
-    eps: float = 1e-6  # `rms_norm_eps` when the config has none
-    bias: bool = False  # `attention_bias` when the config has none
-    scaled: bool = False  # whether a config without a rotary embedding means a scaled one, which is refused
-    local_theta: float | None = None  # the same of `rope_local_base_freq`; None: all layers have one rotary embedding
-    sinks: bool = False
-    wide_norms: bool = False
-    norm_offset: float = 0.0
-    out_norms: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
-    scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
-    attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key
-    tied: bool = False  # `tie_word_embeddings` when the config has none
-    experts: expert_fields.Kind = ""
-    # Where layers differ in more than windows: makes so many of the config and of what all have in common.
-    layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
-    soft_cap: bool = False  # whether it reads `final_logit_softcapping`
-    keys: Callable[[Fields], dict[str, Any]] | None = None  # what its config says in keys of others
-    gated: bool = False  # whether attention has gates
-    turns_parts: bool = False  # whether a part of each head may be turned
-    rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none
-    shared: bool = False  # whether experts have one more, for all rows, with a gate of its own
-
-
 # The group in which installed packages name the module that adds to `FAMILIES` or `FORMATS`: an entry point's name is
 # the architecture or the `quant_method`.
 ENTRY_POINTS = "draftwing.models"
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, sliding_window=4096),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, sliding_window=4096, window_switch="upper"),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, sliding_window=4096, window_switch="all", experts="qwen"),
-    "MixtralForCausalLM": Family(
-        "mixtral", qkv_bias=False, o_bias=False, sliding_window=0, theta=1e6, eps=1e-5, experts="mixtral"
-    ),
-    "GptOssForCausalLM": Family(
-        "gpt_oss",
-        head_dim=64,
-        sliding_window=128,
-        window_pattern=2,
-        theta=150000.0,
-        eps=1e-5,
-        bias=True,
-        scaled=True,
-        sinks=True,
-        wide_norms=True,
-        experts="gpt_oss",
-    ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        qk_norm=True,
-        head_dim=256,
-        sliding_window=4096,
-        window_pattern=6,
-        theta=1e6,
-        local_theta=1e4,
-        wide_norms=True,
-        norm_offset=1.0,
-        out_norms=True,
-        activation="gelu",
-        scaled_embeddings=True,
-        attention_scalar=256,
-        tied=True,
-    ),
-    "Gemma4ForCausalLM": Family(
-        "gemma4_text",
-        qk_norm=True,
-        head_dim=256,
-        theta=1e6,
-        local_theta=1e4,
-        wide_norms=True,
-        out_norms=True,
-        activation="gelu",
-        scaled_embeddings=True,
-        tied=True,
-        experts="gemma",
-        layers=gemma4_layers,
-        keys=gemma4_keys,
-        soft_cap=True,
-    ),
-    "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
-    "Qwen3_5ForCausalLM": Family("qwen3_5_text", **QWEN_HYBRID),
-    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", experts="qwen", shared=True, **QWEN_HYBRID),
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next", experts="qwen", shared=True, **QWEN_HYBRID | {"layers": partial(qwen_layers, by_key_head=True)}
-    ),
-    "Glm4MoeForCausalLM": Family(
-        "glm4_moe",
-        o_bias=False,
-        qk_norm="key",
-        eps=1e-5,
-        rotary=0.5,
-        experts="deepseek",
-        turns_parts=True,
-    ),
-    "DeepseekV2ForCausalLM": Family("deepseek_v2", **{**LATENT, "experts": "deepseek_v2"}),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", **LATENT),
-    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", **{**LATENT, "eps": 1e-5}),
-    "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2",
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm="whole",
-        head_dim=128,
-        theta=5e6,
-        experts="minimax",
-        keys=expert_fields.minimax_keys,
-        turns_parts=True,
-    ),
-    "Lfm2ForCausalLM": Family(
-        "lfm2",
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=True,
-        theta=1e6,
-        eps=1e-5,
-        tied=True,
-        layers=lfm2_layers,
-        keys=lfm2_keys,
-    ),
-}
 
 
 def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
@@ -300,21 +170,24 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts, family.query_scale)
     max_positions = context(rope, trained)
     norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
     rope = replace(rope, dims=attention.rotary)
+    attention = replace(attention, scaled_queries=rope.query_beta > 0)
     layer = LayerConfig(
         hidden,
         attention,
         ffn=fields.whole("intermediate_size", high=WIDEST),
         norm=norm,
-        mlp_bias=fields.flag("mlp_bias"),
-        experts=expert_fields.experts(fields, family.experts, family.shared, layers),
+        mlp_bias=fields.flag(family.mlp_bias),
+        experts=None if family.experts is None else family.experts(fields, layers),
         activation=family.activation,
+        in_norms=family.in_norms,
         out_norms=family.out_norms,
+        residual_scale=_multiplier(fields, family, "residual_multiplier"),
     )
-    dense = expert_fields.dense_layers(fields, family.experts, layers)
+    dense = () if family.dense_layers is None else family.dense_layers(fields, layers)
     if family.layers is not None:
         made = family.layers(fields, layer, layers)
         made = tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
@@ -322,7 +195,9 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         reach = windows(
             fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
         )
-        made = layers_like(layer, attention, layers, reach, local_rope is not None, dense)
+        nope = () if family.nope is None else family.nope(fields, reach or (0,) * layers)
+        made = layers_like(layer, attention, layers, reach, local_rope is not None, dense, nope)
+        local_rope = NOPE if nope else local_rope
     found = ModelConfig(
         architecture=name,
         hidden_size=hidden,
@@ -331,7 +206,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         layers=made,
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
-        embed_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
+        embed_scale=hidden**0.5 if family.scaled_embeddings else _multiplier(fields, family, "embedding_multiplier"),
+        logit_scale=1 / _multiplier(fields, family, "logits_scaling"),
         soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         dtype=_dtype(config),
@@ -339,47 +215,40 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         weight_format=weight_format,
         quantization=quantization,
     )
-    refuse_unread(fields, name, known_alone=head)
+    refuse_unread(fields, family.neutral, known_alone=head)
     return found
+
+
+def _multiplier(fields: Fields, family: Family, key: str) -> float:
+    return fields.number(key, 1e-3, 1e3, 1.0) if family.multipliers else 1.0
 
 
 def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
     """Returns attention without a window, with the sizes of the whole model. hidden: the model's size."""
     heads, scalar = fields.whole("num_attention_heads", high=WIDEST), family.attention_scalar
     head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
-    bias = fields.flag("attention_bias", family.bias)
+    usual = fields.flag("attention_bias", family.bias)  # families whose biases are fixed may have the key, too
+
+    def bias(said: bool | str) -> bool:
+        if isinstance(said, bool):
+            return said
+        return usual if said == "attention_bias" else fields.flag(said, family.bias and said == family.qkv_bias)
+
     return AttentionConfig(
         heads,
         kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
         head_dim=head_dim,
         sinks=family.sinks,
         scalar=fields.whole("query_pre_attn_scalar", default=scalar) if scalar else 0,
-        qkv_bias=bias if family.qkv_bias == "key" else bool(family.qkv_bias),
-        o_bias=bias if family.o_bias == "key" else bool(family.o_bias),
+        qkv_bias=bias(family.qkv_bias),
+        o_bias=bias(family.o_bias),
         qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
         gated=family.gated,
         rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
+        interleaved=family.rope_interleaved,
+        fused=family.fused_qkv,
     )
-
-
-def layers_like(
-    layer: LayerConfig,
-    attention: AttentionConfig,
-    count: int,
-    windows: Sequence[int] = (),
-    local_rope: bool = False,
-    dense: Collection[int] = (),
-) -> tuple[LayerConfig, ...]:
-    """Returns so many layers like one, with its attention, as families have them whose layers differ in little.
-
-    windows: of each layer, 0: none; empty where no layer has one.  local_rope: whether layers with a window are turned
-    by the second rotary embedding.  dense: which layers have an MLP in place of experts.
-    """
-    windows = windows or (0,) * count
-    of_window = {window: replace(attention, window=window, rope=int(local_rope and window > 0)) for window in windows}
-    made = [replace(layer, mixer=of_window[window]) for window in windows]
-    return tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
 
 
 def _family(config: Fields) -> tuple[str, Family]:
@@ -421,7 +290,7 @@ def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantizati
         import_installed(ENTRY_POINTS, method)
     if isinstance(method, str) and method in FORMATS:
         return FORMATS[method](quantization), None
-    known = {name: read for name, read in METHODS.items() if name != "mxfp4" or family.experts == "gpt_oss"}
+    known = {name: read for name, read in METHODS.items() if name != "mxfp4" or family.interleaved}
     if isinstance(method, str) and method in known:
         return DENSE, known[method](fields.inner("quantization_config"))
     raise CheckpointError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
+from draftwing.layers.config import Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
 from draftwing.layers.embedding import Embedding, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
@@ -21,14 +22,14 @@ from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
-from draftwing.layers.mixer import Mixer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
-from draftwing.models.quantised.kv_scales import KVScales
-from draftwing.ops.attention import Attend, HeadShape
-from draftwing.ops.contracts import WholeLayers
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.models.quantised.read import KVScales
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import HeadShape
+from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.ops.whole_layers.contract import WholeLayers
 from draftwing.parallel.ranks import ALONE, Ranks
 
 
@@ -97,11 +98,12 @@ class DecoderModel(nn.Module):
         """Returns whether some layer does, see `Mixer`."""
         return any(layer.mixer.needs_chunks for layer in self.layers if isinstance(layer, DecoderLayer))
 
-    def set_max_positions(self, positions: int) -> None:
-        """Makes the rotary tables; every position of a later `forward` must be below `positions`."""
+    def set_max_positions(self, positions: int, context: int = 0) -> None:
+        """Makes the rotary tables; every position of a later `forward` must be below `positions`. context: that texts
+        have at most, 0: so many positions."""
         device, ids = self.norm.weight.device, self.config.suppressed
         for rope in self.ropes:
-            cast(Rope, rope).make(positions, self.dtype, device)
+            cast(Rope, rope).make(positions, self.dtype, device, context)
         self._suppressed = torch.tensor(ids, device=device) if ids else None
 
     def forward(
@@ -194,13 +196,16 @@ class DecoderModel(nn.Module):
         return logits.masked_fill(never, torch.finfo(self.dtype).min)  # as in `logits`
 
     def _capped(self, logits: Tensor) -> Tensor:
-        cap = self.config.soft_cap
+        cap, scale = self.config.soft_cap, self.config.logit_scale
+        if scale != 1:
+            logits = self._ops.add_scaled(logits.view(-1, logits.shape[-1]), None, scale).view(logits.shape)
         return self._ops.soft_cap(logits, cap) if cap else logits
 
     @property
     def rescored_by(self) -> Tensor | None:
         """Returns the head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
-        return None if self.config.soft_cap or self.config.suppressed else self.lm_head.op.stored
+        config = self.config
+        return None if config.soft_cap or config.logit_scale != 1 or config.suppressed else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
         """Returns bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`,

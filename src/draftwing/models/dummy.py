@@ -16,11 +16,11 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.groups import Groups
 from draftwing.models.config import ModelConfig
+from draftwing.models.families import FAMILIES, language_model
 from draftwing.models.fields import Fields
-from draftwing.models.language_model import language_model
 from draftwing.models.quantised.config import Scheme
-from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX
-from draftwing.ops.types import MX_BLOCK, MXRows, QuantizedRows
+from draftwing.models.weight_map import MTP, MTP_LAYERS
+from draftwing.ops.gemm.stored import MX_BLOCK, MXRows, QuantizedRows
 
 SEED = 0
 HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a probability of 0.7 on average
@@ -194,8 +194,8 @@ def _block_weights(
 def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Names of as many multi-token prediction layers as the config says, by which they are told."""
     own = language_model(raw)
-    names = {*(own.get("architectures") or ())}
-    if own.get("mtp_num_hidden_layers") or names & {"Qwen3NextForCausalLM", *NEXTN_MODELS}:
-        return {f"{QWEN_MTP_PREFIX}fc.weight": torch.empty(1, device="meta")}
+    families = [FAMILIES[name] for name in own.get("architectures") or () if name in FAMILIES]
+    if own.get("mtp_num_hidden_layers") or any(family.one_predicts for family in families):
+        return {f"{MTP}fc.weight": torch.empty(1, device="meta")}
     layers = Fields(raw, f"draft model {path}").whole("num_nextn_predict_layers")
-    return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}
+    return {f"{MTP_LAYERS}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}

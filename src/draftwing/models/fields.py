@@ -1,9 +1,15 @@
 """Reads the values of a checkpoint's config, which may hold anything: each is checked, and an error says its key, what
-was expected and what was found."""
+was expected and what was found.
+
+What nobody reads is refused, for a key that is ignored would give fluent but wrong text; but for keys of a table,
+`neutral.toml`, with the values at which they change nothing.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,6 +95,14 @@ class Fields:
             raise self.unlike(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        """Returns a list of numbers from low to high."""
+        value = self.get(key)
+        every = value if isinstance(value, list) else []
+        if not every or not all(type(one) in (int, float) and low <= one <= high for one in every):
+            raise self.unlike(key, f"a list of numbers from {low:g} to {high:g}")
+        return tuple(map(float, every))
+
     def flag(self, key: str, default: bool = False) -> bool:
         """Returns whether a switch is on. A null where it is on by default is refused: others read it as off."""
         if default and self.has(key) and self.get(key) is None:
@@ -148,3 +162,58 @@ class Fields:
 
     def _named(self, key: str) -> str:
         return f"{self.where}: {self.inside}{self.prefix}{key}"
+
+
+# ---- keys that nobody reads ------------------------------------------------------------------------------------------
+
+Values = tuple[Any, ...] | None  # None: any
+
+_TABLES = tomllib.loads((Path(__file__).parent / "neutral.toml").read_text(encoding="utf8"))
+BOOKKEEPING, IN_ROPE = frozenset(_TABLES["bookkeeping"].split()), frozenset(_TABLES["in_rope"].split())
+TOOLS = tuple(_TABLES["tools"])
+EVERYWHERE: dict[str, Values] = {key: tuple(values) for key, values in _TABLES["everywhere"].items()}
+METADATA: dict[str, Values] = {
+    **dict.fromkeys(_TABLES["metadata_bookkeeping"].split()),
+    **{key: tuple(values) for key, values in _TABLES["metadata"].items()},
+}
+
+
+def refuse_unread_metadata(fields: Fields) -> None:
+    """Does what `refuse_unread` does with the metadata of a GGUF file."""
+    for key, value in fields.unread():
+        if key not in METADATA:
+            raise unknown(fields, fields.prefix + key, value, "take it out of the file")
+        if not _is_one(value, METADATA[key]):
+            raise fields.unsupported(key, value)
+
+
+def refuse_unread(fields: Fields, own: Mapping[str, Values], known_alone: bool = False) -> None:
+    """Raises CheckpointError for a key that nobody asked for, where it may change the arithmetic. own: of the family.
+    known_alone: of those that stand here; others are as they may be."""
+    for path, value in fields.unread():
+        outer, _, key = path.rpartition(".")
+        if outer.startswith("quantization_config"):  # whose reader knows them
+            continue
+        if outer.startswith(("rope_parameters", "rope_scaling")):
+            if key in IN_ROPE or (key == "llama_4_scaling_beta" and value == 0):
+                continue
+        elif path in BOOKKEEPING or path.startswith(TOOLS) or (known_alone and path not in EVERYWHERE):
+            continue
+        elif path in own or path in EVERYWHERE:
+            if _is_one(value, own[path] if path in own else EVERYWHERE[path]):
+                continue
+            raise fields.unsupported(path, value)
+        if not known_alone:
+            raise unknown(fields, path, value, "take it out of config.json")
+
+
+def unknown(fields: Fields, path: str, value: Any, instead: str) -> CheckpointError:
+    """Returns the error of a key that nobody reads here, and of which nobody knows what it does."""
+    return CheckpointError(
+        f"{fields.where}: {path[:80]!r} = {show(value)} is not supported: nothing here reads this key, and it may "
+        f"change what the model computes; if you know that it does not, {instead}"
+    )
+
+
+def _is_one(value: Any, values: Values) -> bool:
+    return values is None or (not isinstance(value, np.ndarray) and value in values)

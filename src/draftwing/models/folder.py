@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, listed
 from draftwing.files import load_json
-from draftwing.models.gguf import Progress
+from draftwing.models.gguf_tensors import Progress
 from draftwing.models.weight_map import PER_LAYER, canonical
 from draftwing.parallel.cut import Cut
 from draftwing.requests.refusals import show

@@ -19,13 +19,12 @@ from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.config import ModelConfig
+from draftwing.models.families import language_model
 from draftwing.models.folder import bytes_of, read_json
 from draftwing.models.generation import sampling_defaults
-from draftwing.models.gguf_repos import models_in
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import default_model_file, hub_id
-from draftwing.models.hub_files import cached, files_in
-from draftwing.models.language_model import language_model
+from draftwing.models.hub_files import cached, files_in, models_in
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import load_tokenizer
 

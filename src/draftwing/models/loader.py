@@ -18,26 +18,23 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError, listed
 from draftwing.gguf_file import dequantized, open_gguf
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
-from draftwing.models import gguf
+from draftwing.models import gguf_config, gguf_tensors
+from draftwing.models.apart import each_expert, without_latents
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.folder import folder_tensors, read_json
-from draftwing.models.fused_experts import taken_apart
-from draftwing.models.gemma4 import unread
 from draftwing.models.generation import suppressed
-from draftwing.models.gguf import Progress
-from draftwing.models.language_model import OTHER_SENSES
-from draftwing.models.latents import apart
+from draftwing.models.gguf_tensors import Progress
 from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.models.quantised.kv_scales import KVScales
-from draftwing.models.quantised.read import assembled
+from draftwing.models.quantised.read import KVScales, assembled
 from draftwing.models.weight_map import (
     MTP_PREFIXES,
     canonical,
@@ -46,13 +43,18 @@ from draftwing.models.weight_map import (
     nextn_layer,
     own_experts,
 )
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 _MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quantised, if config.json does not
+# Of the tensors that models for images and sound read these with.
+_OTHER_SENSES = (
+    "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+    "model.vision_embedder.", "model.multi_modal_projector.",
+)  # fmt: skip
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
@@ -64,7 +66,7 @@ def load_config(path: str | Path) -> ModelConfig:
     """Returns the config of a model folder or `.gguf` file, without its weights; raises CheckpointError."""
     path = Path(path)
     if path.suffix == ".gguf":
-        return gguf.model_config(open_gguf(path))
+        return gguf_config.model_config(open_gguf(path))
     if not path.is_dir():
         raise CheckpointError(f"expected a model folder or a .gguf file, found neither at {path}")
     config = read_json(path / "config.json")
@@ -108,7 +110,7 @@ def load_model(
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta", ranks)
-    harmless = unread(config.layers) | ({"lm_head.weight"} if config.tie_embeddings else set())
+    harmless = _unread(config.layers) | ({"lm_head.weight"} if config.tie_embeddings else set())
     if dummy:
         in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
         fill_random(model, device, SEED + ranks.rank, in_mxfp4, schemes_of(config, ranks))
@@ -125,6 +127,16 @@ def load_model(
     return model.requires_grad_(False)
 
 
+def _unread(layers: Iterable[LayerConfig]) -> set[str]:
+    """Returns names of tensors that checkpoints may have of layers that read others' keys and values."""
+    return {
+        f"model.layers.{i}.self_attn.{name}.weight"
+        for i, layer in enumerate(layers)
+        if layer.mixer.kv_from is not None
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+
+
 def mapped_bytes(path: Path, config: ModelConfig) -> int:
     """Returns how many bytes of a checkpoint's files are read row by row from there, and held nowhere else on a CPU:
     those of embeddings by layer, in a folder without a look at its files."""
@@ -132,7 +144,7 @@ def mapped_bytes(path: Path, config: ModelConfig) -> int:
         return 0
     if path.suffix == ".gguf":
         file = open_gguf(path)
-        return file.raw(gguf.PER_LAYER).nbytes if gguf.PER_LAYER in file.tensors else 0
+        return file.raw(gguf_tensors.PER_LAYER).nbytes if gguf_tensors.PER_LAYER in file.tensors else 0
     return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
 
 
@@ -194,8 +206,10 @@ def open_checkpoint(
     the model is spread, so that parts of tensors come."""
     if path.suffix == ".gguf":
         file = open_gguf(path)
-        config = gguf.model_config(file)
-        every = gguf.tensors(file, config, progress, weight_format.takes_blocks, experts=own_experts(config, ranks))
+        config = gguf_config.model_config(file)
+        every = gguf_tensors.tensors(
+            file, config, progress, weight_format.takes_blocks, experts=own_experts(config, ranks)
+        )
         cuts = _cuts(config, ranks)
         return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
     config = load_config(path)
@@ -209,11 +223,12 @@ def open_checkpoint(
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
     if latent is not None:
-        matrices = apart(matrices, latent, cuts)  # type: ignore[assignment]
+        matrices = without_latents(matrices, latent, cuts)  # type: ignore[assignment]
     if config.experts is None:
         return config, matrices
-    halves = config.architecture != "GptOssForCausalLM"
-    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on, halves, experts)  # type: ignore[arg-type]
+    device, interleaved = weight_format.reads_on, config.family.interleaved
+    count, hidden = config.experts.count, config.hidden_size
+    return config, each_expert(matrices, count, cuts, device, interleaved, experts, hidden)  # type: ignore[arg-type]
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -221,7 +236,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
     hears."""
     aside = size = 0
     for name, value in tensors:
-        if name.startswith(OTHER_SENSES):
+        if name.startswith(_OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
         elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
             yield name, value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
-from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, yarn_attention_factor
+from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, longrope_attention_factor, yarn_attention_factor
 from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
 
@@ -46,22 +47,35 @@ def windows(
 
 
 def ropes(
-    fields: Fields, theta: float, local_theta: float | None, max_positions: int, partial: bool = False
+    fields: Fields,
+    theta: float,
+    local_theta: float | None,
+    max_positions: int,
+    partial: bool = False,
+    query_scale: bool = False,
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Returns the rotary embedding of the layers, and that of those with a window, None where it is the same.
 
     Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
-    their own.  partial: whether who calls reads `partial_rotary_factor`.
+    their own, 0: that of all, not scaled.  partial: whether who calls reads `partial_rotary_factor`.  query_scale:
+    whether queries may be scaled by their position.
     """
     given = rope_fields(fields)
     _check_beside(fields, given)
-    theta = fields.number("rope_theta", 1, 1e15, theta)
+    theta, trained = fields.number("rope_theta", 1, 1e15, theta), "original_max_position_embeddings"
+    if given.get("long_factor") is not None:  # of two values transformers takes the outer one
+        found = (fields.get(trained), given.get(trained), max_positions)
+        given = given.overruled({trained: next(one for one in found if one is not None)})
     if local_theta is None:
         if any(isinstance(value, Mapping) for value in given.values()):
             raise fields.unsupported(f"{given.inside.rstrip('.')} per layer type", dict(given.items()))
-        return rope(given, theta, max_positions, partial), None
-    local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
+        beta = given.number("llama_4_scaling_beta", 0, 1e3, 0.0) if query_scale else 0.0
+        made = rope(given, theta, max_positions, partial)
+        if beta:
+            made = replace(made, query_beta=beta, original_max_positions=given.whole(trained))
+        return made, None
+    local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta or theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
     if not by_kind and fields.get("rope_parameters"):  # of which transformers reads nothing then
         raise fields.unlike("rope_parameters", f"{FULL} and {SLIDING}")
@@ -110,9 +124,12 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
         return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
     if not partial and share != 1:
         raise scaling.unsupported("partial_rotary_factor", share)
-    # The dynamic rule changes nothing up to the trained context, and contexts beyond that are refused.
-    if kind == "default" or (kind == "dynamic" and scaling.get("alpha") is None):
+    # Of text alone the three positions of mrope are one. The dynamic rule changes nothing up to the trained context,
+    # and contexts beyond that are refused.
+    if kind in ("default", "mrope") or (kind == "dynamic" and scaling.get("alpha") is None):
         return RopeConfig(theta)
+    if kind in ("longrope", "su"):
+        return _longrope(scaling, theta, max_positions)
     if kind not in ("linear", "llama3", "yarn"):
         raise scaling.unsupported("rope_type", kind)
     factor = scaling.number("factor", 1e-3, 1e6)
@@ -125,6 +142,22 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
         raise scaling.unlike("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
     positions = scaling.number("original_max_position_embeddings", 1, LARGEST)
     return RopeConfig(theta, "llama3", factor, low, high, int(positions))
+
+
+def _longrope(scaling: Fields, theta: float, max_positions: int) -> RopeConfig:
+    short, long = (scaling.numbers(f"{kind}_factor", 1e-3, 1e6) for kind in ("short", "long"))
+    original = int(scaling.number("original_max_position_embeddings", 2, LARGEST))
+    factor = scaling.number("factor", 1e-3, 1e6, max_positions / original)
+    inferred = longrope_attention_factor(factor, original)
+    return RopeConfig(
+        theta,
+        "longrope",
+        factor,
+        original_max_positions=original,
+        divisors=short,
+        attention_factor=scaling.number("attention_factor", 0, 1e3, inferred),
+        long_divisors=long,
+    )
 
 
 def _yarn(scaling: Fields, theta: float, factor: float, max_positions: int) -> RopeConfig:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.config import ExpertConfig, StoredMatrix, StoredVector
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE, blocks_or_dense
-from draftwing.layers.mixer import StoredMatrix, StoredVector
+from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
 from draftwing.models.config import ModelConfig
-from draftwing.models.language_model import own_name
-from draftwing.parallel.cut import Cut, Order
+from draftwing.models.family import own_name
+from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import ALONE, Ranks, Share
 
 # Multi-token prediction layers that are stored with the model; they belong to the drafter.
-MTP_PREFIX = "model.mtp_layers."  # of MiMo
-QWEN_MTP_PREFIX = "model.mtp."
-MTP_PREFIXES = MTP_PREFIX, QWEN_MTP_PREFIX
+MTP_LAYERS = "model.mtp_layers."  # of which there may be several
+MTP = "model.mtp."  # of the one that reads the embedding first
+MTP_PREFIXES = MTP_LAYERS, MTP
 # Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
-# below `model.mtp`, as Qwen names it and this package does.
-NEXTN_MODELS = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
+# below `model.mtp`, as this package names it.
 _NEXTN_NAMES = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
 }  # fmt: skip
@@ -37,8 +34,9 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    norm = FINAL_NORM.get(config.architecture, "model.norm")
-    table[f"{norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
+    table[f"{config.family.final_norm}.weight"] = ParamSlice(
+        "norm.weight", 0, config.hidden_size, added=config.norm.offset
+    )
     if config.per_layer:
         rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
         table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.vocab_size)
@@ -66,15 +64,13 @@ def layer_names(
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
     if layer.experts is None or layer.experts.beside:
-        parts += (
-            StoredMatrix("mlp.gate_proj", "mlp.gate_up", 0, layer.ffn, bias, Cut(0, inner)),
-            StoredMatrix("mlp.up_proj", "mlp.gate_up", layer.ffn, layer.ffn, bias, Cut(0, inner)),
-            StoredMatrix("mlp.down_proj", "mlp.down", 0, hidden, bias, Cut(1, inner)),
-        )
+        parts += _mlp_parts(inner, hidden, bias, config.family.fused_mlp)
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
-    if attn_norm is not None:
+    if not layer.in_norms:
+        norms.pop("pre_feedforward_layernorm")
+    elif attn_norm is not None:
         norms[attn_norm] = "attn_norm"
     if layer.per_layer:
         whole_matrix = Cut(0, Share(0, layer.per_layer, layer.per_layer))
@@ -89,7 +85,7 @@ def layer_names(
         norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks)
-    names = LAYER_NAMES.get(config.architecture, {})
+    names = config.family.layer_names
     for part in parts:
         module, weight = part.checkpoint.removesuffix(".weight"), ".weight" * part.checkpoint.endswith(".weight")
         name, param = f"{checkpoint}.{names.get(module, module)}{weight}", f"{model}.{part.param}"
@@ -106,11 +102,26 @@ def layer_names(
     return table
 
 
+def _mlp_parts(inner: Share, hidden: int, bias: bool, fused: bool) -> list[StoredMatrix]:
+    """Returns the matrices of an MLP. inner: this rank's share of its width.  fused: whether gates and ups are one."""
+    start, ffn, whole = inner
+    out = StoredMatrix("mlp.down_proj", "mlp.down", 0, hidden, bias, Cut(1, inner))
+    if fused:
+        both = ordered(0, [(start, ffn), (whole + start, ffn)], 2 * whole)
+        share = Cut(0, Share(0, 2 * whole, 2 * whole))
+        return [StoredMatrix("mlp.gate_up_proj", "mlp.gate_up", 0, 2 * ffn, bias, share, both), out]
+    return [
+        StoredMatrix("mlp.gate_proj", "mlp.gate_up", 0, ffn, bias, Cut(0, inner)),
+        StoredMatrix("mlp.up_proj", "mlp.gate_up", ffn, ffn, bias, Cut(0, inner)),
+        out,
+    ]
+
+
 def _expert_names(
     config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks
 ) -> dict[str, ParamSlice]:
     """Returns the router and the experts of one layer. experts: of this rank."""
-    names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
+    names, ffn, hidden = config.family.expert_names, experts.ffn, config.hidden_size
     inner = Share(0, ffn, ffn) if experts.own is not None else Share(ranks.rank * ffn, ffn, ranks.size * ffn)
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
     table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
@@ -163,7 +174,7 @@ def is_elsewhere(name: str, config: ModelConfig, own: range | None) -> bool:
     """Returns whether a canonical name is of an expert that another rank has."""
     if own is None:
         return False
-    _, found, expert = name.partition(f".{expert_names(config).experts}.")
+    _, found, expert = name.partition(f".{config.family.expert_names.experts}.")
     number = expert.partition(".")[0]
     return bool(found) and number.isdecimal() and int(number) not in own
 
@@ -174,53 +185,6 @@ _BESIDE_NORMS = {
     "pre_feedforward_layernorm_2": "beside.in_norm",
     "post_feedforward_layernorm_2": "beside.out_norm",
 }
-
-
-class ExpertNames(NamedTuple):
-    """What a checkpoint calls the parts of a mixture of experts, below the layer; gate, up and down below an expert."""
-
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str = "mlp.shared_expert"
-    correction: str = "mlp.gate.e_score_correction_bias"
-
-
-OTHER_NAMES = {
-    "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-    "GptOssForCausalLM": ExpertNames("mlp.router"),
-    "Gemma4ForCausalLM": ExpertNames("router.proj", "experts"),
-    **dict.fromkeys((*NEXTN_MODELS, "DeepseekV2ForCausalLM"), ExpertNames(shared="mlp.shared_experts")),
-    "MiniMaxM2ForCausalLM": ExpertNames(
-        "block_sparse_moe.gate",
-        "block_sparse_moe.experts",
-        "w1",
-        "w3",
-        "w2",
-        correction="block_sparse_moe.e_score_correction_bias",
-    ),
-}
-
-# What is called otherwise than Llama calls it, below the layer.
-LAYER_NAMES = {
-    "Lfm2ForCausalLM": {
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.o_proj": "self_attn.out_proj",
-        "self_attn.q_norm": "self_attn.q_layernorm",
-        "self_attn.k_norm": "self_attn.k_layernorm",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-    },
-}
-FINAL_NORM = {"Lfm2ForCausalLM": "model.embedding_norm"}
-
-
-def expert_names(config: ModelConfig) -> ExpertNames:
-    return OTHER_NAMES.get(config.architecture, ExpertNames())
 
 
 def named(
@@ -243,13 +207,13 @@ def named(
 def nextn_layer(name: str, config: ModelConfig) -> int | None:
     """Returns which prediction layer a canonical name is of, that is numbered behind the model's own; None: it is of
     none."""
-    match = _LAYER.fullmatch(name) if config.architecture in NEXTN_MODELS else None
+    match = _LAYER.fullmatch(name) if config.family.predicts == "numbered" else None
     layer = -1 if match is None else int(match[1]) - config.num_layers
     return layer if layer >= 0 else None
 
 
 def nextn_name(name: str, config: ModelConfig) -> str | None:
-    """Returns what such a tensor is called in Qwen's names, others as they are; None: it is a copy of one of the
+    """Returns what such a tensor is called below `model.mtp`, others as they are; None: it is a copy of one of the
     model's."""
     layer, match = nextn_layer(name, config), _LAYER.fullmatch(name)
     if layer is None or match is None:
@@ -258,7 +222,7 @@ def nextn_name(name: str, config: ModelConfig) -> str | None:
     if part in _NEXTN_COPIES:
         return None
     below = _NEXTN_NAMES.get(part, f"layers.{layer}.{part}")
-    return f"{QWEN_MTP_PREFIX}{below}.{suffix}"
+    return f"{MTP}{below}.{suffix}"
 
 
 def canonical(name: str) -> str:

@@ -1,6 +1,7 @@
-"""Every operation with more than one implementation. `make_ops` picks the class for a device.
+"""Every operation with more than one implementation. `make_ops` makes the table for a device.
 
-`torch/` is complete and is the reference; `cpu/` (C), `triton/` and `cuda/` override what they have.
+A folder for each kind, with its specification in torch; `table` has all of them, `cpu.ops` and `triton.ops` those of a
+device.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
-import torch as pytorch  # `draftwing.ops.torch` becomes an attribute of this module
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from draftwing.ops.torch.ops import TorchOps
+    from draftwing.ops.table import TorchOps
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -25,8 +26,8 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _is_recent(device: pytorch.device) -> bool:
-    return pytorch.cuda.get_device_capability(device) >= (8, 0)
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
@@ -35,9 +36,9 @@ def have_triton() -> bool:
     return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
 
 
-def make_ops(device: pytorch.device) -> TorchOps:
+def make_ops(device: torch.device) -> TorchOps:
     """Returns the operations of this device, with all that it has."""
-    if use_triton(pytorch.empty(0, device=device)):
+    if use_triton(torch.empty(0, device=device)):
         from draftwing.ops.triton.ops import TritonOps
 
         return TritonOps(device)
@@ -47,6 +48,6 @@ def make_ops(device: pytorch.device) -> TorchOps:
         from draftwing.ops.cpu.ops import CpuOps
 
         return CpuOps(device)
-    from draftwing.ops.torch.ops import TorchOps
+    from draftwing.ops.table import TorchOps
 
     return TorchOps(device)

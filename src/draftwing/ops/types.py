@@ -8,115 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftwing.core import IntArray, StepResult, TreeShape
-from draftwing.kv.zeros import zeros_as_written
-from draftwing.ops.attention import Ragged
+from draftwing.config.trees import TreeShape
+from draftwing.core import IntArray, StepResult
+from draftwing.kv.pool import zeros_as_written
+from draftwing.ops.attention.batch import Ragged
 
 # -- quantised weights ------------------------------------------------------------------------------------------------
-
-_SLICE = 1 << 22  # values that are dequantised at a time
-
-
-class BlockRows(NamedTuple):
-    """Rows of a matrix whose values are quantised in blocks, as a GGUF file stores them."""
-
-    kind: str  # GGML's name of the type: Q4_0, Q6_K, ...
-    data: Tensor  # [rows, bytes of a row] uint8, on the CPU
-    columns: int
-
-
-MX_BLOCK = 32  # values that share an exponent
-
-
-class MXRows(NamedTuple):
-    """Rows of a matrix in MXFP4: values of 4 bits (e2m1), of which 32 share a power of 2."""
-
-    codes: Tensor  # [rows, columns / 2] uint8: two values a byte, the first in the low bits
-    exponents: Tensor  # [rows, columns / 32] uint8: of 2, more by 127
-
-    @property
-    def rows(self) -> int:
-        return len(self.codes)
-
-    @property
-    def columns(self) -> int:
-        return 2 * self.codes.shape[-1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.exponents.nbytes
-
-    @property
-    def label(self) -> str:
-        return "mxfp4"
-
-    def integers(self) -> QuantizedRows:
-        """Returns the codes as integers of 5 bits with a scale for each block."""
-        doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
-        values = torch.cat((doubled, -doubled))
-        pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
-        scales = torch.exp2(self.exponents.float() - 128)
-        return QuantizedRows(values[pairs.int()], 5, scales, None, 1, MX_BLOCK, None)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Returns [rows, columns]: the values, computed in float32."""
-        step = max(1, _SLICE // max(1, self.columns))
-        parts = zip(self.codes.split(step), self.exponents.split(step), strict=True)
-        return torch.cat([MXRows(*part).integers().dense(dtype) for part in parts])
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of a matrix as the quantisers of checkpoints have them: a value is (code - zero) * scale, with the zero and
-    the scale of its group."""
-
-    codes: Tensor  # [rows, columns] int8 or float8_e4m3fn; all are on one device
-    bits: int  # of a code; integers lie in [-2^(bits - 1), 2^(bits - 1))
-    scales: Tensor  # [ceil(rows / tall), groups] floating point
-    zeros: Tensor | None  # as scales, int16; None: all are 0
-    tall: int  # rows of a group
-    wide: int  # columns of a group, where they follow each other
-    group_of: Tensor | None  # [columns] int64: the group of each column; None: its number // wide
-    dynamic: bool = False  # they were made for activations in fp8, quantised by row and 128 columns as they come
-
-    @property
-    def nbytes(self) -> int:
-        """Returns what these take where codes lie side by side, without bits between them."""
-        zeros = 0 if self.zeros is None else self.zeros.numel() * self.bits // 8
-        return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
-
-    @property
-    def label(self) -> str:
-        """Returns a name for the log: `int4 with zeros in groups of 128`."""
-        rows, columns = self.codes.shape
-        kind = "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
-        zeros = "" if self.zeros is None else " with zeros"
-        if self.tall == 1:
-            groups = "a scale for each row" if self.wide >= columns else f"groups of {self.wide}"
-        elif self.tall >= rows and self.wide >= columns:
-            groups = "one scale"
-        else:
-            groups = f"groups of {self.tall} x {self.wide}"
-        return f"{kind}{zeros}, {groups}{'' if self.group_of is None else ' in the order of activations'}"
-
-    def by_column(self, values: Tensor) -> Tensor:
-        """values [rows, groups] -> that of each column, [rows, columns]"""
-        columns = self.codes.shape[1]
-        if self.group_of is not None:
-            return values[:, self.group_of]
-        return values.repeat_interleave(self.wide, 1)[:, :columns] if values.shape[1] > 1 else values
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Returns [rows, columns]: the values, computed in float32."""
-        rows, columns = self.codes.shape
-        out = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
-        step = max(1, _SLICE // max(1, columns))
-        for start in range(0, rows, step):
-            part = self.codes[start : start + step].float()
-            group = torch.arange(start, start + len(part), device=out.device) // self.tall
-            if self.zeros is not None:
-                part -= self.by_column(self.zeros[group].float())
-            out[start : start + step] = part.mul_(self.by_column(self.scales[group].float()))
-        return out
 
 
 # -- the row table ----------------------------------------------------------------------------------------------------
@@ -257,7 +154,7 @@ class Draft(NamedTuple):
     as proposed; the children of a dead node are dead.
 
     grade: what the drafter itself thinks of a node, if its parent is right: 16 * source + level. source: an index into
-    `core.SOURCES`; level 0 .. 15, see `ops.drafts.level_of`. How good a grade really is `Calibration` learns.
+    `config.trees.SOURCES`; level 0 .. 15, see `level_of`. How good a grade really is `Calibration` learns.
     """
 
     tokens: Tensor  # [B, N] int64
@@ -295,7 +192,7 @@ class Ranked(NamedTuple):
 
 class Queries(NamedTuple):
     """R nodes that the target verifies, those of a row side by side; the last ones may be of the dummy row. As in
-    `ops.attention.Batch`, with one query for each of R rows."""
+    `ops.attention.batch.Batch`, with one query for each of R rows."""
 
     ids: Tensor  # [R] int64
     positions: Tensor  # [R] int64
@@ -317,7 +214,7 @@ class Assigned(NamedTuple):
 
 
 class TargetInputs(NamedTuple):
-    """Where the nodes of a tree step stand, as in `ops.attention.Batch`."""
+    """Where the nodes of a tree step stand, as in `ops.attention.batch.Batch`."""
 
     positions: Tensor  # [B * N] int64
     write_slots: Tensor  # [B * N] int64
@@ -325,7 +222,7 @@ class TargetInputs(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Q known tokens in each row of a batch, as `ops.attention.Batch` has them."""
+    """Q known tokens in each row of a batch, as `ops.attention.batch.Batch` has them."""
 
     ids: Tensor  # [B * Q] int64
     positions: Tensor  # [B * Q] int64
@@ -335,7 +232,7 @@ class Chain(NamedTuple):
 
 
 class BlockInputs(NamedTuple):
-    """The newest token and masks after it, Q rows in each row of a batch, as `ops.attention.Batch` has them; every row
+    """The newest token and masks after it, Q rows in each row of a batch, as `Batch` has them; every row
     sees all of its block."""
 
     ids: Tensor  # [B * Q] int64
@@ -417,7 +314,7 @@ class Level(NamedTuple):
 
 
 class LevelRows(NamedTuple):
-    """Where a level's nodes stand, one row of the head for each (`ops.attention.Batch`)."""
+    """Where a level's nodes stand, one row of the head for each (`ops.attention.batch.Batch`)."""
 
     positions: Tensor  # [B, K] int64
     write_slots: Tensor  # [B, K] int64
@@ -431,7 +328,7 @@ class Continuations(NamedTuple):
 
     In torch and C: ids [M, topk] int64 of the target, log probabilities [M, topk] float32, best first. In Triton:
     chunk by chunk of the vocabulary, keys [M, chunks, topk] int64 and sums [M, chunks, 2] float32, which their reader
-    merges (`ops.triton.continuations`).
+    merges (`ops.expansion.triton_continuations`).
     """
 
     ids: Tensor

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -138,3 +140,20 @@ class _Sender:
         for sent in self._sent:
             if sent is not None:
                 sent()
+
+
+SIZES: Final = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+)
+STEP: Final = 1024  # between those beyond: a product of so many takes long whatever it is rounded up to
+
+
+def even(count: int) -> int:
+    """Returns the first of these numbers that is not below `count`."""
+    return SIZES[bisect_left(SIZES, count)] if count <= SIZES[-1] else -(-count // STEP) * STEP
+
+
+def evens(largest: int) -> list[int]:
+    """Returns all up to `largest`, ascending."""
+    return [*(size for size in SIZES if size <= largest), *range(SIZES[-1] + STEP, largest + 1, STEP)]

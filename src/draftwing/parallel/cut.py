@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import block_values
-from draftwing.ops.types import MX_BLOCK, BlockRows, MXRows, QuantizedRows
+from draftwing.ops.gemm.stored import MX_BLOCK, BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.ranks import Share
 
 Stored = Tensor | BlockRows | MXRows | QuantizedRows

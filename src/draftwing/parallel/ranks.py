@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.table import PLAIN, LayerOps
 
 
 class Share(NamedTuple):

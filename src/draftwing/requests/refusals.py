@@ -13,6 +13,12 @@ from draftwing.errors import RequestError
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+
+def well_formed(text: str) -> str:
+    """Returns the text with pairs of surrogates as one character, and U+FFFD in place of those that are alone."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 UNKNOWN = "is not a sampling parameter"
 
 

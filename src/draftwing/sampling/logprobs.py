@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TokenLogprobs
-from draftwing.ops.torch.argmax import top_candidates
-from draftwing.ops.torch.sampling import CANDIDATES
+from draftwing.ops.sampling.spec import CANDIDATES, top_candidates
 from draftwing.requests.request import LogprobParams
 
 NORMALISED: Final = 32  # candidates whose logits are exact in the normaliser

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, DraftChunk, DraftDeferral, DraftExtend, IntArray, TreeShape
+from draftwing.config.trees import TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, DraftChunk, DraftDeferral, DraftExtend, IntArray
 from draftwing.sched.req import Req
 
 MAX_JOINING = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others

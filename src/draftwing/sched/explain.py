@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 
 if TYPE_CHECKING:
     from draftwing.sched.scheduler import Scheduler

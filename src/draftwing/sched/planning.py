@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, IntArray, Plan, PromptPart, TreeShape
+from draftwing.config.trees import TreeShape
+from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, IntArray, Plan, PromptPart
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 

@@ -8,7 +8,7 @@ locks the path it reads. `evict` is the only way a slot leaves.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from draftwing.core import IntArray
-from draftwing.sched.state_slots import StateSlots
 
 
 class Node:
@@ -52,7 +51,8 @@ class RadixCache:
         self.enabled = enabled
         self.size = 0
         self.locked = 0
-        self.states: StateSlots | None = None  # of a model with recurrent layers
+        # Takes a node's snapshot away, of a model with recurrent layers.
+        self.drop_state: Callable[[Node], object] | None = None
         self._clock = 0
         self._order = count()  # breaks ties in the heap
         self._heap: list[tuple[int, int, Node]] = []  # (used, order, leaf); entries may be stale
@@ -77,7 +77,7 @@ class RadixCache:
         if not self.enabled:
             return Match(node, np.empty(0, np.int64))
         node, reach = self._walk(node, self._windows(tokens)[: max(limit, 0)])
-        if self.states is not None:
+        if self.drop_state is not None:
             node = next(step for step in _path(node) if step.state or step.parent is None)
         return Match(node, self.path_slots(node), reach)
 
@@ -138,8 +138,8 @@ class RadixCache:
             out.append(leaf.slots[keep:])
             wanted -= len(leaf.slots) - keep
             self.size -= len(leaf.slots) - keep
-            if leaf.state and self.states is not None:
-                self.states.drop(leaf)
+            if leaf.state and self.drop_state is not None:
+                self.drop_state(leaf)
             if keep:
                 leaf.keys, leaf.slots = _part(leaf.keys[:keep]), _part(leaf.slots[:keep])
                 self._offer(leaf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from draftwing.core import SOURCES, IntArray, TokenLogprobs
+from draftwing.config.trees import SOURCES
+from draftwing.core import IntArray, TokenLogprobs
 from draftwing.errors import RequestError
-from draftwing.grammar import GrammarState
+from draftwing.grammar.state import GrammarState
 from draftwing.requests.request import GenerationRequest
-from draftwing.sched.async_mask import AsyncMask
-from draftwing.sched.guidance import BoundProcessor
+from draftwing.sched.guidance import AsyncMask, BoundProcessor
 from draftwing.sched.radix import Node
-from draftwing.sched.state_slots import HeldStates
 
 if TYPE_CHECKING:  # it brings tokenizers
     from draftwing.text.detok import StopStringScanner
@@ -29,6 +29,31 @@ class ReqState(Enum):
     PREFILL = auto()
     DECODE = auto()
     DONE = auto()
+
+
+@dataclass(eq=False)
+class HeldStates:
+    """What a running request has. read, write: of its next step.  spare: its second slot, until its first step is
+    planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first, 0 of one
+    that writes none.  newest, length: the slot that a committed step wrote last, 0 before there is one, and the tokens
+    in it.  wanted: positions of its prompt at which snapshots are to be taken.  saves: those that are, with slots.
+    fresh: as of `RowStates`, once the steps in flight have run."""
+
+    read: int
+    write: int
+    spare: int
+    begun: Node | None
+    wanted: set[int]
+    writes: deque[int] = field(default_factory=deque)
+    newest: int = 0
+    length: int = 0
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    fresh: bool = False
+
+    @property
+    def own(self) -> list[int]:
+        """Returns its slots but for those of `saves`."""
+        return [self.write, self.spare] if self.spare else [self.read, self.write]
 
 
 @dataclass(eq=False)
@@ -52,7 +77,6 @@ class Req:
     created: float = field(default_factory=time.monotonic)
     admitted: float | None = None  # monotonic seconds, the first time
     deadline: float | None = None
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
 
@@ -120,7 +144,7 @@ class Req:
             "grammar": self.grammar is not None,
             "logits processor": self.processor is not None,
             "allowed_token_ids": bool(params.allowed_token_ids),
-            "bad_words": bool(self.bad_word_ids),
+            "bad_words": bool(self.request.bad_word_ids),
             "min_new_tokens": params.min_new_tokens > 0,
         }
         found = [name for name, one in given.items() if one] or ["penalties"]

@@ -5,35 +5,53 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from draftwing.core import (
-    PLAIN,
-    Chunk,
-    IntArray,
-    Output,
-    Plan,
-    StepResult,
-    TreeShape,
-)
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftDeferral, IntArray, Output, Plan, StepResult
 from draftwing.errors import RequestError
-from draftwing.sched.async_mask import AsyncMask, Workers, await_any
-from draftwing.sched.config import SchedulerConfig
 from draftwing.sched.draft_backlog import DraftExtendPlanner
-from draftwing.sched.guidance import Guidance, GuidedRow
+from draftwing.sched.guidance import AsyncMask, Guidance, GuidedRow, Workers, await_any
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
-from draftwing.sched.prompt_logprobs import PromptLogprobCache
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
-from draftwing.sched.results import Results
-from draftwing.sched.stop import finish_meta
+from draftwing.sched.results import PromptLogprobCache, Results, finish_meta
+from draftwing.sched.state_slots import StateSizes
 
 REST = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    slots: int  # KV slots in the pool
+    max_rows: int  # requests that may run at once
+    max_span: int  # most page-table entries past kv_len that a step may write
+    chunk_tokens: int  # most prompt tokens in one prefill plan
+    lookahead: int = 0
+    tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
+    radix: bool = True
+    initial_confidence: int = 0  # the drafter's confidence, as long as no result has told it
+    ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
+    vocab: int = 0  # width of the target's logits
+    skips_extend: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
+    # Most positions of a row in one pass then, and that it may lack where `deferral` says nothing else.
+    max_backlog: int = MAX_BACKLOG
+    deferral: DraftDeferral = NO_DEFERRAL  # of prompts
+    credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
+    states: StateSizes | None = None  # of a model with recurrent layers
+    draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
+    edits_by_row: bool = False  # whether a step with penalties or biases costs what others do
+    # Queries of so many trees of a shape in one forward with parts of prompts, 0: they take turns; None: all do.
+    mixes: Mixes | None = None
+    prefill_sizes: tuple[int, ...] = ()  # tokens that a prefill is padded to, ascending; of more it is not
+    mixed_sizes: tuple[int, ...] = ()  # queries that both together are padded to
+    prefill_seconds: tuple[tuple[int, float], ...] = ()  # of prefills of so many tokens, none before them, measured
+    at_once: int = 1  # tokens of prompts: fewer attend to their keys in the time of so many
 
 
 class Scheduler:
@@ -165,7 +183,7 @@ class Scheduler:
             self._alone |= self._prompts_wait
         if tree is None or prompts is None:
             return tree or prompts
-        return replace(tree, mixed=True, beside=replace(prompts, mixed=True))
+        return replace(tree, mixed=True, mixed_prefill=replace(prompts, mixed=True))
 
     def _await_masks(self) -> None:
         """Finds out which guided requests can go on."""
@@ -369,7 +387,7 @@ class Scheduler:
         on does so one by one."""
         before = len(self._news)
         self.results.commit(plan, result, guidance)
-        if plan.beside is not None:
+        if plan.mixed_prefill is not None:
             self._of_trees = before, len(self._news)
         elif plan.mixed:
             first, end = self._of_trees

@@ -1,6 +1,6 @@
 """State slots of models with recurrent layers: who has which. Host only.
 
-A running row has two, which its steps read and write by turns (`kv.row_states`); the device swaps them, and the host
+A running row has two, which its steps read and write by turns (`RowStates`); the device swaps them, and the host
 does as it does; where states are lazy, every second plain step writes none. All others are *snapshots*, at nodes of the
 radix tree, or free. A row begins with a snapshot, or with the state of an empty text, which is slot 0; it reads that
 once and writes a slot of its own, and it gets its second one with the plan after that.
@@ -11,19 +11,16 @@ gets it is launched later.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from draftwing.core import NOBODY, IntArray
-
-if TYPE_CHECKING:  # both have what is here
-    from draftwing.sched.radix import Node
-    from draftwing.sched.req import Req
+from draftwing.sched.radix import Node
+from draftwing.sched.req import HeldStates, Req
 
 EVERY = 512  # tokens between snapshots of a long prompt, whose end others may replace; they compute half as many again
 GRAIN = 64  # the last snapshot of a prompt is at a multiple of so many tokens: at the same place for who begins alike
@@ -38,31 +35,6 @@ class StateSizes(NamedTuple):
     every: int = EVERY
     grain: int = GRAIN
     lazy: bool = False
-
-
-@dataclass(eq=False)
-class HeldStates:
-    """What a running request has. read, write: of its next step.  spare: its second slot, until its first step is
-    planned.  begun: the node whose state that step reads.  writes: of the steps in flight, the oldest first, 0 of one
-    that writes none.  newest, length: the slot that a committed step wrote last, 0 before there is one, and the tokens
-    in it.  wanted: positions of its prompt at which snapshots are to be taken.  saves: those that are, with slots.
-    fresh: as of `RowStates`, once the steps in flight have run."""
-
-    read: int
-    write: int
-    spare: int
-    begun: Node | None
-    wanted: set[int]
-    writes: deque[int] = field(default_factory=deque)
-    newest: int = 0
-    length: int = 0
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    fresh: bool = False
-
-    @property
-    def own(self) -> list[int]:
-        """Returns its slots but for those of `saves`."""
-        return [self.write, self.spare] if self.spare else [self.read, self.write]
 
 
 class StateSlots:

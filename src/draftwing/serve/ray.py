@@ -25,8 +25,7 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError
 from draftwing.log import configure_logging
-from draftwing.serve.prompts import beginning
-from draftwing.serve.settings import Scaling, read_args
+from draftwing.serve.settings import Scaling, beginning, read_args
 
 try:
     import ray

@@ -1,15 +1,48 @@
-"""What an application of Ray Serve is built from: the options of `draftwing serve`, and how many replicas there are."""
+"""What an application of Ray Serve is built from: the options of `draftwing serve` and how many replicas there are; and
+the text by which requests with the same cached prefix are known, whatever dialect they are in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from draftwing.config.fields import check_fields, from_text, kinds, names_of, option
+from draftwing.config.foreign_names import FOREIGN
 from draftwing.config.options import Options
-from draftwing.config.sglang_compat import FOREIGN
 from draftwing.errors import ConfigError
+
+# In the order in which prompts have them. A salt keeps caches apart.
+_FIELDS = ("cache_salt", "system", "instructions", "messages", "prompt", "text", "input", "input_ids")
+_INNER = ("content", "text")
+
+
+def beginning(body: bytes) -> str:
+    """Returns the texts of a request's prompt; empty for a body without any. One that is no whole JSON is its own text:
+    where it was cut, its beginning is the same as that of others. So is one that is nested too deeply to be read."""
+    try:
+        request = json.loads(body)
+        if not isinstance(request, dict):
+            return ""
+        return "".join(text for name in _FIELDS for text in _texts(request.get(name)))
+    except (ValueError, RecursionError):
+        return body.decode(errors="replace")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, int):  # an id of a token
+        yield f"{value} "
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, dict):
+        for name in _INNER:
+            yield from _texts(value.get(name))
+
 
 REPLICAS = "replicas"
 DRAIN_SECONDS = 600.0  # `drain_timeout` where none is given: nobody waits for a replica that Ray takes away

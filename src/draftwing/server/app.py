@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -10,28 +11,27 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-import draftwing
 from draftwing.config.api_keys import read_keys
 from draftwing.config.options import Options
-from draftwing.server.anthropic.routes import add_anthropic_routes
+from draftwing.server.anthropic import add_anthropic_routes
 from draftwing.server.chat import Chats
-from draftwing.server.edge.body_limit import BodyLimit
 from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck, Keyring
-from draftwing.server.edge.throttle import ResponseThrottle
+from draftwing.server.edge.limits import BodyLimit, ResponseThrottle
+from draftwing.server.edge.paths import CleanPaths
+from draftwing.server.endpoints import install_error_handlers
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.http import install_error_handlers
-from draftwing.server.learning import Learning
-from draftwing.server.native.routes import add_native_routes
-from draftwing.server.ollama.routes import add_ollama_routes
-from draftwing.server.openai.routes import add_openai_routes
+from draftwing.server.generate import add_generate
+from draftwing.server.learning import Collector, Learning
+from draftwing.server.ollama import add_ollama_routes
+from draftwing.server.openai.completions import add_openai_routes
+from draftwing.server.operations import add_operations
 from draftwing.server.reference import add_reference
 from draftwing.server.service import Service
-from draftwing.server.telemetry.collector import Collector
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
-from draftwing.server.wrong_paths import CleanPaths
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.version import __version__
 
 _NO_HEAD = frozenset({"/flush_cache", "/ui/engine"})  # it would do something; it would not end
 
@@ -70,7 +70,7 @@ def create_app(
 
     app = FastAPI(
         title="draftwing",
-        version=draftwing.__version__,
+        version=__version__,
         servers=[{"url": options.root_path}] if options.root_path else None,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -88,7 +88,8 @@ def create_app(
     add_openai_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
     add_ollama_routes(app, service, chats)
-    add_native_routes(app, service, chats)
+    add_generate(app, service)
+    add_operations(app, service, chats)
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:
@@ -120,4 +121,6 @@ def _add_heads(app: FastAPI) -> None:
     """Has the application answer HEAD where it answers GET; the server leaves the body out."""
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and route.path not in _NO_HEAD:
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+            head = copy.copy(route)  # to make one anew takes as long as for GET
+            head.methods, head.include_in_schema = {"HEAD"}, False
+            app.router.routes.append(head)

@@ -28,7 +28,7 @@ from draftwing.server.worker_pools import MAX_SHORT_SIZE
 
 if TYPE_CHECKING:
     from draftwing.config.options import Options
-    from draftwing.server.parsers.budgets import Reasoning
+    from draftwing.server.parsers.reasoning import Reasoning
     from draftwing.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 512  # of one request

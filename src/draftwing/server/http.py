@@ -1,48 +1,97 @@
-"""Bodies in and errors out: what every endpoint shares, whatever it generates."""
+"""Responses, whatever they hold: which clients use a path, and errors, events and JSON in their dialect.
+
+JSON is made by pydantic's encoder, in an eighth of the time of Python's own. An encoder keeps the interpreter's lock
+until it ends. What is large is encoded in a thread, and in pieces, so that the event loop gets its turn between two
+of them.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from pydantic_core import to_json
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.errors import GenerationError, NotFound, RequestError
-from draftwing.requests.grammar_field import inlined
-from draftwing.server.admission_quota import RETRY_SECONDS, QueueFull
-from draftwing.server.body_refusals import Digits, body_refusal
-from draftwing.server.json_encoding import encode
-from draftwing.server.parts import MAX_PARTS, check_parts
-from draftwing.server.schema import GenerationBody
-from draftwing.server.wrong_paths import Routes
+from draftwing.errors import GenerationError
+from draftwing.server.quotas import QueueFull
 
 if TYPE_CHECKING:
-    from draftwing.server.service import Generation, Service
+    pass
+
+_PIECE = 1024  # numbers and texts: a tenth of a millisecond
+# Ends of lines to `str.splitlines`, by which clients of streams find events, and not to JSON, which escapes the others.
+_LINE_ENDS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
+
+
+def encode(data: Any, large: bool = False) -> bytes:
+    """Returns JSON in UTF-8 without white space, in one line whatever a reader takes for the end of one; null for
+    numbers that JSON does not have. Raises ValueError for texts with lone surrogates. large: in pieces."""
+    return b"".join(_pieces(data)) if large else _at_once(data)
+
+
+def _at_once(data: Any) -> bytes:
+    text = to_json(data, inf_nan_mode="null")
+    for end, escaped in _LINE_ENDS:
+        if end in text:
+            text = text.replace(end, escaped)
+    return text
+
+
+def _pieces(data: Any) -> Iterator[bytes]:
+    if not isinstance(data, dict | list) or _size(data) <= _PIECE:
+        yield _at_once(data)
+    elif isinstance(data, dict):
+        before = b"{"
+        for name, value in data.items():
+            yield before + _at_once(str(name)) + b":"
+            yield from _pieces(value)
+            before = b","
+        yield b"}"
+    else:
+        before = b"["
+        for together in _parts(data):
+            if len(together) == 1:
+                yield before
+                yield from _pieces(together[0])
+            else:
+                yield before + _at_once(together)[1:-1]
+            before = b","
+        yield b"]"
+
+
+def _parts(data: list[Any]) -> Iterator[list[Any]]:
+    """Yields a list as lists that are small, or have one entry."""
+    begin = total = 0
+    for i, entry in enumerate(data):
+        size = _size(entry)
+        if i > begin and total + size > _PIECE:
+            yield data[begin:i]
+            begin, total = i, 0
+        total += size
+    yield data[begin:]
+
+
+def _size(data: Any) -> int:
+    """About how many numbers and texts are in it: entries of a list are as large as the first or the last, one of which
+    may have nothing to tell."""
+    if isinstance(data, dict):
+        return sum(map(_size, data.values())) + 1
+    if isinstance(data, list) and data:
+        ends = data if len(data) == 1 else (data[0], data[-1])  # the same one twice would double at each depth
+        return len(data) * max(map(_size, ends))
+    return 1
+
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
-A = TypeVar("A", bound=GenerationBody)
 
-LEARN_HEADER = "x-draftwing-learn"  # with one of these, as `"learn": false` in the body
-_OFF = ("off", "false", "no", "0")
 _MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
-SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
-_MAX_ERRORS = 1000  # each takes time and memory
 
 # The names that OpenAI's clients know, and Anthropic's.
 _TYPES = {
@@ -107,7 +156,7 @@ def json_response(content: bytes, status: int = 200) -> Response:
     return Response(content, status, media_type="application/json")
 
 
-def _failure(error: Exception) -> tuple[int, str]:
+def failure(error: Exception) -> tuple[int, str]:
     """Returns the status and the message of what is no fault of the request."""
     if isinstance(error, QueueFull):
         return 429 if error.own else 503, str(error)
@@ -118,7 +167,7 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 def stream_error(path: str, error: Exception) -> str:
     """Returns an error that comes when the response has begun, as an event of the stream."""
-    (status, message), kind = _failure(error), dialect(path)
+    (status, message), kind = failure(error), dialect(path)
     if kind == "anthropic":
         return named_event("error", error_body(path, status, message))
     if kind == "responses":
@@ -146,140 +195,6 @@ def line(data: Any, large: bool = False) -> str:
 
 
 DONE = "data: [DONE]\n\n"
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """To be called when the application has its routes."""
-    routes = Routes(app.routes)
-
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        status = 404 if isinstance(error, NotFound) else 400
-        return error_response(request, status, str(error), error.param, error.code)
-
-    async def query(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        found = body_refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
-        return error_response(request, 400, str(found), found.param)
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if error.status_code in (404, 405):  # of the router
-            refusal = routes.refusal(request.method, request.url.path)
-            response = error_response(request, refusal.status, refusal.message, path=refusal.meant)
-            if refusal.allow:
-                response.headers["allow"] = ", ".join(refusal.allow)
-            return response
-        message = f"{error.detail}: {request.method} {request.url.path[:200]}"
-        response = error_response(request, error.status_code, message)
-        response.headers.update(error.headers or {})
-        return response
-
-    async def failed(request: Request, error: Exception) -> Response:
-        response = error_response(request, *_failure(error))
-        if isinstance(error, QueueFull):
-            response.headers["retry-after"] = str(RETRY_SECONDS)
-        return response
-
-    async def disconnected(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    app.add_exception_handler(RequestError, refused)
-    app.add_exception_handler(RequestValidationError, query)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientDisconnect, disconnected)
-    for kind in (EngineDead, QueueFull, GenerationError, Exception):
-        app.add_exception_handler(kind, failed)
-
-
-@cache  # to make them takes most of the time that an application does
-def schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
-    body = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = body.pop("$defs", {})
-    for part in (body, *definitions.values()):
-        # Fields of any type are those that are not built, or have no effect: nothing to advertise.
-        known = {name: field for name, field in part["properties"].items() if field.keys() - {"default", "title"}}
-        part["properties"] = known
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(body, definitions)}}}}
-
-
-@asynccontextmanager
-async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
-    """Reads a body that asks for answers, which counts as one that waits until they are asked for. Raises QueueFull,
-    before the body is looked at, where there is no room."""
-    with ExitStack() as place:
-        body = await read_body(request, model, place)
-        if request.headers.get(LEARN_HEADER, "").strip().lower() in _OFF:
-            body.learn = False
-        body.place.push(place)
-        yield body
-
-
-async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:
-    """Returns the body as `model`. Raises RequestError, naming the field, for anything that is not one.
-
-    place: see `read_generation`.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-    if not is_json and not _may_leave_out_its_type(request):
-        raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
-        raise HTTPException(415, "the body must not be compressed")
-    service: Service = request.app.state.service
-    if place is not None:
-        service.check_room(1, held=0)
-    body = await request.body()
-    if place is not None:  # not before: who sends slowly takes no place from others
-        place.enter_context(service.preparing())
-    inline = len(body) <= SMALL
-    found = _read(body, model, service) if inline else await service.pools.read(lambda: _read(body, model, service))
-    service.check_model(getattr(found, "model", None))
-    return found
-
-
-def _may_leave_out_its_type(request: Request) -> bool:
-    """Returns whether a body need not say that it is JSON: Ollama's users send it by curl, which calls it a form. A
-    browser tells of the page that sends a form."""
-    from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-    return dialect(request.url.path) == "ollama" and not from_page
-
-
-def _read(body: bytes, model: type[M], service: Service) -> M:
-    check_parts(body, MAX_PARTS, 2 * service.countable)
-    try:
-        found = model.model_validate_json(body)
-        _ = found.ignored if isinstance(found, GenerationBody) else ()
-        return found
-    except ValidationError as error:
-        if error.error_count() > _MAX_ERRORS:
-            raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None
-        # Without the input: it may be huge, or hold what no response can.
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
-        given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=Digits)
-        raise body_refusal(errors, given, model) from None
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, which is cancelled when the client goes away. The body has been read before."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for waiting in (task, watcher):
-            waiting.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Closing(Response):
@@ -324,34 +239,6 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield DONE
 
 
-class Rendering(Protocol):
-    """A generation as the response of a dialect."""
-
-    generation: Generation
-
-    def body(self) -> Any:
-        """Returns the response to a finished generation."""
-
-    def events(self) -> AsyncIterator[str]:
-        """Yields server-sent events while it runs."""
-
-
-async def respond(request: Request, rendering: Rendering, stream: bool | None, echoed: int = 0) -> Response:
-    """Sends the response as events or at once; the generation is aborted when the client goes away. A header names
-    fields that had no effect. echoed: bytes of the request that the response repeats."""
-    generation = rendering.generation
-    response: Response
-    if stream:
-        response = EventStream(request.url.path, rendering.events(), generation.close)
-    else:
-        try:
-            response = Whole(await unless_disconnected(request, _whole(rendering, echoed)), generation.close)
-        except BaseException:
-            generation.close()
-            raise
-    return with_ignored_header(response, generation.ignored)
-
-
 def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
     """Returns the response with a header that names fields which had no effect."""
     if ignored:
@@ -359,10 +246,3 @@ def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
         names = re.sub(r"[^!-~ ]", "", ", ".join(ignored))
         response.headers["draftwing-ignored"] = names[:_MAX_IGNORED]
     return response
-
-
-async def _whole(rendering: Rendering, echoed: int) -> bytes:
-    """Returns the body once the generation is finished."""
-    answers = await rendering.generation.finish()
-    size = sum(answer.entries + len(answer.text) + len(answer.request.prompt_ids) for answer in answers)
-    return await rendering.generation.render(echoed + size, lambda large: encode(rendering.body(), large))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING
 
-import draftwing
 from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
 from draftwing.errors import ConfigError
+from draftwing.machine import keep_tidy
 from draftwing.models.hub import model_tokenizer, resolve_model
-from draftwing.process_memory import keep_tidy
+from draftwing.server.signals import Hangup, terminable
+from draftwing.version import __version__
 
 if TYPE_CHECKING:
     from draftwing.server.engine_client import AsyncEngine
@@ -37,7 +34,7 @@ def serve(options: Options) -> None:
     may start another one."""
     hangup = Hangup(reloads=options.api_key_file is not None)
     with terminable(hangup), bind(options.host, options.port) as sock:
-        logger.info("draftwing %s: model %s, device %s", draftwing.__version__, options.model, options.device)
+        logger.info("draftwing %s: model %s, device %s", __version__, options.model, options.device)
         if options.trust_remote_code:
             logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
@@ -83,73 +80,10 @@ def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher
 
         watchers.append(RequestLog(options.log_requests_level, [one.key for one in keys], form=options.log_format))
     if options.otlp_traces_endpoint is not None:
-        from draftwing.server.telemetry.tracing import open_tracing
+        from draftwing.server.telemetry.request_log import open_tracing
 
         watchers.append(open_tracing(options.otlp_traces_endpoint, options.model_names[0]))
     return watchers
-
-
-class Hangup:
-    """What SIGHUP means: that the terminal was closed, or, where the server `reloads` something, that it shall."""
-
-    def __init__(self, reloads: bool = False) -> None:
-        self.reloads = reloads
-        self._terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()  # not under nohup
-
-    @property
-    def ends(self) -> bool:
-        """Returns whether the server is to end."""
-        return not self.reloads or (self._terminal and not _has_terminal())
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-        return True
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def terminable(hangup: Hangup | None = None) -> Iterator[None]:
-    """SIGTERM and SIGHUP, unless `hangup` knows better, raise SystemExit, SIGINT KeyboardInterrupt, so that what is to
-    be cleaned up is. Other errors that come of a signal end the block in the same way. SIGHUP may be ignored."""
-    received: list[int] = []
-
-    def ending() -> BaseException:
-        return KeyboardInterrupt() if received[0] == signal.SIGINT else SystemExit(128 + received[0])
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and hangup is not None and not hangup.ends:
-            return  # the keys are read later anyway
-        received.append(number)
-        raise ending()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            stack.enter_context(handled(number, leave))
-        try:
-            yield
-        except Exception:
-            # Python may be where it makes other errors of what a handler raises, as in the body of a class.
-            if received:
-                raise ending() from None
-            raise
-
-
-@contextlib.contextmanager
-def handled(number: int, by: Callable[[int, FrameType | None], None], always: bool = False) -> Iterator[None]:
-    """Has a signal handled so meanwhile, unless it is ignored. On the main thread. always: even then."""
-    before = signal.getsignal(number)
-    if always or before is not signal.SIG_IGN:
-        signal.signal(number, by)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -28,10 +28,16 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import GRAMMARS, schema_place
-from draftwing.requests.other_samplers import NEUTRAL_SAMPLERS, SAMPLER_HINTS, is_neutral, not_built
 from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
-from draftwing.requests.sampling_params import SamplingParams, field_schemas
+from draftwing.requests.sampling_params import (
+    NEUTRAL_SAMPLERS,
+    SAMPLER_HINTS,
+    SamplingParams,
+    field_schemas,
+    is_neutral,
+    not_built,
+)
 
 MAX_PROMPTS = 1024  # of one request
 MAX_ENTRIES = 16_384  # of a list or an object in a body, where it has no limit of its own
@@ -382,3 +388,35 @@ def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"{field} takes at most {MAX_PROMPTS} prompts; found {len(prompts)}", field)
     return prompts, not single  # type: ignore[return-value]
+
+
+MAX_PARTS = 131_072  # lists, objects and fields of a body
+MAX_IN_CALL = 16_384  # of the arguments of a call, which stand in a text of the body
+_QUOTED = re.compile(rb'"[^"]*"?')
+
+
+def check_parts(text: bytes, max_parts: int, longest: int, field: str | None = None) -> None:
+    """Raises RequestError for JSON that would take long to parse. What stands in texts does not count.
+
+    max_parts: lists, objects and fields.  longest: entries of a list.  field: that it is in; None: it is the body.
+    """
+    if _parts(text) <= max_parts and text.count(b",") <= longest:
+        return
+    called, field = field or "the body", field or "body"
+    # Where it is no JSON, it is another text that is left out; there the parser stops.
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = text.count(b'"') // 2
+    if texts > 2 * max_parts:
+        raise RequestError(f"{called} has {texts} texts, names of fields included; it may have {2 * max_parts}", field)
+    text = _QUOTED.sub(b"", text)
+    parts = _parts(text)
+    if parts > max_parts:
+        raise RequestError(f"{called} has {parts} lists, objects and fields; it may have {max_parts}", field)
+    if text.count(b",") > longest:
+        found = max(part.count(b",") for part in text.split(b"]"))
+        if found > longest:
+            raise RequestError(f"{called} has a list of {found + 1} entries; it may have {longest + 1}", field)
+
+
+def _parts(text: bytes) -> int:
+    return sum(map(text.count, (b"[", b"{", b":")))

@@ -9,31 +9,28 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from draftwing.core import TokenLogprobs
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, NotFound, RequestError
-from draftwing.grammar.translation import Translator
+from draftwing.grammar.compiler import Translator
 from draftwing.learn.traffic import ANONYMOUS, names_of
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.edge.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.learning import Learning
-from draftwing.server.logprob_quota import first_logprobs, fit_logprobs
-from draftwing.server.parsers.budgets import Reasoning
+from draftwing.server.learning import Collector, Deleted, Learning
+from draftwing.server.parsers.reasoning import Reasoning
+from draftwing.server.quotas import first_logprobs, fit_logprobs
 from draftwing.server.schema import GenerationBody, split_prompts
-from draftwing.server.telemetry.collector import Collector, Deleted
 from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.answer import Answer
-from draftwing.text.bad_words import bad_word_ids
-from draftwing.text.bounded import encode_bounded
-from draftwing.text.token_text import TokenTexts
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.detok import TokenTexts
+from draftwing.text.tokenizer import Tokenizer, bad_word_ids, encode_bounded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,7 +67,7 @@ class Generation:
         """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
         shows_drafts: whether the response says how it was drafted.  ignored: fields of the request without effect."""
         self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
-        self._pools = pools
+        self.render = pools.render  # makes JSON of the answers so far; for its size see `Answer.entries`
         self.ignored = tuple(ignored)
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
@@ -99,10 +96,6 @@ class Generation:
         async for _ in self:
             pass
         return self.answers
-
-    async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """Makes JSON of the answers so far by `WorkerPools.render`. size: see `Answer.entries`."""
-        return await self._pools.render(size, work)
 
     def close(self) -> None:
         self._stream.close()
@@ -215,13 +208,10 @@ class Service:
     def _translated(self, grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> str:
         return self._translator.translate(grammar, field)
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """Counts a request as an answer that waits, while it is prepared. Raises QueueFull where too many do."""
-        return self.engine.quota.reserve(client_name(), 1)
-
     def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
-        wait, and RequestError where it is too many for one request. held: see `preparing`."""
+        wait, and RequestError where it is too many for one request. held: places that the request has
+        already."""
         limit = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
         if count > limit:
             raise RequestError(f"one request takes at most {limit} answers; found {count}", "n")

@@ -19,13 +19,18 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.server.app import create_app, paced
-from draftwing.server.edge.acceptor import Acceptor
-from draftwing.server.edge.connections import LimitedConnection, ReadScheduler, allow_descriptors, check_uvicorn
+from draftwing.server.edge.connections import (
+    Acceptor,
+    LimitedConnection,
+    ReadScheduler,
+    allow_descriptors,
+    check_uvicorn,
+)
 from draftwing.server.edge.hosts import guarded
 from draftwing.server.edge.keys import FREE_PATHS, METRICS_PATHS
-from draftwing.server.edge.root_path import rooted
+from draftwing.server.edge.paths import rooted
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.run import Hangup, handled
+from draftwing.server.signals import Hangup, handled
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.models.heads.block import BlockHead
-from draftwing.ops.attention import Attend, Batch
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import Batch
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import BlockInputs, Continuations, Draft, LogitEditor, RowTensors
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.head_drafter import HeadDrafter
-from draftwing.spec.model_drafter import without
+from draftwing.spec.model_drafter import HeadDrafter, without
 
 
 class BlockDrafter(HeadDrafter):

@@ -13,18 +13,18 @@ import torch
 
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
-from draftwing.models.heads.assistant_loader import load_assistant
-from draftwing.models.heads.base import DraftHead, DraftLM, FeatureHead
+from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
-from draftwing.models.heads.quantized_lm_head import MOST_ROWS, is_large, quantized_copy
+from draftwing.models.heads.loader import load_assistant, load_draft_head, load_mtp_head
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
-from draftwing.spec.assistant_drafter import AssistantDrafter
+from draftwing.ops.table import TorchOps
+from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
-from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
-from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.model_drafter import AssistantDrafter, HeadDrafter, ModelDrafter
+from draftwing.spec.mtp_drafter import MTPDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.token_map import check_topk
 
@@ -191,3 +191,13 @@ def _drafter(context: DraftContext, head: DraftHead) -> HeadDrafter:
         )
     check_topk(context.shape.topk, head.vocab, str(context.draft_path))
     return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.ops)
+
+
+def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> HeadDrafter:
+    """Returns the drafter for any head; arguments as for `ModelDrafter`."""
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, rows, topk, ops)
+    if head.lookahead <= ModelDrafter.max_lookahead:
+        return ModelDrafter(head, rows, topk, dtype, ops)
+    assert isinstance(head, MTPHead), "only several MTP layers look further ahead than one token"
+    return MTPDrafter(head, rows, topk, dtype, ops)

@@ -1,4 +1,5 @@
-"""What a drafter is. It works on device state and never sees requests, the scheduler, the sampler or others."""
+"""What a drafter is, and menus of trees for it. It works on device state and never sees requests, the scheduler, the
+sampler or others. A menu is what a policy may choose from, the largest first and plain decoding last."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_CONFIDENCE, PLAIN, IntArray, TreeShape
+from draftwing.config.trees import MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.core import IntArray
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.ops.attention import AttnBackend, Batch
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.ops.attention.attend import AttnBackend
+from draftwing.ops.attention.batch import Batch
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Calibration, Draft, DraftEdits, RowTensors
-from draftwing.sched.policy.menus import half_menu, match_menu
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
@@ -240,3 +242,51 @@ class Drafter(ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Forgets what was learnt from past requests (the prefix cache is being flushed)."""
+
+
+def part_of(shape: TreeShape, verified: int) -> TreeShape:
+    """Returns the shape with so many nodes of a row verified on average."""
+    return shape._replace(verified=0 if verified >= shape.nodes else verified)
+
+
+def tree_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """Returns options for a drafter that pays for every level it drafts, on a device that drafts a wide level as fast
+    as a narrow one: the whole tree, parts of it, a tree of half the depth, one level, nothing."""
+    depth, topk, nodes = shape.tree
+    menu = [part_of(shape, n) for n in (nodes, nodes // 2, nodes // 4) if n > 1]
+    if depth > 3:
+        half = TreeShape(depth // 2, topk, max(nodes // 2, depth // 2 + 1))
+        menu.append(part_of(half, max(nodes // 4, 2)))
+    if depth > 1:
+        menu.append(part_of(TreeShape(1, topk, topk + 1), 2))
+    return (*dict.fromkeys(menu), PLAIN)
+
+
+def chain_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """Returns options where every row of a level costs: the whole tree, the chain as deep, half of it, one level,
+    nothing."""
+    chains = []
+    depth = shape.depth
+    while depth:
+        chains.append(TreeShape(depth, 1, depth + 1))
+        depth //= 2
+    longest = part_of(chains[0], (chains[0].nodes + 1) // 2)
+    return (*dict.fromkeys((shape, chains[0], *((longest,) if shape.depth > 2 else ()), *chains[1:])), PLAIN)
+
+
+def match_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """Returns options for a drafter that pays for nothing but what is verified: parts of the largest tree."""
+    parts, nodes = [shape], shape.nodes // 2
+    while nodes > 1:
+        parts.append(part_of(shape, nodes))
+        nodes //= 2
+    return (*parts, PLAIN)
+
+
+def half_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """Returns options where a step may have to verify whole trees: halves of the largest one."""
+    menu = [shape]
+    while menu[-1].nodes > 3:
+        nodes = menu[-1].nodes // 2
+        menu.append(TreeShape(min(shape.depth, nodes - 1), min(shape.topk, nodes - 1), nodes))
+    return (*menu, PLAIN)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from draftwing.config.drafters import SUFFIXES
-from draftwing.core import MAX_CONFIDENCE, TreeShape
+from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.ops.reference.ngram import NGramIndex, NGramOps
-from draftwing.ops.reference.suffix import LENGTHS, SuffixIndex, SuffixOps
+from draftwing.ops.ngram.spec import NGramIndex
+from draftwing.ops.suffix.spec import LENGTHS, SuffixIndex
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
 
@@ -23,7 +24,7 @@ class LookupDrafter(Drafter):
     initial_confidence = 0
     fixed_confidence = False
 
-    def __init__(self, index: NGramIndex | SuffixIndex, ops: NGramOps | SuffixOps) -> None:
+    def __init__(self, index: NGramIndex | SuffixIndex, ops: TorchOps) -> None:
         self.index, self.in_parts = index, ops.draws_by_row and not ops.can_record
 
     def flush(self) -> None:
@@ -59,7 +60,7 @@ class NGramDrafter(LookupDrafter):
     def __init__(
         self,
         rows: int,
-        ops: NGramOps,
+        ops: TorchOps,
         min_window: int = 1,
         max_window: int = 12,
         min_breadth: int = 1,
@@ -98,7 +99,7 @@ class SuffixDrafter(LookupDrafter):
     def __init__(
         self,
         rows: int,
-        ops: SuffixOps,
+        ops: TorchOps,
         shape: TreeShape = SUFFIXES,
         max_context: int = 24,
         min_prob: float = 0.005,

@@ -1,29 +1,84 @@
-"""The drafter for everything that drafts with a model: a small language model, EAGLE heads, MTP layers.
+"""Drafters with a head, which is anything that drafts with a model: a small language model, EAGLE heads, MTP layers.
 
-They differ in their `DraftHead` alone. The head's KV lives in the same slots as the target's. After every step it runs
-once over the committed tokens, which rewrites its entries of the accepted path from the text (and the target's true
-features), and whose last row gives the root's continuations: the first level of the next tree's expansion. Some
-devices read these when a tree is wanted (`ops.reads_root_late`), for a step without drafts can do without them.
-"""
+`HeadDrafter` is what they have in common: how they reach the head's KV, what they keep of roots, and that another head
+may take its place. For a `ModelDrafter` they differ in their `DraftHead` alone. The head's KV lies in the same slots as
+the target's. After every step it runs once over the committed tokens, which rewrites its entries of the accepted path
+from the text (and the target's true features), and whose last row gives the root's continuations: the first level of
+the next tree's expansion. Some devices read these when a tree is wanted (`ops.reads_root_late`), for a step without
+drafts can do without them. `AssistantDrafter` is for models that read the target's keys and values and have none: Gemma
+4's assistants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
-from draftwing.models.heads.base import DraftHead
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.contracts import FEW_ROWS, HeadTopK
-from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, Expansion, LogitEditor, RowTensors
-from draftwing.sched.policy.menus import chain_menu, tree_menu
-from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.head_drafter import HeadDrafter
+from draftwing.config.trees import TreeShape
+from draftwing.models.heads.assistant import AssistantHead
+from draftwing.models.heads.base import DraftHead, FeatureHead
+from draftwing.models.heads.swap import HeadSwap
+from draftwing.ops.attention.attend import Attend, AttnBackend
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.gemm.contract import FEW_ROWS, HeadTopK
+from draftwing.ops.table import TorchOps
+from draftwing.ops.types import Continuations, Draft, Expansion, First, LogitEditor, RowTensors
+from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens, chain_menu, tree_menu
 
 BANNED = -1e30  # a logit that nothing legal has
+
+
+class HeadDrafter(Drafter):
+    """A `Drafter` around a `DraftHead`."""
+
+    swap: HeadSwap | None = None  # of heads that are read from a folder
+
+    def __init__(self, head: DraftHead, rows: int, topk: int, width: int, dtype: torch.dtype, ops: TorchOps) -> None:
+        """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for;
+        width, dtype: of the feature that is kept of a root."""
+        self.head, self.topk, self.ops = head, topk, ops
+        self.aux_layers, self.kv_layers = head.aux_layers, head.kv_layers
+        self._draft_ids = head.draft_ids()
+        self._first = First(  # the root's best continuations and its feature, row-indexed as `ops.expand` reads them
+            ids=torch.zeros(rows, topk, dtype=torch.int64, device=ops.device),
+            logp=torch.zeros(rows, topk, dtype=torch.float32, device=ops.device),
+            feature=torch.zeros(rows, width, dtype=dtype, device=ops.device),
+        )
+        self._constrained: Any = None  # what `constrain` leaves for the next `propose`
+        self._attn: AttnBackend | None = None
+        self._first_layer = 0
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        self._attn, self._first_layer = attn, first_layer
+        self.head.set_max_positions(positions)
+
+    def unconstrain(self) -> None:
+        """Undoes `constrain`, which no `propose` follows."""
+        self._constrained = None
+
+    def _bind(self, batch: Batch) -> Attend:
+        assert self._attn is not None, "attach comes first"
+        return self._attn.bind(batch, self._first_layer)
+
+    def _editor(self, step: DraftStep) -> LogitEditor | None:
+        if step.edits is None:
+            return None
+        where = step.table, step.rows, step.edits, step.max_kv_len
+        return self.ops.logit_editor(*where, self.head.vocab, self._draft_ids)
+
+    def read_head(self, folder: Path | None) -> FeatureHead:
+        return super().read_head(folder) if self.swap is None else self.swap.read(folder)
+
+    def take_head(self, head: FeatureHead) -> None:
+        assert self.swap is not None
+        self.swap.take(head)
+        draft_ids = self.head.draft_ids()
+        if self._draft_ids is not None and draft_ids is not None:
+            self._draft_ids.copy_(draft_ids)  # recorded calls know where it is
 
 
 class ModelDrafter(HeadDrafter):
@@ -251,3 +306,63 @@ def without(logits: Tensor, banned: Tensor, target_ids: Tensor | None) -> Tensor
     banned = banned[:, : logits.shape[1]] if target_ids is None else banned[:, target_ids]
     # Not minus infinity: where everything is banned the scores must still be numbers.
     return logits.float().masked_fill(banned, BANNED)
+
+
+class AssistantDrafter(ModelDrafter):
+    """A `Drafter` around an `AssistantHead`. Its row of the newest token is run with every step, nodes of trees when
+    one is wanted; all read the text alone, to which no node belongs."""
+
+    head: AssistantHead
+
+    def __init__(self, head: AssistantHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
+        super().__init__(head, rows, topk, dtype, ops)
+        # A node's path is one entry, the first behind the prefix. Constants, for torch makes none while a CPU records.
+        self._entry = torch.zeros(rows * topk, dtype=torch.int64, device=ops.device)
+        self._one = torch.ones_like(self._entry)
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        super().attach(attn, 0, positions)  # the target's layers
+
+    def extend(self, seen: SeenTokens) -> None:
+        table, batch, aux_hidden, next_ids, count, noisy = seen
+        assert aux_hidden is not None
+        if count is None:
+            rows, newest = prompt_ends(batch)
+            if not len(rows):
+                return
+        else:  # [M, n] -> [B, n]: of the query before each row's newest token
+            rows = batch.rows
+            newest = partial(self.ops.newest_rows, count=count, lookahead=1, rows=rows, kept=None)
+        ids = newest(next_ids.unsqueeze(1)).flatten()
+        hidden = self._run(self._reading(table, rows, ids, batch.bound), newest(aux_hidden), 0)
+        self.ops.put_rows(self._first.feature, rows, hidden)
+        self._keep_first(table, rows, hidden, noisy)
+
+    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
+        if drafts or seen.count is None:
+            self.extend(seen)
+
+    def propose(self, step: DraftStep) -> Draft:
+        table, rows, shape, max_kv_len, noisy, _ = step
+        size, topk = rows.shape[0], shape.topk
+        editor = self._editor(step)
+        self._read_first(table, rows, noisy, editor)
+        expansion, batch = self._expand(table, rows, shape), None
+        for level in range(1, shape.depth):
+            ids = expansion.level().ids.flatten()
+            batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
+            hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
+        return expansion.draft()
+
+    def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:
+        """Returns tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys
+        before it: those up to the one before that, and a path of one entry."""
+        count, (size,) = ids.shape[0], rows.shape
+        kv_len = self.ops.take_rows(table.kv_len, rows)
+        before = self.ops.noise_key(table, rows, -1).position  # kv_len - 1, by the call that there is
+        return Batch(
+            rows, ids, positions=self.ops.repeat_rows(kv_len, count // size), write_slots=ids,  # nothing is written
+            table=table.page_table, prefix_len=before, path=self._entry[:count].view(size, -1, 1),
+            path_len=self._one[:count].view(size, -1), window=1, bound=bound,
+        )  # fmt: skip

@@ -24,27 +24,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.models.heads.base import DraftHead
-from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.expansion import of_parent
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.expansion.spec import of_parent
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftStep, SeenTokens
-from draftwing.spec.head_drafter import HeadDrafter
 from draftwing.spec.model_drafter import ModelDrafter
-
-
-def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> HeadDrafter:
-    """Returns the drafter for any head; arguments as for `ModelDrafter`."""
-    if isinstance(head, BlockHead):
-        return BlockDrafter(head, rows, topk, ops)
-    if head.lookahead <= ModelDrafter.max_lookahead:
-        return ModelDrafter(head, rows, topk, dtype, ops)
-    assert isinstance(head, MTPHead), "only several MTP layers look further ahead than one token"
-    return MTPDrafter(head, rows, topk, dtype, ops)
 
 
 class MTPDrafter(ModelDrafter):

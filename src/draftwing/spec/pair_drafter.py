@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draftwing.config.trees import max_nodes
-from draftwing.core import LOOKUP_ALONE, MAX_BACKLOG, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape, max_nodes
+from draftwing.core import MAX_BACKLOG
 from draftwing.models.heads.base import DraftHead, FeatureHead
-from draftwing.ops.attention import AttnBackend
-from draftwing.ops.drafts import new_calibration
+from draftwing.ops.assign.spec import new_calibration
+from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
-from draftwing.spec.head_drafter import HeadDrafter
+from draftwing.spec.model_drafter import HeadDrafter
 
 
 class PairDrafter(Drafter):

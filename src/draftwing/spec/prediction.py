@@ -1,9 +1,11 @@
-"""Drafts copied from the text that a request expects its answer to resemble (OpenAI's `prediction`).
+"""What a request asks of its own drafts: that they are copied from a text which it expects its answer to resemble
+(OpenAI's `prediction`), and limits of their trees.
 
-`write` takes a prediction when its request is admitted. In a step, `merge` puts the copied chain into the tree that the
-drafter proposed, or under bare roots where there is no drafter. At the end of a step, `confidence` says how promising
-the next copy is, so that the policy chooses a shape with room for it.
-"""
+`PredictedOutput.write` takes a prediction when its request is admitted. In a step, `merge` puts the copied chain into
+the tree that the drafter proposed, or under bare roots where there is no drafter; then `limit` has nodes die that are
+beyond the limits, before the target's batch is made. At the end of a step, `confidence` says how promising the next
+copy is, so that the policy chooses a shape with room for it. Draft extend still runs for every row, so the drafter's KV
+stays complete."""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import OTHER, IntArray, TreeShape
-from draftwing.ops.drafts import LEVELS, graded
-from draftwing.ops.reference.merge import MergeOps
+from draftwing.config.trees import OTHER, TreeShape
+from draftwing.core import IntArray
+from draftwing.ops.assign.spec import LEVELS, graded
+from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Calibration, Draft, RowTensors
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
@@ -91,12 +94,12 @@ class PredictedOutput:
         return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
 
     def merge(
-        self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int, ops: MergeOps,
+        self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int, ops: TorchOps,
         calibration: Calibration,
     ) -> Draft:  # fmt: skip
         """Returns the draft [B, N = shape.nodes] with a chain of what follows in their predictions, at most shape.depth
         tokens, for the rows `which` that are found there. The chain comes first; of the other nodes those stay for
-        which there is room, see `MergeOps.merge`.
+        which there is room, see `TorchOps.merge`.
 
         rows [B] int64, of the table; which [b] int64, batch indices of rows with a prediction, none twice; bound:
         `longest` of them, or more. The longest suffix of the row's tokens (up to `WINDOW`) that the prediction has
@@ -153,3 +156,30 @@ class PredictedOutput:
         length.mul_(begins.logical_not())
         found = ((length > 0) | begins) & (where + 1 < self.count.index_select(0, rows))
         return _Match(where, length, begins | (where == expected), found)
+
+
+def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max_nodes: Tensor) -> Draft:
+    """Returns the draft with fewer live nodes; tokens and parents stay.
+
+    depth_max: of the shape, no node is deeper; max_depth, max_topk, max_nodes [B] int64, at least 0, 1, 1. A node is
+    dead if it is deeper than max_depth, if max_topk or more live siblings come before it, if an ancestor is dead, or if
+    max_nodes survivors of these rules, the root counted, come before it. Its parent is one of them, so what is left is
+    a tree.
+    """
+    parent, alive = draft.parent, draft.alive
+    nodes = parent.shape[1]
+    if nodes == 1:
+        return draft
+    node = torch.arange(nodes, device=parent.device)
+    earlier = (node < node[:, None]) & (node > 0)  # [N, N]: column before row; the root is nobody's sibling
+    siblings = (parent[:, :, None] == parent[:, None]) & alive[:, None] & earlier
+    keeps = alive & (siblings.sum(-1) < max_topk[:, None])
+    keeps[:, 0].fill_(True)
+    # Depths and the worst of all ancestors, over twice the distance in every round; the root is its own parent.
+    depth = (node > 0).to(torch.int64).expand_as(parent)  # [B, N]
+    jump, reach = parent, 1
+    while reach < depth_max:
+        keeps, depth = keeps & keeps.gather(1, jump), depth + depth.gather(1, jump)
+        jump, reach = jump.gather(1, jump), 2 * reach
+    keeps = keeps & (depth <= max_depth[:, None])
+    return draft._replace(alive=keeps & (keeps.cumsum(1) <= max_nodes[:, None]))

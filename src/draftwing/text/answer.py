@@ -13,7 +13,7 @@ from draftwing.requests.stop_regex import Searches
 from draftwing.text.detok import IncrementalDetokenizer
 
 if TYPE_CHECKING:
-    from draftwing.text.token_text import TokenTexts
+    from draftwing.text.detok import TokenTexts
     from draftwing.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have

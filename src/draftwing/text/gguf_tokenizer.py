@@ -71,6 +71,7 @@ _DEEPSEEK_V3 = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" rf"|{_SPACES}",
 )
+_SEED_CODER = (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
 _GPT2: tuple[str, ...] = ()
 _WORDS: dict[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3,
@@ -78,6 +79,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "llama-v3": _LLAMA3,
     "lfm2": _LLAMA3,
     "glm4": _LLAMA3,
+    "dbrx": _LLAMA3,  # of OLMo 2 and Phi-4
+    "smaug-bpe": _LLAMA3,  # of SmolLM3
     "qwen2": _QWEN2,
     "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,
@@ -86,11 +89,14 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "minimax-m2": _O200K,
     "deepseek-llm": _DEEPSEEK_LLM,  # V2's, too
     "deepseek-v3": _DEEPSEEK_V3,
+    "seed-coder": _SEED_CODER,
     "smollm": _GPT2,
+    "refact": _GPT2,  # of Granite 3
+    "exaone4": _GPT2,
     "gpt-2": _GPT2,
     "default": _GPT2,
 }
-_SINGLE_DIGITS = frozenset({"smollm"})
+_SINGLE_DIGITS = frozenset({"smollm", "refact"})
 _COMPOSED = frozenset({"qwen2", "qwen35"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})

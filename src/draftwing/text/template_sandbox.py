@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from draftwing.text.unicode import well_formed
+from draftwing.requests.refusals import well_formed
 
 SECONDS = 2.0  # of a processor, for one text
 MEMORY = 2**30  # bytes of address space

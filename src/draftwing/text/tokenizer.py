@@ -1,9 +1,12 @@
-"""Turns text into tokens and back, and renders the chat template, for every kind of checkpoint."""
+"""Turns text into tokens and back, and renders the chat template, for every kind of checkpoint.
+
+Texts of any length are tokenized at a bounded cost: one that cannot fit is found out before all of it is tokenized.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.errors import TOO_LONG, CheckpointError, ConfigError, RequestError
 from draftwing.files import load_json
 from draftwing.gguf_file import open_gguf
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message
 
@@ -349,3 +354,91 @@ def _by_name(stated: Any) -> dict[str, str]:
     if isinstance(stated, list):
         return {entry["name"]: entry["template"] for entry in stated}
     return dict(stated or {})
+
+
+PIECE = 65_536  # characters that are tokenized without looking up
+
+
+class Stopped(Exception):
+    """Nobody waits for the ids any more."""
+
+
+def encode_bounded(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    max_tokens: int,
+    field: str,
+    add_special_tokens: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """Returns the ids of each text, as `Tokenizer.encode` gives them.
+
+    max_tokens: tokens that a text may have. One that has more may still be encoded if it is short, or has few more.
+    field: named in the error.  stopped: asked between pieces; Stopped is raised when it says so.
+
+    Raises RequestError for a text that has more tokens.
+    """
+    out: list[list[int]] = []
+    for batch in _batches(texts):
+        if len(batch[0]) > PIECE:
+            _refuse_long(tokenizer, batch[0], max_tokens, field, stopped)
+        if stopped():
+            raise Stopped
+        out += tokenizer.encode_many(batch, add_special_tokens)
+    return out
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the texts in turn, together as long as they are no more than a piece."""
+    batch, size = list[str](), 0
+    for text in texts:
+        if batch and size + len(text) > PIECE:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _refuse_long(tokenizer: Tokenizer, text: str, max_tokens: int, field: str, stopped: Callable[[], bool]) -> None:
+    """Counts the tokens of pieces. Their sum may be a little more than the text has, for a cut changes the tokens
+    next to it; so a quarter more is let pass, and left to whoever counts the real ones."""
+    count = 0
+    for start in range(0, len(text), PIECE):
+        if stopped():
+            raise Stopped
+        count += len(tokenizer.encode_many([text[start : start + PIECE]], add_special_tokens=False)[0])
+        if count > max_tokens + max_tokens // 4 + 64:
+            message = f"the prompt is too long: {field} has more than {max_tokens} tokens; {TOO_LONG} exceeded"
+            raise RequestError(message, field, "context_length_exceeded")
+
+
+def bad_word_ids(tokenizer: Tokenizer, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+    """Returns each of the request's words as it is tokenized at the start of a text and after a space, where the two
+    differ; what was found before, where it was.
+
+    Raises RequestError for a word of too many tokens, or of none, and for too many sequences.
+    """
+    if request.bad_word_ids is not None:
+        return request.bad_word_ids
+    found: dict[tuple[int, ...], None] = {}
+    for word in request.params.bad_words:
+        forms = {word: None, " " + word.lstrip(): None}
+        for form in forms:
+            ids = tokenizer.encode(form, add_special_tokens=False)
+            if not ids:
+                raise RequestError(f"bad_words: expected a word that has tokens, found {word!r}", "bad_words")
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words takes words of at most {MAX_BAD_WORD_TOKENS} tokens; {word[:80]!r} has {len(ids)}",
+                    "bad_words",
+                )
+            found[tuple(ids)] = None
+    if len(found) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words takes at most {MAX_BAD_WORDS} token sequences, of which a word gives up to two; found "
+            f"{len(found)}",
+            "bad_words",
+        )
+    return tuple(found)

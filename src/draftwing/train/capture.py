@@ -19,13 +19,13 @@ from torch import Tensor
 from draftwing.config.drafters import training
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
-from draftwing.engine.precision import pick_dtype
+from draftwing.engine.startup.models import pick_dtype
 from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import FULL, AttentionKind, HeadNorms
-from draftwing.ops.dense_attention import DenseAttend
+from draftwing.ops.attention.batch import FULL, AttentionKind, HeadNorms
+from draftwing.ops.attention.dense import DenseAttend
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.progress import Remaining
@@ -141,7 +141,7 @@ class Causal(DenseAttend):
     ) -> Tensor | None:
         if kind.reads or not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
             return None
-        from draftwing.train.kernels.rope_backward import turn
+        from draftwing.train.kernels.layer_ops import turn
 
         kv_heads = self._kv_heads
         queries = qkv.shape[1] - 2 * kv_heads

@@ -17,13 +17,12 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.files import replace_file, write_json
 from draftwing.layers.rope import RopeConfig
-from draftwing.models.config import FAMILIES, ModelConfig
+from draftwing.models.config import ModelConfig
+from draftwing.models.families import FAMILIES
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.block_config import MARKOV
-from draftwing.models.heads.config import resolve_aux_layers
-from draftwing.models.heads.eagle import EagleHead
-from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.config import MARKOV, resolve_aux_layers
+from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.mtp import MTPHead
 
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
@@ -87,15 +86,12 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     keys = {"architectures": classes, "model_type": "llama", **_sizes(config, dtype)}
     keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc.bias is not None}
     if isinstance(head, EagleHead):
-        if config.attention.qkv_bias:
-            keys["qkv_bias"] = True
-        return keys
+        return keys | ({"qkv_bias": True} if config.attention.qkv_bias else {})
     eagle, layers = head.eagle, head.target.config.num_layers
     keys["draft_vocab_size"] = eagle.draft_vocab or config.vocab_size
     keys["target_hidden_size"] = eagle.aux_size
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        if getattr(eagle, key):
-            keys[key] = True
+    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    keys |= {key: True for key in switches if getattr(eagle, key)}
     ids = aux_layer_ids(eagle.aux_layers, layers)
     if ids is not None:
         keys["num_aux_hidden_states"] = len(ids)
@@ -137,11 +133,8 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the config of a head that drafts blocks: DeepSpec's of one with a Markov head, else z-lab's; with the
     speculators library's key of a vocabulary of its own, where it has one."""
     block, config = head.config_of_block, head.config
-    own = {
-        "block_size": block.rows,
-        "mask_token_id": block.mask,
-        "target_layer_ids": [layer - 1 for layer in block.aux_layers],
-    }
+    layer_ids = [layer - 1 for layer in block.aux_layers]
+    own = {"block_size": block.rows, "mask_token_id": block.mask, "target_layer_ids": layer_ids}
     keys = {"model_type": "qwen3", **_sizes(config, dtype), "num_target_layers": head.target.config.num_layers}
     if any(block.windows):
         keys["layer_types"] = ["sliding_attention" if window else "full_attention" for window in block.windows]
@@ -151,12 +144,8 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
     if not any(block.windows) or block.causal != tuple(map(bool, block.windows)):  # what the kinds of layers say
         own["is_causal"] = all(block.causal)
     if block.markov == "domino":
-        own |= {
-            "projector_type": "domino",
-            "emb_dim": block.rank,
-            "gru_hidden_dim": block.memory,
-            "pure_draft_prefix_len": 1,
-        }
+        own |= {"projector_type": "domino", "emb_dim": block.rank, "gru_hidden_dim": block.memory}
+        own["pure_draft_prefix_len"] = 1
     if block.markov not in MARKOV:
         keys = {"architectures": ["DFlashDraftModel"], **keys, "block_size": block.rows}
         return keys | {"sample_from_anchor": block.from_anchor, "dflash_config": own}
@@ -208,11 +197,11 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind not in ("linear", "llama3"):
         return None
-    scaling = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    return scaling
+    llama3 = {
+        "low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }  # fmt: skip
+    return {"rope_type": rope.kind, "factor": rope.factor, **(llama3 if rope.kind == "llama3" else {})}
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

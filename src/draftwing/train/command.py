@@ -9,13 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftwing.config.arguments import add_arguments
-from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.fields import add_fields
-from draftwing.config.options import REQUESTS, SERVER
+from draftwing.config.option_fields import LOG_LEVELS, REQUESTS, SERVER
+from draftwing.config.sources import add_arguments
 from draftwing.errors import ConfigError
-from draftwing.train.run import Run, open_run
-from draftwing.train.settings import Settings
+from draftwing.train.settings import Run, Settings, open_run
 
 if TYPE_CHECKING:
     from draftwing.train.stages import Stages

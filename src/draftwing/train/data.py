@@ -285,8 +285,7 @@ def original(key: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    words: list[str] = _WORD.findall(text.casefold())
-    return words
+    return list(_WORD.findall(text.casefold()))
 
 
 def _grams(words: Sequence[str]) -> Iterator[str]:

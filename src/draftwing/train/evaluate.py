@@ -1,7 +1,7 @@
-"""Measures how good a head is, by the engine that will run it: acceptance lengths on unseen prompts.
+"""Measures how good a head is, by the engine that will run it: acceptance lengths on unseen prompts. Writes the head's
+card, README.md next to its weights: what it is, how it was made, how good it is.
 
-Runs and counts are those of `draftwing bench`, so its figures are the same.
-"""
+Runs and counts are those of `draftwing bench`, so its figures are the same."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from draftwing.config.options import MODEL, SPECULATION, Options
-from draftwing.config.trees import TREE
-from draftwing.core import TreeShape
+from draftwing.config.option_fields import MODEL, SPECULATION
+from draftwing.config.options import Options
+from draftwing.config.trees import TREE, TreeShape
 from draftwing.engine.benchmark import Local, Sample, record_of, timed_run
 from draftwing.errors import ConfigError
-from draftwing.files import load_json, write_json
+from draftwing.files import load_json, write_json, write_text
+from draftwing.models.config import ModelConfig
+from draftwing.train.settings import Run, Settings
+from draftwing.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +166,7 @@ def fingerprint(folder: str | Path | None) -> str | None:
         if file.suffix in (".safetensors", ".bin"):
             digest.update(file.name.encode())
             with file.open("rb") as content:
-                while block := content.read(1 << 20):
-                    digest.update(block)
+                file_digest(content, lambda: digest)
     return digest.hexdigest()[:16]
 
 
@@ -192,3 +194,101 @@ def _known(report: Path, same: Mapping[str, Any]) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read (%s); everything is measured again", report, error)
         return []
+
+
+def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> None:
+    write_text(run.out / "head" / "README.md", card(run, target, records))
+
+
+def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns Markdown. records: of `evaluate`."""
+    settings, model = run.settings, run.options.get("model", "smollm2")
+    algorithm = settings.drafter.name
+    flags = f"--model {model} --speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER"
+    note = ""
+    if settings.drafter.heads[0] == "mtp" and target.family.predicts != "mtp_layers":
+        note = f"The layer has MiMo's tensor names, for a target that is a {target.architecture}."
+        note += " Only draftwing loads this layout."
+    return "\n\n".join(
+        [
+            f"# {settings.training.title} for {model}",
+            "Drafts for its target in speculative decoding. The text stays the target's own, only sooner.",
+            f"```\ndraftwing serve {flags}\n```",
+            *([note] if note else []),
+            "## Acceptance",
+            "Acceptance length ± standard error: mean tokens per verification, the target's own token included. "
+            f"Measured by the engine on first turns, {settings.eval_tokens} tokens an answer. Trees are (steps, topk, "
+            "draft tokens).",
+            summary(records),
+            _positions(records),
+            "## Data",
+            _data(run),
+            "## Training",
+            _training(run),
+        ]
+    )
+
+
+def _positions(records: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of the deepest tree, greedy."""
+    greedy = [record for record in records if record["temperature"] == 0] or list(records)
+    if not greedy:
+        return ""
+    deepest = max(record["shape"][0] for record in greedy)
+    lines = ["Share of drafts accepted at each position, of the steps in which all before it were accepted:", ""]
+    for record in greedy:
+        if record["shape"][0] == deepest:
+            shares = ", ".join(f"{share:.2f}" for share in record["positions"])
+            lines.append(f"- {record['set']} ({', '.join(map(str, record['shape']))}): {shares}")
+    return "\n".join(lines)
+
+
+def _data(run: Run) -> str:
+    settings, report = run.settings, _json(run.out / "data.json") or _json(run.data / "data.json")
+    used = _json(run.out / "fit.json").get("used") or report  # older folders have no counts of what was used
+    licences = [f"- {text}" for text in settings.licence] or ["- not stated by who trained it"]
+    sources = "Sources and licences:\n\n" + "\n".join(licences)
+    if not settings.trains:
+        return f"That of the heads it is made of (see Training).\n\n{sources}"
+    lines = [f"- {Path(file).name}" for file in (*settings.prompts, *settings.conversations)]
+    answered = "Prompts were answered by the target itself" if settings.prompts or settings.regenerate else ""
+    if answered:
+        answered += f"{_answers(used, settings)}."
+    counts = f"{used.get('prompts', 0)} prompts and {used.get('conversations', 0)} conversations were used."
+    dropped = "; ".join(f"{count} {reason}" for reason, count in report.get("skipped", {}).items())
+    if dropped:
+        counts += f" Left out: {dropped}."
+    return "\n\n".join(["\n".join(lines), f"{answered} {counts}".strip(), sources])
+
+
+def _answers(used: Mapping[str, Any], settings: Settings) -> str:
+    """Says how many answers were drawn how. The share that was asked for is of prompts, whose further answers are never
+    greedy."""
+    count, greedy = used.get("answers", 0), used.get("greedy", 0)
+    if not count:
+        return ""
+    low, high = min(settings.temperatures), max(settings.temperatures)
+    warm = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    if greedy in (0, count):
+        return f": {count} answers at temperature {0 if greedy else warm}"
+    return f": {count} answers, {greedy} of them ({greedy / count:.0%}) at temperature 0, the others at {warm}"
+
+
+def _training(run: Run) -> str:
+    report, vocabulary = _json(run.out / "fit.json"), _json(run.out / "vocabulary.json")
+    lines = [f"Seed {run.settings.seed}, draftwing {__version__}."]
+    if not run.settings.trains:
+        lines.append(f"Not trained any further: the mean of {', '.join(run.settings.init_head)}.")
+    elif report and report["steps"]:
+        lines.append(f"{report['steps']} steps over {report['tokens']} tokens in {report['seconds']:.0f} s.")
+    if run.settings.training.aux_hidden_states and vocabulary:
+        lines.append(f"Draft vocabulary: {len(vocabulary['ids'])} tokens, {vocabulary['coverage']:.2%} of the answers.")
+    return " ".join(lines) + f"\n\n```\n{run.command()}\n```\n"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = load_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,15 +1,18 @@
 """Makes fresh draft heads for a target, and loads published ones to be trained further: serving modules in float32,
-unpacked."""
+unpacked. Chooses which tokens they may draft: the most frequent ones of what the target answered, for the row of each
+in a head's lm_head is most of what a draft step costs where the target is small."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -18,24 +21,26 @@ from draftwing.layers.config import LayerConfig, NormConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.families import PLAIN_FAMILY
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.block_config import BlockConfig
-from draftwing.models.heads.eagle import EagleHead
-from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftwing.models.heads.config import BlockConfig, Markov
+from draftwing.models.heads.eagle import Eagle3Config, Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import MTPHead, check_trainable
 from draftwing.models.heads.swap import differences
 from draftwing.models.loader import fill_parameters, open_checkpoint
 from draftwing.models.weight_map import checkpoint_names
-from draftwing.ops.torch.layer_ops import PLAIN
+from draftwing.ops.table import PLAIN
 from draftwing.train.capture import eagle3_aux_layers
 from draftwing.train.checkpoint import aux_layer_ids
+from draftwing.train.settings import Settings
+from draftwing.train.store import Tokens
 
 AnyHead = EagleHead | Eagle3Head | MTPHead | BlockHead
 Head = TypeVar("Head", bound=FeatureHead)
@@ -81,13 +86,16 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
     """Copies the target's last layer. That layer says what follows token t; the head is to say what follows t + 1, and
     learns it several times faster from here than from random weights. What it reads of token t + 1 stays random.
 
-    Parts of other shapes stay random too, and all of attention where the target norms its heads, as heads do not."""
+    Parts of other shapes stay random too, all of attention where the target norms its heads, as heads do not, and all
+    where its layers begin without a norm."""
     last, layer, hidden = target.layers[-1], head.fusion, head.config.hidden_size
-    assert isinstance(last, DecoderLayer) and last.attn_norm is not None
+    assert isinstance(last, DecoderLayer)
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+    if last.attn_norm is None or last.mlp_norm is None:  # whose parts read what no norm has seen
+        return
     own, theirs = layer.mixer, last.mixer
-    assert isinstance(own, Attention)
+    assert isinstance(own, Attention) and layer.mlp_norm is not None
     if isinstance(theirs, Attention) and theirs.head_norms() is None and own.shape == theirs.shape:
         own.qkv.weight[:, hidden:].copy_(theirs.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
@@ -328,11 +336,12 @@ def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switche
     layer = LayerConfig(target.hidden_size, attention, ffn_size or first.ffn, norm)
     return replace(
         target,
-        architecture="LlamaForCausalLM",
+        architecture=PLAIN_FAMILY,
         layers=(layer,) * layers,
         ropes=(RopeConfig(target.ropes[0].theta),),
         norm=norm,
         embed_scale=1.0,
+        logit_scale=1.0,
         tie_embeddings=False,
         weight_format=DENSE,
     )
@@ -363,3 +372,107 @@ def _checked_count(ids: Tensor | None, vocab: int) -> int:
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
         raise ConfigError(f"draft vocabulary: expected ascending, different ids below {vocab}")
     return len(ids)
+
+
+SEEN = 2  # times that a token must be there to get a row: once may be a name that never comes back
+RENEWED = 0.125  # share of the rows: as many as the bundled head's rarest, which 1 of 300 tokens of a general text is
+MULTIPLE = 64  # rows of a product that run at full speed on a GPU
+
+
+class Vocabulary(NamedTuple):
+    """ids: of the target, ascending.  coverage: share of the counted tokens that are among them."""
+
+    ids: tuple[int, ...]
+    counted: int
+    coverage: float
+
+
+def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: Iterable[int]) -> Vocabulary:
+    """Chooses the `size` most frequent tokens of the answers, the lower id of equals; `size` is rounded up to a
+    multiple of 64.
+
+    vocab: of the target, which is all there is where `size` is not below it.  ending: ids that are kept in any case,
+    for a drafter that cannot propose the end of an answer drafts past every end.
+    Where fewer tokens occur, the lowest of the other ids fill it up.
+    """
+    counts, total = _counted(tokens, vocab)
+    size = -(-size // MULTIPLE) * MULTIPLE
+    if size >= vocab:
+        return Vocabulary(tuple(range(vocab)), total, 1.0)
+    ending = {token for token in ending if token < vocab}
+    ranked = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in ending]
+    kept = sorted([*ending, *ranked[: size - len(ending)]])
+    return Vocabulary(tuple(kept), total, int(counts[kept].sum()) / total)
+
+
+def covered(tokens: Iterable[Tokens], ids: Sequence[int], vocab: int) -> Vocabulary:
+    """Counts a head's own draft vocabulary, ids of a target with `vocab` tokens, in other answers."""
+    counts, total = _counted(tokens, vocab)
+    return Vocabulary(tuple(ids), total, int(counts[list(ids)].sum()) / total)
+
+
+def renewed(ids: Sequence[int], tokens: Iterable[Tokens], vocab: int, ending: Iterable[int]) -> list[int]:
+    """Returns a draft vocabulary of the same size, ascending, with the tokens of these answers that `ids` lack, the
+    most frequent first, in place of those that are less than half as frequent: the rarest first, of equals the highest
+    id, which is a tokenizer's rarest.
+
+    At most a share of `RENEWED` changes at once. ending: ids that are kept in any case.
+    """
+    counts, _ = _counted(tokens, vocab)
+    known, kept = set(ids), set(ending)
+    wanted = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in known]
+    spare = sorted(known - kept, key=lambda token: (counts[token], -token))
+    pairs = zip(wanted[: int(RENEWED * len(known))], spare, strict=False)
+    changed = [(new, old) for new, old in pairs if counts[new] >= max(SEEN, 2 * counts[old] + 1)]
+    return sorted(known.difference(old for _, old in changed).union(new for new, _ in changed))
+
+
+def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], int]:
+    """Counts each token in the answers, [vocab], and all together."""
+    counts = np.zeros(vocab, np.int64)
+    for one in tokens:
+        counts += np.bincount(one.ids[one.loss_mask], minlength=vocab)
+    total = int(counts.sum())
+    if not total:
+        raise ConfigError("there is no answer to count tokens of: run `draftwing train generate` first")
+    return counts, total
+
+
+def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterable[Tokens], vocab: int) -> BlockConfig:
+    """Returns what a new head's block is like, as asked for. tokens: all texts; vocab: the target's.
+
+    A DSpark head's first row predicts, and it has a Markov head and a confidence head; of a DFlash head that row is
+    lost. Raises ConfigError for a mask that the target does not have, and where every token is in use."""
+    spark, steps = settings.drafter.heads[0] == "dspark", settings.block_steps or settings.training.block
+    mask = checked_mask(settings, vocab)
+    return BlockConfig(
+        aux_layers=aux_layers,
+        rows=steps + (not spark),
+        mask=unused_token(tokens, vocab) if mask is None else mask,
+        from_anchor=spark,
+        windows=(),
+        causal=(),
+        markov=cast(Markov, settings.markov_head) if spark else "",
+        rank=settings.markov_rank if spark else 0,
+        confidence="markov" if spark else "",
+        tied=settings.draft_lm_head == "target",
+    )
+
+
+def checked_mask(settings: Settings, vocab: int) -> int | None:
+    """Returns --mask-token. Raises ConfigError for one that a target of so many tokens does not have."""
+    mask = settings.mask_token
+    if mask is not None and mask >= vocab:
+        raise ConfigError(f"--mask-token: expected a token id below {vocab}, found {mask}")
+    return mask
+
+
+def unused_token(tokens: Iterable[Tokens], vocab: int) -> int:
+    """Returns the highest token id that no text has. Raises ConfigError where there is none."""
+    free = np.ones(vocab, np.bool_)
+    for one in tokens:
+        free[one.ids] = False
+    found = np.flatnonzero(free)
+    if not len(found):
+        raise ConfigError("every token of the vocabulary is in the texts: name one as --mask-token")
+    return int(found[-1])

@@ -2,17 +2,24 @@
 
 A text decides what of a draft is accepted, so both heads are asked the same, and their difference is known better than
 either figure. Chains alone are looked at, whatever tree is served: who drafts better chains drafts better trees.
-"""
+
+What is drafted along a text is what is drafted in serving (`along`; `train.merge` goes by the inputs that matrices get
+there). An engine adds Gumbel noise times the temperature to the target's logits and takes the largest sum, and a
+drafter adds the same noise to its own (`ops.noise.spec`). So what it drafts along a text that is given depends on noise
+of which the token that was drawn tells a part: the largest sum is a Gumbel variable around log sum exp of the logits,
+whichever token has it, and all others are below (Maddison et al. 2014, arXiv 1411.0030). Where a request had penalties
+or filters this is as if it had had none."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from statistics import NormalDist
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +27,87 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
-from draftwing.ops.torch.layer_ops import PLAIN
-from draftwing.train.along import along
-from draftwing.train.coupling import Temperatures
-from draftwing.train.cross_entropy import chunks
-from draftwing.train.heads import AnyHead
-from draftwing.train.store import Part
-from draftwing.train.teacher import Batch
+from draftwing.models.heads.block import BlockHead
+from draftwing.ops.noise.spec import gumbel_at
+from draftwing.ops.table import PLAIN
+from draftwing.train import blocks, ttt
+from draftwing.train.heads import AnyHead, TargetHead
+from draftwing.train.losses import chunks
+from draftwing.train.store import Batch, Part, in_order, load_batches, to_device, usable_lengths
+
+BATCH_TOKENS = 4096  # of a forward, padding included
+
+
+class Along(NamedTuple):
+    """A batch of texts. numbers: of the texts in their part.  drafts: of each draft 1, 2, .. of the chains that begin
+    at the batch's n loss positions, the products whose sum are its logits: (x [n, width], layer) of each.  uncalled:
+    what layers got on the way that were not called: (x [m, width], layer), of a table (ids [m], table)."""
+
+    numbers: list[int]
+    batch: Batch
+    drafts: Iterator[Sequence[tuple[Tensor, Linear]]]
+    uncalled: Sequence[tuple[Tensor, Linear]]
+
+
+@torch.no_grad()
+def along(head: AnyHead, part: Part, depth: int, max_length: int) -> Iterator[Along]:
+    """Gives batches of the texts, drafted along in chains of `depth`."""
+    lengths, param = usable_lengths(part, max_length), next(head.parameters())
+    ahead = head.config_of_block.rows if isinstance(head, BlockHead) else depth
+    head.set_max_positions(max_length + ahead)
+    order = in_order(lengths, BATCH_TOKENS)
+    for numbers, loaded in zip(order, load_batches(part, order, max_length), strict=True):
+        batch = to_device(loaded, param.device, param.dtype)
+        if isinstance(head, BlockHead):
+            yield Along(numbers, batch, *blocks.chains(head, batch, depth))
+        else:
+            yield Along(numbers, batch, ttt.chains(head, batch, depth), ())
+
+
+def most_drafts(head: AnyHead) -> int | None:
+    """Returns how long a chain of the head can be, None: of any length."""
+    return head.config_of_block.steps if isinstance(head, BlockHead) else None
+
+
+class Temperatures(NamedTuple):
+    """At which texts were drawn, by their keys, and the target that drew them; others are greedy."""
+
+    of: Mapping[str, float]
+    target: TargetHead
+
+    def rows(self, keys: Sequence[str]) -> tuple[list[float], list[int]]:
+        """Returns the temperatures of texts, and seeds for their noise."""
+        return [self.of.get(key, 0.0) for key in keys], [crc32(key.encode()) for key in keys]
+
+    def noise(
+        self, final: Tensor, said: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, ids: Tensor | None
+    ) -> Tensor:
+        """Draws the noise of n positions, times the temperature. final [n, hidden]: of the target after its final norm;
+        ids [Vd] int64: tokens whose noise is asked for, None: all; the others as of `noise_of_text` -> [n, Vd]."""
+        heat = temperature.unsqueeze(1)
+        if ids is None:
+            scaled = self.target(final) / heat
+            ids, total = torch.arange(scaled.shape[1], device=final.device), scaled.logsumexp(1)
+        else:
+            logits, _, share = self.target.of(ids, final, heat)
+            scaled = logits / heat
+            total = scaled.logsumexp(1) - share.log()
+        return noise_of_text(scaled, total, said, seed, position, ids) * heat
+
+
+def noise_of_text(scaled: Tensor, total: Tensor, said: Tensor, seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Draws the noise that has made a target say what it said, at n positions of texts.
+
+    scaled [n, Vd] float32 or wider: the target's logits of the tokens ids [Vd] int64, through the temperature; total
+    [n]: log sum exp of those of all tokens; said [n] int64: the token that was drawn; seed, position [n] int64: what is
+    drawn follows from them alone -> [n, Vd].
+    """
+    key = seed, position.unsqueeze(1)
+    none = torch.tensor([-1], device=ids.device)  # no token's: the noise of the largest sum
+    top = total.unsqueeze(1) + gumbel_at(*key, none).squeeze(1)  # [n, 1]
+    below = -torch.logaddexp(-top, -(scaled + gumbel_at(*key, ids).squeeze(1)))
+    return torch.where(ids == said.unsqueeze(1), top, below) - scaled
+
 
 ERRORS = 2.0  # standard errors by which a candidate must be better: chance alone does it once in 40 times
 LEAST_GAIN = 1.01  # less is not worth that draft KV is of another head for a while
@@ -224,7 +305,7 @@ def judge(
 ) -> Judgement:
     """Judges a candidate. before, after: by key of a text, of the parent and of the candidate.  clients: by key of an
     exchange; other texts are general ones.  seconds: as of `compare`.  domains: by key of an exchange
-    (`train.domains`), None: each client has one.  kept_before: as `Judgement` has it."""
+    (`train.traffic`), None: each client has one.  kept_before: as `Judgement` has it."""
 
     def compared(keys: Sequence[str]) -> Comparison:
         return compare({key: before[key] for key in keys}, after, seconds)

@@ -19,8 +19,8 @@ from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.models.heads.block import BlockHead
-from draftwing.train.along import along
 from draftwing.train.heads import AnyHead, renew_vocabulary, renewable
+from draftwing.train.judge import along
 from draftwing.train.store import Part
 
 # Of the mean product, added to each direction, so that those which no text uses can be solved for. Not swept.

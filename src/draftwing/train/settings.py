@@ -1,24 +1,28 @@
-"""Defines what `draftwing train` can be asked.
+"""Defines what `draftwing train` can be asked (`Settings`), and what a run's folder remembers of that (`Run`).
 
-No torch here: settings are checked before anything heavy is imported.
-"""
+No torch here: settings are checked before anything heavy is imported."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from draftwing.config.drafters import DEFAULT, TRAINED, DrafterSpec, Training, training
+from draftwing.config.drafters import DEFAULT, NO_DRAFTER, TRAINED, DrafterSpec, Training, training
 from draftwing.config.fields import check_fields, flag, option
-from draftwing.config.trees import checked_shape
+from draftwing.config.options import Options
+from draftwing.config.trees import TreeShape, checked_shape
 from draftwing.errors import ConfigError
-from draftwing.tree_shape import TreeShape
+from draftwing.files import load_json, write_json
+from draftwing.learn.history import HeadHistory
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
-MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.block_config.MARKOV`
-BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_loss.Kind`
+MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.config.MARKOV`
+BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.losses.Kind`
 _OF_BLOCKS = (
     "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
@@ -42,10 +46,7 @@ class Settings:
         "FILE:N takes a random N", common=True,
     )  # fmt: skip
     conversations: tuple[str, ...] = option(
-        (),
-        DATA,
-        "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are",
-        common=True,
+        (), DATA, "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are", common=True
     )
     regenerate: bool = option(False, DATA, "replace the answers in --conversations by the model's own")
     traffic: str | None = option(
@@ -114,11 +115,7 @@ class Settings:
     )
     ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0)
     epochs: float = option(
-        1.0,
-        FIT,
-        "passes over the data; 0: train nothing and keep --init-head as it is",
-        minimum=0,
-        common=True,
+        1.0, FIT, "passes over the data; 0: train nothing and keep --init-head as it is", minimum=0, common=True
     )
     steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0)
     minutes: float = option(
@@ -126,10 +123,7 @@ class Settings:
         common=True,
     )  # fmt: skip
     optimizer: str = option(
-        "adamw",
-        FIT,
-        "muon: Muon for the matrices of the layer, AdamW for the rest",
-        choices=("adamw", "muon"),
+        "adamw", FIT, "muon: Muon for the matrices of the layer, AdamW for the rest", choices=("adamw", "muon")
     )
     lr: float = option(
         0.0, FIT, "highest learning rate (default: 0.4 / hidden size; DFLASH and DSPARK 6e-4)", minimum=0
@@ -175,44 +169,11 @@ class Settings:
     def check(self) -> None:
         """Raises ConfigError for values that cannot work."""
         check_fields(self)
-        low, high = (*self.temperatures, *self.temperatures)[:2] if self.temperatures else (-1.0, -1.0)
-        if len(self.temperatures) > 2 or not 0 <= low <= high:
-            raise ConfigError(f"--temperatures: expected the lowest and the highest, found {list(self.temperatures)}")
-        if not self.clip:
-            raise ConfigError("--clip: expected a norm above 0, found 0, with which nothing is learnt")
-        if self.held_out == 1:
-            raise ConfigError("--held-out: expected less than 1, found 1, which leaves nothing to train on")
-        if self.traffic is not None and (odd := self._given(("prompts", "conversations", "regenerate"))):
-            raise ConfigError(f"{odd}: not with --from, whose general text the model writes itself")
-        if self.regenerate and not self.conversations:
-            raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
-        if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
-            able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
-            raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
-        blocks = {name for name in TRAINED if bool(training(name).block)}
-        for names, algorithms, why in (
-            (_OF_BLOCKS, blocks, ""),
-            (("ttt_steps", "text_share"), TRAINED.keys() - blocks, ""),
-            (_OF_DSPARK, {"DSPARK"}, ""),
-            (("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
-        ):
-            if self.algorithm not in algorithms and (odd := self._given(names)):
-                shown = " and ".join(name for name in TRAINED if name in algorithms)
-                raise ConfigError(f"{odd}: for --algorithm {shown}, found {self.algorithm}{why}")
-        if self.init_head and (odd := self._given(_OF_FRESH)):
-            raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
-        if self.steps and self.minutes:
-            raise ConfigError(f"--steps and --minutes: expected one of them, found {self.steps} and {self.minutes}")
-        if not self.trains and not self.init_head:
-            raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
-        trees, steps = self.trees(), self.block_steps or self.training.block
-        if steps and not self.init_head and any(tree.depth > steps for tree in trees):
-            raise ConfigError(
-                f"--shapes: expected trees of at most {steps} steps, as many as a block has (--block-steps); found "
-                f"{' '.join(self.shapes)}"
-            )
+        for broken, message in _RULES:
+            if found := broken(self):
+                raise ConfigError(message.format(s=self, found=found))
 
-    def _given(self, names: Sequence[str]) -> str:
+    def given(self, *names: str) -> str:
         """Returns the flags of those that are not as they are by default."""
         return " and ".join(flag(name) for name in names if getattr(self, name) != FIELDS[name]["default"])
 
@@ -231,6 +192,10 @@ class Settings:
         """Tells whether there is any step of training; else the head is the mean of --init-head."""
         return bool(self.epochs or self.steps or self.minutes)
 
+    @property
+    def shown_shapes(self) -> str:
+        return " ".join(self.shapes)
+
     def trees(self) -> list[TreeShape]:
         found = []
         for text in self.shapes:
@@ -242,3 +207,201 @@ class Settings:
 
 
 FIELDS = {spec.name: {**spec.metadata, "default": spec.default} for spec in dataclasses.fields(Settings)}
+
+
+def _out_of_order(s: Settings) -> bool:
+    low, high = (*s.temperatures, *s.temperatures)[:2] if s.temperatures else (-1.0, -1.0)
+    return len(s.temperatures) > 2 or not 0 <= low <= high
+
+
+def _too_deep(s: Settings) -> int:
+    """Returns how many tokens a fresh head drafts at once, if a tree has more steps."""
+    trees, steps = s.trees(), s.block_steps or s.training.block
+    return steps if steps and not s.init_head and any(tree.depth > steps for tree in trees) else 0
+
+
+def _only(names: Sequence[str], algorithms: Collection[str], why: str = "") -> _Rule:
+    """Refuses options that other algorithms do not have."""
+    shown = " and ".join(name for name in TRAINED if name in algorithms)
+    message = "{found}: for --algorithm " + shown + ", found {s.algorithm}" + why
+    return lambda s: s.algorithm not in algorithms and s.given(*names), message
+
+
+# What cannot work, in the order in which it is looked for: a test that gives what is found, and the message.
+_Rule = tuple[Callable[[Settings], object], str]
+_BLOCKS = {name for name in TRAINED if training(name).block}
+_RULES: tuple[_Rule, ...] = (
+    (_out_of_order, "--temperatures: expected the lowest and the highest, found {s.temperatures}"),
+    (lambda s: not s.clip, "--clip: expected a norm above 0, found 0, with which nothing is learnt"),
+    (lambda s: s.held_out == 1, "--held-out: expected less than 1, found 1, which leaves nothing to train on"),
+    (lambda s: s.traffic is not None and s.given("prompts", "conversations", "regenerate"),
+     "{found}: not with --from, whose general text the model writes itself"),
+    (lambda s: s.regenerate and not s.conversations, "--regenerate needs --conversations, whose answers it replaces"),
+    _only(("aux_layers", "draft_vocab_size"), {name for name in TRAINED if training(name).aux_hidden_states}),
+    _only(_OF_BLOCKS, _BLOCKS),
+    _only(("ttt_steps", "text_share"), TRAINED.keys() - _BLOCKS),
+    _only(_OF_DSPARK, {"DSPARK"}),
+    _only(("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
+    (lambda s: s.init_head and s.given(*_OF_FRESH),
+     "{found}: for fresh heads; one of --init-head is as it was made, so leave this out"),
+    (lambda s: s.steps and s.minutes,
+     "--steps and --minutes: expected one of them, found {s.steps} and {s.minutes}"),
+    (lambda s: not s.trains and not s.init_head, "--epochs 0 trains nothing, which is only for --init-head"),
+    (_too_deep, "--shapes: expected trees of at most {found} steps, as many as a block has (--block-steps); found "
+     "{s.shown_shapes}"),
+)  # fmt: skip
+
+
+# What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
+_FIXED = (
+    "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
+    "held_out", "init_head", "traffic", "general_share",
+)  # fmt: skip
+TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
+# Engine options that say which model it is; the others may differ from run to run.
+MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
+# What is taken with traffic where nothing is asked for: little text, gone over soon and often from a head that is
+# good already, chains as long as those that are served, and short general answers: the amount of text is bounded.
+_OF_TRAFFIC: dict[str, Any] = {
+    "batch_tokens": 2048, "epochs": 4.0, "optimizer": "muon", "warmup": 0.1, "save_every": 20, "eval_every": 100,
+    "max_tokens": 160,
+}  # fmt: skip
+_OF_CHAINS: dict[str, Any] = {"ttt_steps": 4}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings and engine options of a run, and its folder."""
+
+    out: Path
+    settings: Settings
+    options: Mapping[str, Any]
+
+    @property
+    def data(self) -> Path:
+        """Returns the folder of answers and features."""
+        return Path(self.settings.data) if self.settings.data is not None else self.out
+
+    def engine_options(self, **more: Any) -> dict[str, Any]:
+        """Returns options for `Options.from_kwargs`, without a drafter unless one is asked for, whatever comes with the
+        model, and with the weights that features are captured with."""
+        defaults = {
+            "random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, "quantization": "none"
+        }  # fmt: skip
+        return {**defaults, **self.options, **more}
+
+    def command(self) -> str:
+        """Returns what to type to make the same."""
+        words = ["draftwing", "train", "--out", str(self.out)]
+        changed = {name: value for name, value in vars(self.settings).items() if value != FIELDS[name]["default"]}
+        for name, value in {**self.options, **changed}.items():
+            words.append(flag(name))
+            if value is not True:
+                words += map(str, value) if isinstance(value, tuple) else [str(value)]
+        return shlex.join(words)
+
+    def save(self) -> None:
+        """Writes the run to its folder."""
+        content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
+        write_json(self.out / "train.json", content)
+
+
+def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
+    """Returns a new run, or the one in `out` going on: what is not given is as it was.
+
+    given: fields of `Settings`; options: of the engine. With another run's data (`data`), what made that data is taken
+    from there. Raises ConfigError for values that cannot work, and for those that would make the run another one.
+    """
+    given = _tuples(given)
+    before = _load(out)
+    source = given.get("data", before[0].get("data") if before else None)
+    made = _load(Path(source)) if source is not None else None
+    if source is not None and made is None:
+        raise ConfigError(f"--data: {source} holds no run of `draftwing train`")
+    settings, asked = dict[str, Any](), dict[str, Any]()
+    for folder, found in ((source, made), (out, before)):
+        if folder is None or found is None:
+            continue
+        if folder == out and given and not _begun(out):
+            continue  # a new try
+        kept, chosen = found
+        if folder != out:  # only what its data is made by
+            kept = {name: value for name, value in kept.items() if FIELDS[name]["group"] in (DATA, GENERATE)}
+            chosen = {name: value for name, value in chosen.items() if name in MODEL_OPTIONS}
+        _check_same(Path(folder), kept, chosen, given, options)
+        settings, asked = settings | kept, asked | chosen
+    settings, asked = {**settings, **given}, {**asked, **options}
+    if settings.get("traffic") is not None:
+        own = {} if Settings(**settings).training.block else _OF_CHAINS
+        settings = _OF_TRAFFIC | own | settings
+        if not settings.get("init_head"):
+            settings["init_head"] = (_served_head(Settings(**settings), asked),)
+    run = Run(out, Settings(**settings), asked)
+    run.settings.check()
+    Options.from_kwargs(**run.engine_options()).resolve()
+    return run
+
+
+def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
+    """Returns the head that is served with a folder of traffic: the one that was learnt from it, else that of the
+    engine's options or the model's own."""
+    assert settings.traffic is not None
+    history = HeadHistory(Path(settings.traffic).expanduser() / "heads")
+    current = history.current()
+    if current is not None:
+        return str(history.folder / str(current))
+    asked = {"speculative_algorithm": settings.drafter.name, **options}
+    chosen = Options.from_kwargs(**asked).resolve()
+    found = chosen.speculative_draft_model_path
+    if found is None and "mtp" in settings.drafter.heads:
+        from draftwing.models.heads.own_layers import layers_to_learn  # late: it imports torch
+
+        found = layers_to_learn(chosen)
+    if found is None:
+        raise ConfigError("--from: expected a head to start from: name one as --init-head, or with --algorithm MTP a "
+                          "model with prediction layers")  # fmt: skip
+    return found
+
+
+def _begun(out: Path) -> bool:
+    """Tells whether there is something in the folder that settings have shaped. Of a run from traffic, whose answers
+    lie elsewhere, that is which traffic it is."""
+    return any(next(out.glob(name), None) for name in (TRAFFIC_FILE, "responses*", "features-*", "fit", "head"))
+
+
+def _check_same(
+    folder: Path,
+    kept: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Raises ConfigError where a run in `folder`, made with settings `kept` and options `chosen`, is asked to be
+    another one."""
+    before = {name: kept[name] for name in _FIXED if name in kept}
+    before |= {name: chosen.get(name, getattr(Options, name)) for name in MODEL_OPTIONS}
+    asked = {**given, **options}
+    for name, value in before.items():
+        if asked.get(name, value) != value:
+            was, now = (" ".join(map(str, one)) if isinstance(one, tuple) else one for one in (value, asked[name]))
+            raise ConfigError(
+                f"{folder} was made with {flag(name)} {was}, not {now}: leave it out to go on, or name another --out"
+            )
+
+
+def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    path = folder / "train.json"
+    if not path.exists():
+        return None
+    known = {spec.name for spec in dataclasses.fields(Settings)}
+    try:
+        content = load_json(path)
+        settings = {name: value for name, value in content["settings"].items() if name in known}
+        return _tuples(settings), dict(content["options"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are typed, or read from JSON: where several values are allowed there are lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

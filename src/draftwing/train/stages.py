@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.engine.devices import pick_device
-from draftwing.engine.precision import pick_dtype
+from draftwing.engine.startup.models import pick_dtype
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
 from draftwing.models.config import ModelConfig
@@ -30,21 +30,17 @@ from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import heads
-from draftwing.train.blocks import checked_mask, fresh_block, unused_token
 from draftwing.train.capture import SHARD_BYTES, FeatureModel, bytes_per_token, capture, target_aux_layers
-from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
-from draftwing.train.dataset import Dataset, evaluation_sets, read_dataset
-from draftwing.train.evaluate import Trial, evaluate, summary
-from draftwing.train.fit import Fit, FitReport, join_world, trains_in_half
-from draftwing.train.fit_config import FitConfig, recipe
+from draftwing.train.dataset import Dataset, Response, evaluation_sets, read_dataset, read_responses, responses_files
+from draftwing.train.evaluate import Trial, evaluate, summary, write_card
+from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe, trains_in_half
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
 from draftwing.train.generate import Sampling, cut_last_line, generate, usable
-from draftwing.train.run import Run
-from draftwing.train.sequences import Response, read_responses, responses_files
+from draftwing.train.heads import Vocabulary, checked_mask, covered, draft_vocabulary, fresh_block, unused_token
+from draftwing.train.settings import Run
 from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens
-from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -268,10 +264,7 @@ class Stages:
         if not (folder / "config.json").exists():
             raise ConfigError(f"there is no head in {folder}: run `draftwing train fit --out {out}` first")
         options = {name: v for name, v in self.run.engine_options().items() if not name.startswith("speculative_")}
-        options |= {
-            "speculative_algorithm": settings.drafter.name,
-            "speculative_draft_model_path": str(folder),
-        }
+        options |= {"speculative_algorithm": settings.drafter.name, "speculative_draft_model_path": str(folder)}
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
         sets = evaluation_sets(settings.eval_prompts)
         if not sets and (settings.prompts or settings.conversations):

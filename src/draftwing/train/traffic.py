@@ -1,22 +1,27 @@
-"""What of a server's traffic a head is trained on, and what it is judged by.
+"""Chooses what of a server's traffic a head is trained on, and what it is judged by: later traffic by client and
+domain, and general prompts.
 
-Answers alone are learnt, which the target wrote, so what a client sends as a prompt counts little.
-"""
+Answers alone are learnt, which the target wrote, so what a client sends as a prompt counts little. A client's domains
+are told apart by how its prompts begin, which is a system prompt, a template, or tools. General prompts are of many
+kinds, and never trained on: what the model writes itself does not say whether a head has forgotten general chat, for
+a head that is trained on some of that drafts the rest of it as well as before, while other chat is drafted worse
+(docs/dev/learning.md)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from draftwing.learn.traffic import Exchange
-from draftwing.train.domains import domains
+from draftwing.train.data import Prompt, Skipped, read_prompts
 from draftwing.train.heads import TargetHead
-from draftwing.train.judge import FEW
+from draftwing.train.judge import FEW, SMALL
 from draftwing.train.store import FeatureSource, Part, Tokens
 
 LATER = 0.2  # share of the exchanges, the newest ones, that heads are judged by
@@ -69,7 +74,7 @@ def choose_traffic(exchanges: Iterable[Exchange], max_length: int, later: float 
     kinds = domains({key: exchange.prompt for key, (_, exchange) in found.items()}, clients)
     every = [tokens for tokens, _ in found.values()]
     kept = _newest(every, clients, later)
-    learnt, sums = _shared([one for one in every if one.key not in kept], clients, skipped)
+    learnt, sums = _within_share([one for one in every if one.key not in kept], clients, skipped)
     return Traffic(learnt, [one for one in every if one.key in kept], clients, temperatures, kinds, sums, skipped)
 
 
@@ -103,18 +108,15 @@ def _tokens(exchange: Exchange) -> Tokens:
     return Tokens(ids, mask, key)
 
 
-def _shared(
+def _within_share(
     every: Sequence[Tokens], clients: dict[str, str], skipped: Counter[str]
 ) -> tuple[list[Tokens], dict[str, int]]:
     """Leaves out the oldest of whoever has more than `CLIENT_SHARE` -> the rest, and tokens by client."""
     sums: Counter[str] = Counter()
     for tokens in every:
         sums[clients[tokens.key]] += int(tokens.loss_mask.sum())
-    if len(sums) > 1:
-        (largest, most), *_ = sums.most_common(1)
-        limit = round((sums.total() - most) * CLIENT_SHARE / (1 - CLIENT_SHARE))
-    else:
-        largest, limit = "", 0
+    (largest, most), *others = sums.most_common() or [("", 0)]
+    limit = round((sums.total() - most) * CLIENT_SHARE / (1 - CLIENT_SHARE)) if others else 0
     left = []
     for tokens in every:  # the oldest first
         client = clients[tokens.key]
@@ -145,3 +147,79 @@ def log_probabilities(source: FeatureSource, target: TargetHead) -> Iterator[tup
             chosen = logits.gather(1, torch.cat(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
             found = (chosen - logits.logsumexp(1)).split([len(own) for own in tokens])
             yield from zip(keys, [float(own.mean()) for own in found], strict=True)
+
+
+BEGINNING = 4  # tokens in which prompts of a kind agree at least: questions mostly do not, whose first words are alike
+LEAST = 2  # conversations of a kind: the turns of a single one begin alike, too
+
+Prompts = Sequence[tuple[str, Sequence[int]]]  # keys and token ids
+
+
+def domains(prompts: Mapping[str, Sequence[int]], clients: Mapping[str, str]) -> dict[str, str]:
+    """Returns the domain of each prompt: the client's name and a number, 1 of its largest. prompts: token ids by key.
+    clients: by key."""
+    of_client: dict[str, list[tuple[str, Sequence[int]]]] = {}
+    for key, ids in prompts.items():
+        of_client.setdefault(clients[key], []).append((key, ids))
+    found = dict[str, str]()
+    for client, own in of_client.items():
+        turns = _conversations(own)
+        kinds = _split([(key, prompts[key]) for key in turns], max(LEAST, SMALL * len(turns)))
+        groups = [[key for first, _ in kind for key in turns[first]] for kind in kinds]
+        for number, group in enumerate(sorted(groups, key=len, reverse=True), 1):
+            found |= dict.fromkeys(group, f"{client}, domain {number}")
+    return found
+
+
+def _conversations(group: Prompts) -> dict[str, list[str]]:
+    """Returns the keys of all prompts by that of the first one of the same conversation, which they go on from. Some
+    templates end a prompt with what a later one does not have there, such as an empty thought."""
+    end = _shared_beginning([(key, ids[: -BEGINNING - 1 : -1]) for key, ids in group], 0)
+    # Bytes that sort as the token ids do, so that what goes on from a prompt follows it.
+    begun = [(np.asarray(ids[: max(len(ids) - end, 0)], dtype=">u4").tobytes(), key) for key, ids in group]
+    found: dict[str, list[str]] = {}
+    last, shortest = b"", 4 * BEGINNING
+    for text, key in sorted(begun):
+        if len(last) <= shortest or text == last or not text.startswith(last):
+            last, first = text, key
+        found.setdefault(first, []).append(key)
+    return found
+
+
+def _split(group: Prompts, least: float, start: int = 0) -> list[Prompts]:
+    """Returns those that go on alike behind what nearly all have in common, and all others together. least: prompts of
+    a part.  start: tokens that all have in common."""
+    start = _shared_beginning(group, start)
+    branches: dict[int, list[tuple[str, Sequence[int]]]] = {}
+    rest = [one for one in group if len(one[1]) <= start]
+    for key, ids in group:
+        if len(ids) > start:
+            branches.setdefault(ids[start], []).append((key, ids))
+    kinds: list[Prompts] = []
+    for own in branches.values():
+        parts = _split(own, least, start) if len(own) >= least else []
+        if len(parts) > 1 or (parts and _shared_beginning(own, start) >= start + BEGINNING):
+            kinds += parts
+        else:
+            rest += own
+    return [*kinds, rest] if rest else kinds
+
+
+def _shared_beginning(group: Prompts, length: int) -> int:
+    """Returns the length of the beginning that nearly all of a group have in common, from `length` on."""
+    left = [ids for _, ids in group]
+    while True:
+        left = [ids for ids in left if len(ids) > length]
+        token, count = Counter(ids[length] for ids in left).most_common(1)[0] if left else (-1, 0)
+        if count < (1 - SMALL) * len(group):
+            return length
+        left = [ids for ids in left if ids[length] == token]
+        length += 1
+
+
+GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.jsonl")
+
+
+def general_prompts() -> list[Prompt]:
+    """Returns the prompts whose answers say whether a head has forgotten general chat, in their order."""
+    return read_prompts([GENERAL_PROMPTS], Skipped())

@@ -23,20 +23,16 @@ from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
-from draftwing.train.along import most_drafts
-from draftwing.train.coupling import Temperatures
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
-from draftwing.train.fit import STATE_FILE, StateError
-from draftwing.train.fit_config import FitConfig
-from draftwing.train.general_prompts import general_prompts
-from draftwing.train.judge import Comparison, Judgement, draft_along, judge
+from draftwing.train.fit import STATE_FILE, FitConfig, StateError
+from draftwing.train.heads import covered, renewed
+from draftwing.train.judge import Comparison, Judgement, Temperatures, draft_along, judge, most_drafts
 from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
-from draftwing.train.run import TRAFFIC_FILE, Run
+from draftwing.train.settings import TRAFFIC_FILE, Run
 from draftwing.train.stages import Stages, parts
 from draftwing.train.store import FeatureStore, OnlineSource, Part, Tokens
-from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, log_probabilities
-from draftwing.train.vocabulary import covered, renewed
+from draftwing.train.traffic import LEAST_LIKELY, Traffic, choose_traffic, general_prompts, log_probabilities
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +138,7 @@ class TrafficStages(Stages):
 
     def _write_prompts(self, number: int) -> None:
         from draftwing.engine.engine import Engine
-        from draftwing.train.own_prompts import write_prompts
+        from draftwing.train.generate import write_prompts
 
         self.answers.mkdir(parents=True, exist_ok=True)
         file = self.answers / f"prompts-{number:03d}.jsonl"

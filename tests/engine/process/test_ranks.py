@@ -9,11 +9,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from draftwing.ops.types import Draft
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.drafter import DraftContext, Drafter, DraftStep
+from draftwing.spec.lookup_drafter import NGramDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,28 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2000, "num_t
 PROMPTS = ["hello there", "ab" * 30, "x", [7, 8, 9, 7, 8, 9, 7]]
 
 
+def with_experts(folder: Path) -> Path:
+    """A checkpoint of two layers with six experts each."""
+    folder = write_checkpoint(folder, hidden=64, heads=4)
+    config, generator = json.loads((folder / "config.json").read_text()), torch.Generator().manual_seed(2)
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if ".mlp." not in name and not name.endswith(".bias")}
+    for layer in range(2):
+        moe = f"model.layers.{layer}.block_sparse_moe"
+        shapes = {"gate": (6, 64)}
+        for expert in range(6):
+            shapes |= {f"experts.{expert}.{name}": (128, 64) for name in ("w1", "w3")}
+            shapes[f"experts.{expert}.w2"] = 64, 128
+        kept |= {f"{moe}.{name}.weight": torch.randn(*shape, generator=generator) / 8 for name, shape in shapes.items()}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("ranks") / "model", hidden=64, heads=4)
+    return with_experts(tmp_path_factory.mktemp("ranks") / "model")
 
 
 def texts(llm: LLM) -> list[Any]:
@@ -60,6 +80,33 @@ def texts(llm: LLM) -> list[Any]:
     return [found, values]
 
 
+class Swappable(NGramDrafter):
+    """Its head is a folder, in which a file says what rank 1 is to do with it. When it is taken there is a file beside
+    it."""
+
+    rank = 0
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Swappable:
+        made = cls(context.rows, context.ops, capacity=4096)
+        made.rank = context.target.ranks.rank
+        return made
+
+    def read_head(self, folder: Path | None) -> Any:
+        assert folder is not None
+        todo, until = folder / "rank 1", time.monotonic() + 60
+        if self.rank:
+            (folder / "begun").touch()
+            while todo.read_text() == "wait" and time.monotonic() < until:
+                time.sleep(0.01)
+            if todo.read_text() == "fail":
+                raise ConfigError("no head here")
+        return folder
+
+    def take_head(self, head: Any) -> None:
+        head.with_name(f"{head.name} taken by {self.rank}").touch()
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Any]:
     with LLM(str(folder), **SETTINGS) as llm:
@@ -69,8 +116,9 @@ def expected(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[LLM]:
     """Of a fixed shape: whether anything is drafted would else depend on what steps cost here."""
-    drafts = {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True}
-    with LLM(str(folder), tp_size=2, chunked_prefill_size=16, **drafts, **SETTINGS) as llm:
+    drafts = {"speculative_algorithm": f"{__name__}:Swappable", "speculative_fixed_shape": True}
+    more: dict[str, Any] = {"chunked_prefill_size": 16, "enable_expert_parallel": True}
+    with LLM(str(folder), tp_size=2, **more, **drafts, **SETTINGS) as llm:
         (pid,) = (process.pid for process in processes(llm)._processes)
         yield llm
     assert gone(pid), "a process is left behind"
@@ -81,32 +129,7 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
         (found, values), (wanted, known) = texts(pair), expected
         assert found == wanted
         assert all(one == pytest.approx(other, rel=1e-4, abs=1e-5) for one, other in zip(values, known, strict=True))
-    assert pair.engine.reporter.accept_length > 1.0
-
-
-def test_experts_are_spread_whole(tmp_path: Path) -> None:
-    """With drafts the texts of one rank without them."""
-    folder = write_checkpoint(tmp_path / "model", hidden=64, heads=4)
-    config, generator = json.loads((folder / "config.json").read_text()), torch.Generator().manual_seed(2)
-    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if ".mlp." not in name and not name.endswith(".bias")}
-    for layer in range(2):
-        moe = f"model.layers.{layer}.block_sparse_moe"
-        shapes = {"gate": (6, 64)}
-        for expert in range(6):
-            shapes |= {f"experts.{expert}.{name}": (128, 64) for name in ("w1", "w3")}
-            shapes[f"experts.{expert}.w2"] = 64, 128
-        kept |= {f"{moe}.{name}.weight": torch.randn(*shape, generator=generator) / 8 for name, shape in shapes.items()}
-    save_file(kept, folder / "model.safetensors")
-    with LLM(str(folder), **SETTINGS) as llm:
-        expected = [answer.token_ids for answer in llm.generate(PROMPTS, {"max_new_tokens": 30, "temperature": 0.0})]
-    settings = SETTINGS | {"tp_size": 2, "enable_expert_parallel": True, "speculative_algorithm": "NGRAM"}
-    with LLM(str(folder), **settings) as llm:
-        found = [answer.token_ids for answer in llm.generate(PROMPTS, {"max_new_tokens": 30, "temperature": 0.0})]
-        assert processes(llm).ranks.expert_parallel
-    assert found == expected
+    assert pair.engine.reporter.accept_length > 1.0 and processes(pair).ranks.expert_parallel
 
 
 def test_a_rank_that_fails_while_it_serves_says_why() -> None:
@@ -128,6 +151,40 @@ def test_a_rank_that_fails_while_it_serves_says_why() -> None:
     ranks._why = None
     with pytest.raises(RankDied, match="rank 1 of the engine ended: exit code 1"):
         ranks._compare((192, 3))
+
+
+def test_heads_are_loaded_beside_the_steps_of_every_rank(pair: LLM, tmp_path: Path) -> None:
+    def head(name: str, todo: str) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        (made / "rank 1").write_text(todo)
+        return made
+
+    def taken() -> set[str]:
+        return {path.name for path in tmp_path.glob("* taken by *")}
+
+    def answer() -> list[int]:
+        return pair.generate("hello there", {"max_new_tokens": 20, "temperature": 0.0})[0].token_ids
+
+    engine, expected, late = pair.engine, answer(), head("late", "wait")
+    loading = threading.Thread(target=engine.swap_draft, args=(late,), daemon=True)
+    loading.start()
+    until = time.monotonic() + 30
+    while not (late / "begun").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert answer() == expected and loading.is_alive() and not taken(), "a step does not wait for it"
+    (late / "rank 1").write_text("load")
+    loading.join(30)
+    shutil.rmtree(late)
+    assert answer() == expected and taken() == {"late taken by 0", "late taken by 1"}
+    with pytest.raises(ConfigError, match="no head here"):
+        engine.swap_draft(head("bad", "fail"))
+    with pytest.raises(DraftwingError, match="rank 1: FileNotFoundError"):
+        engine.swap_draft(tmp_path / "nowhere")
+    engine.swap_draft(head("replaced", "load"))
+    engine.swap_draft(head("newest", "load"))
+    assert answer() == expected
+    assert taken() == {f"{name} taken by {rank}" for name in ("late", "newest") for rank in (0, 1)}
 
 
 def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(pair: LLM) -> None:
@@ -157,7 +214,7 @@ def gone(pid: int, seconds: float = 30.0) -> bool:
     return False
 
 
-@pytest.mark.further(number=signal.SIGKILL)
+@pytest.mark.exhaustive  # the tests below show the same of an engine in a process of its own
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None:
     llm = LLM(str(folder), tp_size=2, **SETTINGS)
@@ -213,10 +270,11 @@ def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, numbe
     heard.ask()
     os.kill(heard.ranks[0], number)
     assert heard.over.wait(60)  # on a quiet machine 5 s
-    assert "rank 1 of the engine" in heard.why
+    assert f"rank 1 of the engine {'hangs' if number == signal.SIGSTOP else 'ended'}" in heard.why
     assert heard.link.process.wait(60) == 1
 
 
+@pytest.mark.exhaustive  # test_spawn.py shows it of any process
 def test_a_stopped_rank_does_not_outlive_a_killed_engine(heard: Heard) -> None:
     heard.ask()
     os.kill(heard.ranks[0], signal.SIGSTOP)
@@ -245,100 +303,73 @@ def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
     assert children(os.getpid()) == others and time.monotonic() - begun < 60
 
 
-class Swappable(Drafter):
-    """Its head is a folder, in which a file says what rank 1 is to do with it. When it is taken there is a file beside
-    it. Proposes the newest token again."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    @classmethod
-    def build(cls, context: DraftContext) -> Swappable:
-        return cls(context.target.ranks.rank)
-
-    def read_head(self, folder: Path) -> Any:
-        todo, until = folder / "rank 1", time.monotonic() + 60
-        if self.rank:
-            (folder / "begun").touch()
-            while todo.read_text() == "wait" and time.monotonic() < until:
-                time.sleep(0.01)
-            if todo.read_text() == "fail":
-                raise ConfigError("no head here")
-        return folder
-
-    def take_head(self, head: Any) -> None:
-        head.with_name(f"{head.name} taken by {self.rank}").touch()
-
-    def propose(self, step: DraftStep) -> Draft:
-        return self.chain(step, step.table.last.index_select(0, step.rows).unsqueeze(1))
-
-
-def test_heads_are_loaded_beside_the_steps_of_every_rank(folder: Path, tmp_path: Path) -> None:
-    def head(name: str, todo: str) -> Path:
-        made = tmp_path / name
-        made.mkdir()
-        (made / "rank 1").write_text(todo)
-        return made
-
-    def taken() -> set[str]:
-        return {path.name for path in tmp_path.glob("* taken by *")}
-
-    with LLM(str(folder), tp_size=2, speculative_algorithm=f"{__name__}:Swappable", **SETTINGS) as llm:
-
-        def answer() -> list[int]:
-            return llm.generate("hello there", {"max_new_tokens": 20, "temperature": 0.0})[0].token_ids
-
-        expected, late = answer(), head("late", "wait")
-        loading = threading.Thread(target=llm.engine.swap_draft, args=(late,), daemon=True)
-        loading.start()
-        until = time.monotonic() + 30
-        while not (late / "begun").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert answer() == expected and loading.is_alive() and not taken(), "a step does not wait for it"
-        (late / "rank 1").write_text("load")
-        loading.join(30)
-        shutil.rmtree(late)
-        assert answer() == expected and taken() == {"late taken by 0", "late taken by 1"}
-        with pytest.raises(ConfigError, match="no head here"):
-            llm.engine.swap_draft(head("bad", "fail"))
-        with pytest.raises(DraftwingError, match="rank 1: FileNotFoundError"):
-            llm.engine.swap_draft(tmp_path / "nowhere")
-        llm.engine.swap_draft(head("replaced", "load"))
-        llm.engine.swap_draft(head("newest", "load"))
-        assert answer() == expected
-        assert taken() == {f"{name} taken by {rank}" for name in ("late", "newest") for rank in (0, 1)}
-
-
 RANK_THAT_LOADS = """
-import os, sys, threading, time
-from draftwing.engine.process.rank import _beat
+import os, signal, sys
 from draftwing.engine.process.spawn import Failed, joined
 plans, heads, pulse = joined(sys.argv)
-threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
-setup = plans.recv()
-if setup.rank == 2:
-    if setup.options.says_why:
+words = plans.recv()
+if "rank 2" in words:
+    if "says why" in words:
         plans.send(Failed("checkpoint", "the second file cannot be read"))
-    os._exit(1)
-time.sleep(60)
+    if "hangs" not in words:
+        os._exit(1)
+if "hangs" in words:
+    plans.send("loaded")
+while not pulse.poll(0.05):
+    pulse.send_bytes(b".")
+    if "rank 2 hangs" in words:
+        os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@pytest.mark.parametrize("says_why", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
-    says_why: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that load yet are killed then, which is nothing to tell of."""
+class Named:
+    """A setup that a process reads without importing what is in one."""
+
+    def __init__(self, words: str) -> None:
+        self.options, self.words = SimpleNamespace(tp_size=3, enable_expert_parallel=False), words
+
+    def _replace(self, rank: int, port: int) -> str:
+        return f"rank {rank} {self.words}"
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RankProcesses]:
+    """Two ranks that compute nothing. words: what becomes of the second."""
     (tmp_path / "rank_that_loads.py").write_text(RANK_THAT_LOADS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(processes_of_ranks, "RANK", "rank_that_loads")
+    monkeypatch.setattr(processes_of_ranks, "LOOK", 0.3)
     alone = SimpleNamespace(release=lambda: None, close=lambda: None)
     monkeypatch.setattr(processes_of_ranks, "Rendezvous", lambda: SimpleNamespace(port=0, join=lambda *_: alone))
-    options: Any = SimpleNamespace(tp_size=3, enable_expert_parallel=False, says_why=says_why)
-    others = RankProcesses(processes_of_ranks.Setup(options, tmp_path, None, None, 0, 0), CpuDevice(), None)
-    error = CheckpointError if says_why else RankDied
-    with pytest.raises(error, match="the second file" if says_why else "rank 2 of the engine ended: exit code 1"):
+    return lambda words, failed=None: RankProcesses(cast(Any, Named(words)), CpuDevice(), failed)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        ("says why", CheckpointError, "the second file"),
+        ("", RankDied, "rank 2 of the engine ended: exit code 1"),
+    ],
+)
+def test_a_rank_that_ends_while_one_before_it_loads_is_the_one_that_is_named(
+    stand_ins: Callable[..., RankProcesses], words: str, error: type[Exception], said: str
+) -> None:
+    """Those that load yet are killed then, which is nothing to tell of."""
+    others = stand_ins(words)
+    with pytest.raises(error, match=said):
         others.wait_loaded()
+    others.close()
+
+
+def test_a_rank_that_hangs_is_noticed_and_all_are_killed(stand_ins: Callable[..., RankProcesses]) -> None:
+    found, noticed = list[BaseException](), threading.Event()
+    others = stand_ins("hangs", lambda error: (found.append(error), noticed.set()))
+    others.wait_loaded()
+    others.watch()
+    assert noticed.wait(60) and "rank 2 of the engine hangs" in str(found[0])
+    assert [process.wait(60) for process in others._processes] == [-signal.SIGKILL] * 2
+    with pytest.raises(RankDied, match="hangs"):
+        others.send("anything")
     others.close()
 
 
@@ -358,6 +389,7 @@ def test_what_cannot_be_spread_is_said_before_anything_is_loaded(folder: Path) -
         LLM(str(folder), tp_size=3, **SETTINGS)
 
 
+@pytest.mark.exhaustive  # a reader of files says it, in whatever rank
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "model", hidden=64, heads=4)
     (broken / "model.safetensors").write_bytes(b"nothing")

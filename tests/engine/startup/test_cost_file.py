@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine import build
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.precision import Precision
 from draftwing.engine.startup import cost_file as files
+from draftwing.engine.startup import measure_costs
 from draftwing.engine.startup import measure_costs as measuring
-from draftwing.engine.startup import quiet
 from draftwing.engine.startup.cost_file import MAX_STARTS, CostFile, cost_file
+from draftwing.engine.startup.models import Precision
 from draftwing.llm import LLM
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 from draftwing.sched.policy.cost import StepCost
 
 pytestmark = pytest.mark.slow
@@ -116,7 +116,7 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
 
 def test_a_build_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An install anew of the same code keeps costs; a kernel, the sampler or the pool that changed does not."""
-    monkeypatch.setattr(files.draftwing, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "engine" / "startup" / "cost_file.py"))
     code = [tmp_path / name for name in ("ops/cpu/a.so", "sampling/b.py", "kv/c.py", "engine/deep/d.py")]
     for file in code:
         file.parent.mkdir(parents=True)
@@ -150,8 +150,8 @@ class Machine:
         monkeypatch.setattr("draftwing.engine.startup.warm_up.SECONDS", 600.0)
         monkeypatch.setattr(measuring, "CPU_CONTEXT", 64)
         monkeypatch.setattr(measuring, "_run", self.run)
-        monkeypatch.setattr(quiet, "delays", lambda: {"1": self.waits * (time.monotonic() - self._began)})
-        monkeypatch.setattr(build, "delays", quiet.delays)
+        monkeypatch.setattr(measure_costs, "delays", lambda: {"1": self.waits * (time.monotonic() - self._began)})
+        monkeypatch.setattr(build, "delays", measure_costs.delays)
 
     def run(self, executor: object, shape: TreeShape, size: int, context: int) -> measuring.Timed:
         self.runs += 1

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine.startup import measure_costs
 from draftwing.engine.startup import measure_costs as measuring
 from draftwing.engine.startup.measure_costs import Timed, filled, measure_graphs, measure_steps
 from draftwing.sched.policy.cost import StepCost
@@ -68,7 +75,7 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
     before, costs = state(rig), StepCost(MENU, True)
-    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600)
+    measure_graphs(rig.executor, costs, rig.captured, time.monotonic() + 600)
     found = Counter((shape, size, context // size) for shape, size, context, _ in costs.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
@@ -88,7 +95,7 @@ def test_few_graphs_are_measured_again_where_they_cost_what_they_did(
     costs, known = StepCost(MENU, True), StepCost(MENU, True)
     for key in rig.captured:
         known.measured(key.shape, key.size, 0, 0.01 * slower)
-    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic() + 600, known)
+    measure_graphs(rig.executor, costs, rig.captured, time.monotonic() + 600, known)
     few = {(shape, size, 0) for shape in MENU for size in (1, 5)}
     found = {point[:3] for point in costs.points()}
     assert found == few if slower == 1 else found > few | {(key.shape, key.size, 0) for key in rig.captured}
@@ -98,14 +105,14 @@ def test_few_graphs_are_measured_again_where_they_cost_what_they_did(
 def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
     costs = StepCost(MENU, True)
-    measure_graphs(rig.executor, rig.pool, costs, rig.captured, time.monotonic())
+    measure_graphs(rig.executor, costs, rig.captured, time.monotonic())
     assert not list(costs.points())
 
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     before, costs = state(rig), StepCost(MENU, False)
-    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    measure_steps(rig.executor, costs, time.monotonic() + 600)
     points = {point[:3] for point in costs.points()}
     assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
     assert same(before, state(rig))
@@ -116,11 +123,11 @@ def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) ->
 def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     costs = StepCost(MENU, False)
-    measure_steps(rig.executor, rig.pool, costs, time.monotonic())
+    measure_steps(rig.executor, costs, time.monotonic())
     assert not list(costs.points())
     long = Timed(1000.0, 1.0)  # of a large model: there is no time for more rows
     monkeypatch.setattr(measuring, "_run", lambda *step: long)
-    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    measure_steps(rig.executor, costs, time.monotonic() + 600)
     assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
 
 
@@ -160,7 +167,7 @@ def test_steps_in_the_most_threads_count(
 
 def measured(rig: Any) -> dict[tuple[TreeShape, int, int], float]:
     costs = StepCost(MENU, False)
-    measure_steps(rig.executor, rig.pool, costs, time.monotonic() + 600)
+    measure_steps(rig.executor, costs, time.monotonic() + 600)
     return {point[:3]: point[3] for point in costs.points()}
 
 
@@ -173,3 +180,78 @@ def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:
         assert rig.slots.kv_len.tolist()[:4] == [LONG, LONG, LONG, 0]
         assert not rig.pool.kv[0][slots.flatten()].any()
     assert not rig.slots.kv_len.any() and not rig.slots.page_table.any()
+
+
+linux_only = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
+
+
+@pytest.mark.timing
+@linux_only
+def test_two_programs_on_one_processor_wait_for_each_other() -> None:
+    """Of the time that passes, what is waited and what is computed are all there is."""
+    here = os.sched_getaffinity(0)
+    only = min(here)
+    spin = f"import os; os.sched_setaffinity(0, [{only}]); print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(0, [only])
+        assert other.stdout is not None and other.stdout.readline()
+        before, began, computed = measure_costs.delays(), time.perf_counter(), time.thread_time()
+        while time.perf_counter() < began + 0.3:
+            pass
+        waited, passed = max(measure_costs.since(before)), time.perf_counter() - began
+        computed = time.thread_time() - computed
+    finally:
+        os.sched_setaffinity(0, here)
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert waited > 0.05 and waited + computed == pytest.approx(passed, abs=0.05)
+
+
+@linux_only
+def test_a_thread_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others have waited since they began would else seem to be of the step that is measured."""
+    listed = os.listdir
+    expected = measure_costs.delays()
+    monkeypatch.setattr(os, "listdir", lambda path: ["0", *listed(path)])
+    assert expected.keys() <= measure_costs.delays().keys()
+
+
+@linux_only
+def test_other_threads_waits_are_none_of_the_callers() -> None:
+    """A thread that waits for long is told of when it gets a processor: then it was kept waiting in many steps."""
+    assert measure_costs.own_delay() == pytest.approx(measure_costs.delays()[str(threading.get_native_id())], abs=0.05)
+    found: list[float] = []
+    fresh = threading.Thread(target=lambda: found.append(measure_costs.own_delay()))
+    fresh.start()
+    fresh.join()
+    assert 0 <= found[0] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("waited", "threads", "left"),
+    [
+        (0.0, (1.0, 1.0), 0.8),  # nothing is reported
+        (0.2, (1.0, 1.0), 0.6),
+        (4.0, (1.0, 1.0), 0.1),  # some of the time was the step's own
+        (0.0, (0.5, 0.5), 0.4),
+        (0.0, (1.0, 0.5), 0.8),  # they were fewer for a part of it
+        (0.0, (0.5, 1.0), 0.8),
+    ],
+)
+def test_what_others_took_is_no_price(
+    monkeypatch: pytest.MonkeyPatch, waited: float, threads: tuple[float, float], left: float
+) -> None:
+    told = iter([5.0, 5.0 + waited])
+    monkeypatch.setattr(measure_costs, "own_delay", lambda: next(told))
+    monkeypatch.setattr(measure_costs, "own_delay", lambda: next(told))
+    result = SimpleNamespace(seconds=0.8, threads=threads[1])
+    executor: Any = SimpleNamespace(
+        device=SimpleNamespace(active_threads=threads[0]),
+        table=SimpleNamespace(rows=2),
+        launch=lambda plan: plan,
+        commit=lambda plan: SimpleNamespace(wait=lambda: result),
+    )
+    found = measure_costs._run(executor, PLAIN, 1, 0)
+    assert found.seconds == pytest.approx(left) and found.threads == max(threads)

@@ -9,11 +9,11 @@ from layer_kinds import HYBRIDS, KINDS, config_of
 
 from draftwing import LLM
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
-from draftwing.engine.precision import Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.models import Precision
 from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec, StateSpec
@@ -76,7 +76,7 @@ def test_the_drafters_layers_follow_what_the_targets_keep(on_cpu, monkeypatch):
     sizing.trial(options(), rig, graph_size=0)
     made = make_executor(options(max_total_tokens=300), model, FLOAT32, cpu, drafter, rig.menu)
     assert firsts == [3, 3, 3]
-    assert made.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
+    assert made.executor.attn.pool.layers == (KVSpec(2, 16), KVSpec(4, 32), KVSpec(1, 32), *draft.kv_layers)
     states = [StateSpec((width,), torch.float32) for width in (64, 96, 32)]
     assert draft.kv_layers == [states[0], KVSpec(2, 16), *states[1:]]
 
@@ -109,15 +109,15 @@ def test_states_take_their_share_of_the_pool(hybrid, monkeypatch):
         sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.01), hybrid, 10**6, 0)
 
 
-@pytest.mark.slow
 def test_no_more_requests_run_than_have_states_and_records(hybrid):
+    asked = options()
     for budget in range(3 * STATE + 2 * RECORDS, 12 * STATE + 7 * RECORDS, 1000):
-        states = sizing.state_slots(options(), hybrid, budget, 640, RECORDS)
-        rows = sizing.rows_of(options(), states)
+        states = sizing.state_slots(asked, hybrid, budget, 640, RECORDS)
+        rows = sizing.rows_of(asked, states)
         assert 1 <= rows <= 6 and states * STATE + (rows + 1) * RECORDS <= budget
         assert rows == 6 or (2 * STATE + RECORDS) * (rows + 1) + RECORDS > budget, "one more has room"
     with pytest.raises(ConfigError, match=r"for 2 of .* at least"):
-        sizing.state_slots(options(), hybrid, 3 * STATE + 2 * RECORDS - 1, 640, RECORDS)
+        sizing.state_slots(asked, hybrid, 3 * STATE + 2 * RECORDS - 1, 640, RECORDS)
 
 
 @pytest.mark.usefixtures("no_peak")
@@ -126,7 +126,7 @@ def test_an_engine_has_states_and_its_start_leaves_none(hybrid):
     made = make_executor(options(max_total_tokens=640), hybrid.model, FLOAT32, hybrid.device, None, hybrid.menu)
     states = made.executor.table.states
     assert made.states == 640 * SLOT // STATE == states.slots and states.nodes == TREE.nodes
-    warm_up(made.executor, made.pool, hybrid.menu, StepCost(hybrid.menu, False))
+    warm_up(made.executor, hybrid.menu, StepCost(hybrid.menu, False))
     for layer in states.layers.values():
         assert not layer.state[:-1].any() and layer.state[-1].any(), "all was the dummy's"
 

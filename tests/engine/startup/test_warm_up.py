@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.core import PLAIN, Plan, TreeShape
-from draftwing.engine.executor import Executor, Pending
-from draftwing.engine.graphs.cpu_tape import RecordedStages
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import Plan
+from draftwing.engine.executor import Executor
+from draftwing.engine.graphs import RecordedStages
 from draftwing.engine.startup import warm_up as warming
+from draftwing.engine.step_state import Pending
 from draftwing.llm import LLM
 
 pytestmark = pytest.mark.slow
@@ -147,7 +149,7 @@ def test_steps_whose_costs_are_known_take_no_time_of_a_start(model: str, monkeyp
         executor, menu = parts.executor, parts.sched.choice.policy.menu
         launch = executor.launch
         monkeypatch.setattr(executor, "launch", lambda plan: (ran.append(plan), launch(plan))[1])
-        warming.warm_up(executor, parts.pool, menu, None)
+        warming.warm_up(executor, menu, None)
         assert [plan.kind for plan in ran] == ["prefill"]
 
 

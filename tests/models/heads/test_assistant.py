@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,10 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.assistant_loader import load_assistant
-from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.heads.loader import load_assistant, load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Batch
+from draftwing.ops.attention.batch import Batch
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 CPU = torch.device("cpu")
@@ -70,12 +71,14 @@ def check(theirs: Any, helper: Any, found: list[Tensor]) -> None:
         torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.slower(both=["dense", "per-layer"])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_logits_equal_transformers(both: tuple[Any, Any, Path], native: bool) -> None:
     theirs, helper, folder = both
     check(theirs, helper, logits_of(theirs, folder, folder / "assistant", native=native))
 
 
+@pytest.mark.slow
 def test_two_ranks_have_a_share_of_its_layers(both: tuple[Any, Any, Path]) -> None:
     """And of the target's keys, some heads of which both have."""
     theirs, helper, folder = both
@@ -85,7 +88,8 @@ def test_two_ranks_have_a_share_of_its_layers(both: tuple[Any, Any, Path]) -> No
     check(theirs, helper, one)
 
 
-@pytest.mark.further(name=["gptq", "compressed int4"])
+@pytest.mark.slow
+@pytest.mark.further(name=["fp8 block", "gptq", "compressed int4"])
 @pytest.mark.parametrize("name", ["fp8 block", "awq", "gptq", "compressed int4"])
 def test_of_a_quantised_folder(tmp_path: Path, name: str) -> None:
     """On two ranks, each with a share of the codes."""
@@ -102,6 +106,7 @@ def test_of_a_quantised_folder(tmp_path: Path, name: str) -> None:
             check(theirs, helper, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clusters", [0, 13])
 def test_of_a_gguf_file(tmp_path: Path, clusters: int, caplog: pytest.LogCaptureFixture) -> None:
     """Without clusters: logits of all tokens."""
@@ -126,6 +131,7 @@ def target_hidden(theirs: Any, ids: torch.Tensor) -> torch.Tensor:
     return theirs.model(ids[None, :-1]).last_hidden_state[:, -1]
 
 
+@pytest.mark.further(both=["dense", "per-layer"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 @pytest.mark.usefixtures("mended_interpreter")
 @torch.inference_mode()
@@ -151,6 +157,7 @@ def test_nodes_of_a_level_by_the_kernels_of_a_gpu(both: tuple[Any, Any, Path]) -
     torch.testing.assert_close(*made, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slower(both=["dense", "per-layer"])
 def test_layers_read_the_last_of_their_kind(both: tuple[Any, Any, Path]) -> None:
     theirs, _, folder = both
     target = load_model(folder / "target", torch.float32, "cpu")
@@ -159,65 +166,72 @@ def test_layers_read_the_last_of_their_kind(both: tuple[Any, Any, Path]) -> None
     assert [layer.mixer.pool_layer for layer in head.layers] == own and not head.kv_layers
 
 
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory: pytest.TempPathFactory) -> tuple[DecoderModel, Any, Path]:
+    """A target, and an assistant with its folder."""
+    folder, theirs = tmp_path_factory.mktemp("clustered"), reference("dense", vocab_size=104)
+    theirs.save_pretrained(folder / "target")
+    helper = assistant_for(theirs, 13)
+    helper.save_pretrained(folder / "assistant")
+    return load_model(folder / "target", torch.float32, "cpu"), helper, folder / "assistant"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"backbone_hidden_size": 32}, "backbone_hidden_size: expected 64, found 32"),
         ({"model_type": "gemma4"}, "expected model_type gemma4_assistant"),
-        ({"text_config.vocab_size": 99}, "vocab_size: expected 101, found 99"),
-        ({"use_ordered_embeddings": True, "num_centroids": 7}, "divides 101 tokens, found 7"),
-        ({"use_ordered_embeddings": True, "num_centroids": 1}, "centroid_intermediate_top_k: expected 1, found 32"),
+        ({"text_config.vocab_size": 99}, "vocab_size: expected 104, found 99"),
+        ({"num_centroids": 7}, "divides 104 tokens, found 7"),
+        ({"num_centroids": 1}, "centroid_intermediate_top_k: expected 1, found 3"),
         ({"text_config.sliding_window": 9}, r"window of the target, \(2, 32, 20\), found \(2, 32, 9\)"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
-    theirs = reference("dense")
-    theirs.save_pretrained(tmp_path / "target")
-    assistant_for(theirs).save_pretrained(tmp_path / "assistant")
-    config = json.loads((tmp_path / "assistant/config.json").read_text())
+def test_what_is_refused(
+    clustered: tuple[DecoderModel, Any, Path], tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    target, _, folder = clustered
+    changed(folder, tmp_path, changes)
+    with pytest.raises(CheckpointError, match=expected):
+        load_assistant(tmp_path, target, torch.float32, "cpu")
+
+
+def changed(folder: Path, to: Path, changes: dict[str, Any]) -> None:
+    """Writes an assistant's files with another config."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
     for key, value in changes.items():
         inner, _, name = key.rpartition(".")
         (config[inner] if inner else config)[name] = value
-    (tmp_path / "assistant/config.json").write_text(json.dumps(config))
-    target: DecoderModel = load_model(tmp_path / "target", torch.float32, "cpu")
-    with pytest.raises(CheckpointError, match=expected):
-        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+    (to / "config.json").write_text(json.dumps(config))
 
 
-def test_what_cannot_be_spread_is_said(tmp_path: Path) -> None:
-    theirs = reference("dense")
-    theirs.save_pretrained(tmp_path / "target")
-    assistant_for(theirs).save_pretrained(tmp_path / "assistant")
-    config = json.loads((tmp_path / "assistant/config.json").read_text())
-    config["text_config"]["intermediate_size"] = 63
-    (tmp_path / "assistant/config.json").write_text(json.dumps(config))
-    target = load_model(tmp_path / "target", torch.float32, "cpu", ranks=Absent(2))
+def test_what_cannot_be_spread_is_said(clustered: tuple[DecoderModel, Any, Path], tmp_path: Path) -> None:
+    folder = clustered[2]
+    changed(folder, tmp_path / "assistant", {"text_config.intermediate_size": 63})
+    target = load_model(folder.parent / "target", torch.float32, "cpu", ranks=Absent(2))
     with pytest.raises(ConfigError, match=r"draft model .*assistant: --tp-size 2: .* intermediate size of 63"):
         load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("token", [104, -1])
-def test_tokens_of_clusters_are_checked(tmp_path: Path, token: int) -> None:
-    theirs = reference("dense", vocab_size=104)
-    theirs.save_pretrained(tmp_path / "target")
-    helper = assistant_for(theirs, 13)
-    helper.masked_embedding.token_ordering[5] = token
-    helper.save_pretrained(tmp_path / "assistant")
-    target = load_model(tmp_path / "target", torch.float32, "cpu")
+def test_tokens_of_clusters_are_checked(clustered: tuple[DecoderModel, Any, Path], tmp_path: Path, token: int) -> None:
+    target, helper, _ = clustered
+    other = copy.deepcopy(helper)
+    other.masked_embedding.token_ordering[5] = token
+    other.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=f"expected tokens below 104, found {token}"):
-        load_assistant(tmp_path / "assistant", target, torch.float32, "cpu")
+        load_assistant(tmp_path, target, torch.float32, "cpu")
 
 
-def test_clusters_from_the_config_alone(tmp_path: Path) -> None:
-    theirs = reference("dense", vocab_size=104)
-    theirs.save_pretrained(tmp_path / "target")
-    assistant_for(theirs, 13).save_pretrained(tmp_path / "assistant")
-    target = load_model(tmp_path / "target", torch.float32, "cpu")
-    head = load_assistant(tmp_path / "assistant", target, torch.float32, "cpu", dummy=True)
+def test_clusters_from_the_config_alone(clustered: tuple[DecoderModel, Any, Path]) -> None:
+    target, _, folder = clustered
+    head = load_assistant(folder, target, torch.float32, "cpu", dummy=True)
     logits = head.logits(torch.randn(2, head.width))
     assert ((logits > logits.amin(1, keepdim=True)).sum(1) == 3 * 8).all()
 
 
+@pytest.mark.slower(both=["dense", "per-layer"])
 def test_other_drafters_say_what_it_is(both: tuple[Any, Any, Path]) -> None:
     _, _, folder = both
     target = load_model(folder / "target", torch.float32, "cpu")

@@ -12,13 +12,11 @@ from reference.block_heads import dflash_head, domino_head, dspark_head, specula
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, carried_shape, grown_shape
-from draftwing.core import TreeShape
+from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, TreeShape, carried_shape, grown_shape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.block import BlockHead, DominoHead
 from draftwing.models.heads.loader import load_draft_head
-from draftwing.models.heads.markov import DominoHead
 from draftwing.models.loader import load_model
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)

@@ -124,6 +124,7 @@ def test_token_map_of_a_packed_target(drafts: SimpleNamespace, tmp_path: Path) -
 TRAINED = pytest.mark.parametrize("name", ["eagle2 fc bias", "eagle3 official", "mtp 3 layers"])
 
 
+@pytest.mark.slow
 @TRAINED
 def test_every_parameter_gets_a_gradient_and_the_target_none(name: str, tmp_path: Path) -> None:
     _, target, head = load(name, tmp_path, torch.float32)

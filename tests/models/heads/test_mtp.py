@@ -16,16 +16,10 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
 
 MIMO: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "mimo",
-    "attention_bias": True,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "max_window_layers": 2,
-    "rope_theta": 640000.0,
-    "num_nextn_predict_layers": 1,
+    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True, "head_dim": 8,
+    "num_hidden_layers": 2, "max_window_layers": 2, "rope_theta": 640000.0, "num_nextn_predict_layers": 1,
     "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
-}
+}  # fmt: skip
 
 
 def body(drafts: SimpleNamespace, layers: int = 2) -> Any:

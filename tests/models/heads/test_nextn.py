@@ -53,6 +53,7 @@ def check(head: MTPHead, model: DecoderModel, theirs: Any, layer: Any) -> None:
         expected = layer.forward_layer(0, expected[:, -1:], position[None] + 1, known, input_ids=token[None])
 
 
+@pytest.mark.slower(kind=[kind for kind in KINDS if kind != "deepseek-v3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = reference(kind)
@@ -72,6 +73,7 @@ def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.further(kind="deepseek-v3")
+@pytest.mark.slower(kind="glm4-moe-groups")
 @pytest.mark.parametrize("kind", ["glm4-moe-groups", "deepseek-v3", "glm4-moe-lite"])
 def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = reference(kind)
@@ -84,6 +86,7 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     check(head, model, theirs, layer)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_in_float64(tmp_path: Path) -> None:
     """GLM-4.7-Flash's, which transformers has put together from a layer of the model here, and nowhere else."""
@@ -105,6 +108,7 @@ def test_in_float64(tmp_path: Path) -> None:
         hidden = head.run(token, position, fed[-1:], level, cache)
 
 
+@pytest.mark.slow
 def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("draftwing.models.heads.base.SPREAD", 0)
     theirs = reference("glm4-moe")
@@ -127,6 +131,7 @@ def test_a_rank_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "not used" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.further(kind=["glm4-moe", "glm4-moe-lite"])
 @pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3", "glm4-moe-lite"])
 def test_a_rank_has_a_share_of_a_quantised_layer(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,16 +149,6 @@ def test_a_rank_has_a_share_of_a_quantised_layer(tmp_path: Path, kind: str, monk
     assert torch.equal(torch.cat([share.get_parameter(name) for share in shares], 1), whole.get_parameter(name))
     half = loaded(Absent(2, 1, expert_parallel=True))
     assert torch.equal(half.get_parameter(name), whole.get_parameter(name).chunk(2)[1])
-
-
-def test_from_the_config_alone(tmp_path: Path) -> None:
-    theirs = reference("glm4-moe")
-    folder = with_layer(tmp_path, theirs, {})
-    model = load_model(folder, torch.float32, "cpu", dummy=True)
-    head = load_mtp_head(folder, model, torch.float32, "cpu", dummy=True)
-    head.set_max_positions(16)
-    hidden = head.run(tokens(5), torch.arange(5), torch.randn(5, 64), 0, DenseCache())
-    assert head.logits(hidden).isfinite().all()
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:

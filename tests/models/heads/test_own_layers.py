@@ -26,6 +26,7 @@ def chosen(path: Path, **given: Any) -> tuple[str, str | None]:
     return options.drafter, None if draft is None else Path(draft).name
 
 
+@pytest.mark.slower(kind="qwen3.5")
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
 def test_the_layers_of_a_folder(tmp_path: Path, kind: str) -> None:
     theirs = reference(kind)

@@ -18,6 +18,7 @@ from draftwing.models.loader import load_model
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
 
 
+@pytest.mark.slower(kind="plain")
 @pytest.mark.parametrize("kind", ["markov", "plain", "rows of the target's lm_head"])
 def test_a_head_that_drafts_blocks_takes_all_of_anothers_values(kind: str, tmp_path: Path) -> None:
     target, ops = load_model(TARGET.write(tmp_path / "target"), torch.float32, "cpu"), pick_device("cpu").ops

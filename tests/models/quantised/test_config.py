@@ -175,6 +175,7 @@ def paths(config: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 EVERY = (DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, tiny.compressed(tiny.INT4, "pack-quantized"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EVERY)
 def test_hostile_values_of_any_key_give_one_sentence(config: dict[str, Any]) -> None:
     began, refused, generator = time.process_time(), 0, random.Random(0)

@@ -20,6 +20,10 @@ FAMILIES = [
     "mistral-window",
     "qwen2.5",
     "gemma3",
+    "granite",
+    "glm4",
+    "phi3",
+    "olmo3",
     "qwen3",
     "qwen3-moe",
     "mixtral",
@@ -35,6 +39,7 @@ def logits(folder: Path) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.further(name="fp8 block", family=[one for one in FAMILIES if one != "qwen3-moe"])
+@pytest.mark.further(name="awq", family=["mistral-window", "qwen2.5", "qwen3", "qwen3-moe", "mixtral"])
 @pytest.mark.parametrize("name", ["fp8 block", "awq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(tmp_path: Path, family: str, name: str) -> None:

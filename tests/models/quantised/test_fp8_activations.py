@@ -20,12 +20,12 @@ from torch import Tensor
 from draftwing import LLM, SamplingParams
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.layers.linear_ops.fp8 import Fp8Linear
-from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
+from draftwing.layers.linear_ops.groups import Fp8Linear, GroupFormat, PackedLinear
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+pytestmark = pytest.mark.slow
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -92,7 +92,6 @@ def logits(model: DecoderModel) -> Tensor:
     return model.logits(model(ids, torch.arange(9), FunctionAttend(causal))[0]).double()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_arithmetic_that_a_checkpoint_was_made_for(tmp_path: Path, name: str) -> None:
     folder, ops, rounds = checkpoint(tmp_path, name), Fp8TorchOps(CPU), CONFIGS[name][2]
@@ -116,7 +115,6 @@ def _operations(model: DecoderModel) -> dict[str, LinearOp]:
     return {name: part.op for name, part in model.named_modules() if isinstance(part, Linear)}
 
 
-@pytest.mark.slow
 def test_random_weights_are_as_stored_ones(tmp_path: Path) -> None:
     folder, ops = checkpoint(tmp_path, sizes={**SIZES, "intermediate_size": 320}), Fp8TorchOps(CPU)
     form, models = GroupFormat(None, ops, fp8_from=0), []
@@ -138,7 +136,6 @@ def texts(folder: Path, **options: Any) -> list[list[int]]:
         return [done.token_ids for done in llm.generate(prompts(4, seed=1), params)]
 
 
-@pytest.mark.slow
 def test_drafts_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftwing import LLM, SamplingParams
 from draftwing.layers.linear import operations
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import EagleHead
@@ -41,13 +41,12 @@ FORMATS: dict[str, tuple[dict[str, Any], tiny.Writer]] = {
     "fp8 channel": tiny.FORMATS["compressed fp8 channel"],
     "int4": (tiny.compressed(INT4, "pack-quantized"), tiny.packed(wide=64)),
     "int4 zeros": (
-        tiny.compressed({**INT4, "symmetric": False}, "pack-quantized"),
-        tiny.packed(wide=64, symmetric=False),
+        tiny.compressed({**INT4, "symmetric": False}, "pack-quantized"), tiny.packed(wide=64, symmetric=False),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, tiny.awq(64)),
     "gptq": (GPTQ, tiny.gptq(wide=64)),
     "gptq row": tiny.FORMATS["gptq row"],
-}
+}  # fmt: skip
 
 
 def checkpoint(folder: Path, name: str, arch: str = "llama") -> Path:
@@ -65,6 +64,7 @@ def logits(model: DecoderModel) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.further(arch="qwen2", name=[name for name in FORMATS if name != "int4 zeros"])
+@pytest.mark.further(arch="llama", name=["fp8 channel", "int4", "int4 zeros", "gptq"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_the_model_of_the_dequantised_matrices(
@@ -143,12 +143,11 @@ TREE, CHAIN = (3, 4, 12), (3, 1, 4)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param("fp8 block", None, marks=pytest.mark.exhaustive),
-        ("awq", TREE),
+        pytest.param("fp8 block", None, marks=pytest.mark.exhaustive), ("awq", TREE),
         pytest.param("--quantization w4a16", None, marks=pytest.mark.exhaustive),
-        ("--quantization fp8", CHAIN),
+        pytest.param("--quantization fp8", CHAIN, marks=pytest.mark.exhaustive),
     ],
-)
+)  # fmt: skip
 def test_drafts_change_no_token(
     tmp_path: Path, name: str, shape: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

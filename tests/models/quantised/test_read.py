@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.loader import load_model
-from draftwing.models.quantised.read import assembled
+from draftwing.models.quantised.read import KVScales, assembled
 
 
 @pytest.mark.parametrize("name", tiny.FORMATS)
@@ -63,25 +63,8 @@ def test_many_rows_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     config, write = tiny.FORMATS["fp8 block"]
     found = read(config, write(matrix(50, 64)).tensors)
     whole = found.dense(torch.float32)
-    monkeypatch.setattr("draftwing.ops.types._SLICE", 64 * 7)
+    monkeypatch.setattr("draftwing.ops.gemm.stored._SLICE", 64 * 7)
     assert torch.equal(found.dense(torch.float32), whole)
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("fp8 block", "fp8, groups of 16 x 32"),
-        ("fp8 tensor", "fp8, one scale"),
-        ("compressed fp8 channel", "fp8, a scale for each row"),
-        ("awq", "int4 with zeros, groups of 32"),
-        ("gptq order", "int4, groups of 16 in the order of activations"),
-    ],
-)
-def test_labels_and_sizes(name: str, label: str) -> None:
-    config, write = tiny.FORMATS[name]
-    found = read(config, write(matrix(64, 128)).tensors)
-    assert found.label == label
-    assert found.nbytes == pytest.approx(64 * 128 * found.bits / 8, rel=0.3)
 
 
 @pytest.mark.parametrize("powers", [False, True])
@@ -196,3 +179,38 @@ def test_values_of_8_bits_without_a_config_are_refused(tmp_path: Path) -> None:
     save_file(load_file(file) | {f"{MODULE}.weight": torch.zeros(32, 48).to(torch.float8_e4m3fn)}, file)
     with pytest.raises(CheckpointError, match=rf"{MODULE}.weight: expected floating point values of 16 bits or more"):
         load_model(folder, torch.float32, "cpu")
+
+
+def scale(value: float) -> torch.Tensor:
+    return torch.tensor([value])
+
+
+def test_names_of_writers() -> None:
+    scales, at = KVScales(), "model.layers.{}.self_attn."
+    tensors = {
+        at.format(0) + "k_scale": scale(0.5), at.format(0) + "v_scale": torch.tensor(0.25, dtype=torch.bfloat16),
+        at.format(1) + "kv_scale": scale(2.0), at.format(2) + "k_proj.k_scale": scale(3.0),
+        at.format(2) + "v_proj.v_scale": scale(4.0), at.format(3) + "k_proj.output_scale": scale(5.0),
+        at.format(3) + "v_proj.output_scale": scale(6.0), at.format(5) + "attn.v_scale": scale(7.0),
+    }  # fmt: skip
+    others = {
+        at.format(0) + "q_proj.output_scale": scale(9.0), at.format(0) + "k_proj.weight": scale(9.0),
+        at.format(0) + "k_proj.v_scale": scale(9.0), "model.norm.weight": scale(9.0),
+    }  # fmt: skip
+    assert not scales
+    assert dict(scales.taken({**tensors, **others}.items())) == others
+    assert scales
+    assert scales.of(range(6)) == [(0.5, 0.25), (2.0, 2.0), (3.0, 4.0), (5.0, 6.0), (1.0, 1.0), (1.0, 7.0)]
+    assert KVScales().of(range(2)) == [(1.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(scale(0.0), "found 0"), (scale(-1.0), "-1"), (torch.ones(8), r"shape \[8\]"),
+                         (scale(torch.inf), "inf"), (scale(torch.nan), "nan")]
+)  # fmt: skip
+def test_what_is_no_scale(value: torch.Tensor, found: str) -> None:
+    """It is an error only for whoever wants it."""
+    scales = KVScales()
+    assert not list(scales.taken([("model.layers.0.self_attn.k_scale", value)]))
+    with pytest.raises(CheckpointError, match=rf"layers.0.self_attn.k_scale: expected one positive number.*{found}"):
+        scales.of(range(1))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from worlds import TREE, World
 
-from draftwing.core import MARK_ONE, MARK_SURVIVAL, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.config.trees import MAX_CONFIDENCE, PLAIN, TreeShape
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, StepResult
 from draftwing.sched.policy.acceptance import Acceptance, drafts_by_row
-from draftwing.sched.policy.menus import chain_menu, tree_menu
+from draftwing.spec.drafter import chain_menu, tree_menu
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -7,9 +7,11 @@ import json
 import random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from timed import least_seconds
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.sched.policy.cost import DOUBT, StepCost
 
 TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
@@ -31,9 +33,8 @@ def measured(stepwise: bool, sizes=(1, 4, 16), contexts=(0, 1000, 4000), menu=ME
     return cost
 
 
-@pytest.mark.parametrize("shape", MENU)
-@pytest.mark.parametrize("batch", [1, 2, 4, 9, 16, 50])
-@pytest.mark.parametrize("context", [0, 500, 40_000])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shape=st.sampled_from(MENU), batch=st.integers(1, 64), context=st.integers(0, 50_000))
 def test_a_line_is_found_between_and_beyond_sizes(shape: TreeShape, batch: int, context: int) -> None:
     assert measured(False).seconds(shape, batch, context) == pytest.approx(true_seconds(shape, batch, context))
 

@@ -118,9 +118,10 @@ def test_pages_of_other_sites_may_not(allowed: str | None, options: dict[str, st
 
 
 def test_pages_of_this_machines_programs_may_where_the_server_is_its_own() -> None:
+    own, open_ = client(), client(host="0.0.0.0")
     for origin in ("http://localhost:3000", "http://127.0.0.1:5173", "https://app.localhost"):
-        assert preflight(client(), "/v1/messages", origin).headers["access-control-allow-origin"] == origin
-        assert preflight(client(host="0.0.0.0"), "/v1/messages", origin).status_code == 405
+        assert preflight(own, "/v1/messages", origin).headers["access-control-allow-origin"] == origin
+        assert preflight(open_, "/v1/messages", origin).status_code == 405
 
 
 BROWSER = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)", "host": HOST}

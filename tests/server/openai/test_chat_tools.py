@@ -10,7 +10,7 @@ import openai
 import pytest
 from scripted import WITHOUT_TOOLS, ScriptedEngine, events, openai_client, serving, written
 
-from draftwing.text import rendering
+from draftwing.text import chat_template
 
 SCRIPTED = dict(reasoning="qwen3", tools="qwen25")
 
@@ -93,8 +93,8 @@ def test_reasoning_may_stay_in_the_text_or_come_at_once(api: openai.OpenAI, scri
 def test_lists_in_all_tools_are_bounded_together(api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may be as long as any, but all of them are copied to the process that renders templates."""
     copied: list[Any] = []
-    dumps = rendering.pickle.dumps
-    monkeypatch.setattr(rendering.pickle, "dumps", lambda job: copied.append(job) or dumps(job))
+    dumps = chat_template.pickle.dumps
+    monkeypatch.setattr(chat_template.pickle, "dumps", lambda job: copied.append(job) or dumps(job))
     schema = {"type": "object", "properties": {"code": {"enum": list(range(16_000))}}}
     tools: list[Any] = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(5)]
     with pytest.raises(openai.BadRequestError, match="all tools may have 65536 values together") as refused:
@@ -282,8 +282,10 @@ def test_servers_that_cannot() -> None:
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 1}, {"n": 2}], ids=["", "logprobs", "n"])
-@pytest.mark.parametrize(("choice", "first"), [("required", None), (NAMED, None), ("auto", ""), ("none", "")])
+@pytest.mark.parametrize(("choice", "first", "more"), [
+    ("required", None, {"logprobs": True, "top_logprobs": 1}), (NAMED, None, {"n": 2}), ("auto", "", {"n": 2}),
+    ("none", "", {}),
+])  # fmt: skip
 def test_a_stream_that_can_only_be_a_call_has_no_content(
     url: str, scripted: ScriptedEngine, choice: Any, first: str | None, more: dict[str, Any]
 ) -> None:
@@ -315,13 +317,12 @@ def test_words_around_a_call_stay_apart(
     assert whole["content"] == streamed == text and len(whole["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("tools", [None, [], TOOLS[:1], TOOLS])
-def test_tokens_of_a_conversation_with_tools(tools: list[Any] | None) -> None:
+def test_tokens_of_a_conversation_with_tools(url: str, scripted: ScriptedEngine) -> None:
     """/tokenize has the prompt of the chat completion, as vLLM's clients count it."""
-    scripted = ScriptedEngine("x", "qwen3", "qwen25")
-    with serving(scripted) as url:
+    scripted.script = "x"
+    for tools in (None, [], TOOLS):
         body: dict[str, Any] = {"messages": HI} | ({} if tools is None else {"tools": tools})
         said = httpx.post(f"{url}/tokenize", json=body).json()
         assert httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 2}).status_code == 200
-    assert said["tokens"] == scripted.requests[-1].prompt_ids and said["token_strs"] is None
-    assert ("get_weather" in scripted.prompt) == bool(tools)
+        assert said["tokens"] == scripted.requests[-1].prompt_ids and said["token_strs"] is None
+        assert ("get_weather" in scripted.prompt) == bool(tools)

@@ -12,8 +12,8 @@ import pytest
 from scripted import ScriptedEngine
 
 from draftwing.server import http
-from draftwing.server.json_encoding import encode
-from draftwing.server.openai.responses import history, routes
+from draftwing.server.http import encode
+from draftwing.server.openai.responses import endpoints, store
 
 SCRIPTED = dict(reasoning="qwen3", tools="qwen25")
 
@@ -239,7 +239,7 @@ def test_what_a_response_repeats_is_encoded_in_a_thread_where_it_is_large(
             inside += len(found)
         return found
 
-    for module in (http, history, routes):
+    for module in (http, store, endpoints):
         monkeypatch.setattr(module, "encode", watched)
     scripted.script = "hello"
     response = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "hi", "stream": stream} | LARGE[case])

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from fake_engine import EOS, byte_tokenizer
 
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.text.tokenizer import Tokenizer
 
 MARKERS = (

@@ -8,7 +8,7 @@ import garbled
 import pytest
 from fake_engine import byte_tokenizer
 
-from draftwing.config.choices import REASONING_PARSERS
+from draftwing.config.option_fields import REASONING_PARSERS
 from draftwing.server.parsers.reasoning import (
     REASONING_STYLES,
     ReasoningParser,

@@ -11,8 +11,8 @@ import garbled
 import pydantic_core
 import pytest
 
-from draftwing.config.choices import TOOL_CALL_PARSERS
-from draftwing.server.parsers.json_scan import JsonScanner
+from draftwing.config.option_fields import TOOL_CALL_PARSERS
+from draftwing.server.parsers.call import JsonScanner
 from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece, ToolParser
 
 NAMES = ("get_weather", "f", "ff")
@@ -234,24 +234,26 @@ def parts_of(parser: str, texts: list[str], **more: Any) -> list[str | Call]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
-def test_any_split_gives_the_same(case: tuple[str, str, list[str | Call]]) -> None:
-    parser, text, expected = case
+def check(cases: list[tuple[str, str, list[str | Call]]], splits: int, cuts: int) -> None:
+    """Of each text in pieces, and of its beginnings, for an answer may be cut anywhere. Of text without a call, not a
+    character is lost."""
     draw = random.Random(3)
-    for texts in ([text], list(text), *(garbled.pieces(draw, text) for _ in range(30))):
-        assert parts_of(parser, texts) == expected, texts
+    for parser, text, expected in cases:
+        for texts in ([text], list(text), *(garbled.pieces(draw, text) for _ in range(splits))):
+            assert parts_of(parser, texts) == expected, texts
+        for end in draw.sample(range(len(text)), min(cuts, len(text))):
+            whole = parts_of(parser, [text[:end]])
+            assert whole == parts_of(parser, garbled.pieces(draw, text[:end])) == parts_of(parser, list(text[:end]))
+            assert "".join(map(str, whole)) == text[:end] or any(isinstance(part, tuple) for part in whole)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
-def test_every_beginning_is_split_alike_and_loses_nothing(case: tuple[str, str, list[str | Call]]) -> None:
-    """An answer may be cut anywhere. Of text without a call, not a character is lost."""
-    parser, text, _ = case
-    for end in range(len(text)):
-        whole = parts_of(parser, [text[:end]])
-        assert whole == parts_of(parser, list(text[:end]))
-        if not any(isinstance(part, tuple) for part in whole):
-            assert "".join(map(str, whole)) == text[:end]
+def test_any_split_gives_the_same() -> None:
+    check(CASES, splits=3, cuts=2)
+
+
+@pytest.mark.slow
+def test_any_split_of_any_beginning_gives_the_same() -> None:
+    check(CASES, splits=20, cuts=30)
 
 
 def test_arguments_stream_as_they_come() -> None:
@@ -323,7 +325,7 @@ def test_scanner_agrees_with_json() -> None:
 
     damage = ['"', ",", "}", "]", "1", ":", "x", "\\", " ", "", "\\ud83d", "\\udc00", "NaN", "\n", "-", "e", "[", "{"]
     accepted = damaged = 0
-    for _ in range(3000):
+    for _ in range(1000):
         text = json.dumps(draw.choice([[value(0)], {"k": value(0)}]), ensure_ascii=draw.random() < 0.5)
         assert "".join(map(JsonScanner().push, text)) == text
         for _ in range(draw.randrange(4)):
@@ -337,7 +339,7 @@ def test_scanner_agrees_with_json() -> None:
         taken = check_text(text)
         assert taken or not valid, text
         accepted += taken and valid
-    assert accepted > 800 and damaged > 1000
+    assert accepted > 200 and damaged > 300
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":[1, '])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -91,9 +92,27 @@ def url(engine: FakeEngine) -> Iterator[str]:
         yield url
 
 
+MAIN = """
+import "./dom_stub.mjs";
+import { readFileSync, writeFileSync } from "node:fs";
+import { createInterface } from "node:readline";
+globalThis.give = (value) => writeFileSync("out.json", JSON.stringify(value ?? null));
+for await (const name of createInterface({ input: process.stdin })) {
+  globalThis.data = JSON.parse(readFileSync("in.json", "utf8"));
+  try {
+    await import(`./${name}`);
+    console.log("done");
+  } catch (error) {
+    console.log(JSON.stringify(error.stack));
+  }
+}
+"""
+
+
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a script by Node.js with `data`, which may import the page's; returns what it hands to `give`."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a script by Node.js with `data`, which may import the page's; returns what it hands to `give`. One process
+    runs them all."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("Node.js is not installed")
@@ -102,14 +121,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     shutil.copy(Path(__file__).parent / "dom_stub.mjs", folder)
     (folder / "package.json").write_text('{"type": "module"}')
 
+    (folder / "main.mjs").write_text(MAIN)
+    process = subprocess.Popen([node, "main.mjs"], cwd=folder, stdin=-1, stdout=-1, stderr=-2, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    count = itertools.count()
+
     def ran(script: str, data: Any) -> Any:
-        head = 'import "./dom_stub.mjs";\nimport { readFileSync, writeFileSync } from "node:fs";\n'
-        head += 'const data = JSON.parse(readFileSync("in.json", "utf8"));\n'
-        head += 'const give = (value) => writeFileSync("out.json", JSON.stringify(value ?? null));\n'
-        (folder / "main.mjs").write_text(head + script, encoding="utf8")
+        one = folder / f"script{next(count)}.mjs"
+        one.write_text(script, encoding="utf8")
         (folder / "in.json").write_text(json.dumps(data), encoding="utf8")
-        done = subprocess.run([node, "main.mjs"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
+        print(one.name, file=process.stdin, flush=True)
+        said = process.stdout.readline()
+        assert said == "done\n", said
         return json.loads((folder / "out.json").read_text(encoding="utf8"))
 
-    return ran
+    yield ran
+    process.stdin.close()
+    process.wait(30)

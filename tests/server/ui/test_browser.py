@@ -14,7 +14,7 @@ from browsing import NARROW, WIDE, Open, ask, wait_for_end
 from fake_engine import FakeEngine
 from scripted import ScriptedEngine, launched, serving
 
-from draftwing.server.ui.snapshot import Snapshots
+from draftwing.server.ui.routes import Snapshots
 
 pytestmark = pytest.mark.slow
 

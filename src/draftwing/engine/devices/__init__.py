@@ -7,7 +7,7 @@ from typing import Any
 from draftwing.config.devices import AUTO, DEVICES, find_device
 from draftwing.engine.devices.base import Device
 from draftwing.errors import ConfigError
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 
 def pick_device(asked: str | type[Any], rank: int = 0, ops: TorchOps | None = None) -> Device:

@@ -19,7 +19,7 @@ from draftwing.core import IntArray
 from draftwing.engine.stats import StepTimes
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 from draftwing.parallel.group import Collectives
 
 T = TypeVar("T")

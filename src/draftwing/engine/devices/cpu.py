@@ -17,7 +17,7 @@ from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Device, Download
 from draftwing.errors import ConfigError
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 log = logging.getLogger("draftwing")
 

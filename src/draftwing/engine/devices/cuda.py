@@ -19,7 +19,7 @@ from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.stats import StepTimes
-from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.table import TorchOps
 
 T = TypeVar("T")
 

@@ -15,13 +15,57 @@ import time
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
+from draftwing.engine.devices.base import Device
 from draftwing.engine.process.ranks import PULSE, Loaded, Setup
 from draftwing.engine.process.spawn import Failed, joined
+from draftwing.engine.rank_broadcast import Digest, LoadedHeads, Receive, ReceivedGuidance, Send
 from draftwing.log import configure_logging
 
 if TYPE_CHECKING:
-    from draftwing.engine.devices.base import Device
-    from draftwing.engine.loaded_heads import LoadedHeads
+    from draftwing.engine.executor import Executor
+    from draftwing.engine.step_state import InFlight
+
+
+class Follower:
+    """A rank from 1 on: runs what rank 0 sends."""
+
+    def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
+        """answer: sends rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `RankBroadcast.compare` asks."""
+        self.executor, self._receive, self._answer = executor, receive, answer
+        self._flying: InFlight | None = None
+        self._digest = Digest()
+        executor.on_result = self._digest.add
+
+    def obey(self) -> None:
+        """Waits for one message and does what it says."""
+        function, args = self._receive()
+        if function is Digest:
+            self._land()
+            assert self._answer is not None
+            self._answer(self._digest.now)
+            return
+        if function is not None:
+            function(self.executor, *args)
+            return
+        plan, processed = args
+        guidance = [None if one is None else ReceivedGuidance(one, self._receive) for one in processed]
+        flying = self.executor.commit(self.executor.launch(plan, *guidance))
+        self._land()
+        self._flying = flying
+
+    def _land(self) -> None:
+        if self._flying is not None:
+            for part in self._flying.parts:
+                self.on_result(part)
+            self._flying = None
+            while self._digest.due:
+                known = self._digest.due.popleft()
+                if self._answer is not None:
+                    self._answer(known)
+
+    def on_result(self, flying: InFlight) -> None:
+        """Drops a step's result, which is nobody's here, but what it came in is used again."""
+        flying.wait()
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -46,8 +90,7 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _run(plans: Connection, heads: Connection, setup: Setup) -> NoReturn:
-    from draftwing.engine.build import build_rank  # after the thread has begun to beat: it imports torch
-    from draftwing.engine.rank_broadcast import Follower
+    from draftwing.engine.build import build_rank  # after the thread has begun to beat: it imports all of the engine
 
     executor = build_rank(setup, lambda: plans.send(Loaded()))
     loading = (heads, executor.heads, executor.device)

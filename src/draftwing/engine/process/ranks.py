@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, cast
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.base import Device
-from draftwing.engine.loaded_heads import LoadedHeads
 from draftwing.engine.process.spawn import Failed, end_all, how_it_ended, start_module
-from draftwing.engine.rank_broadcast import Digest, RemoteBroadcast
+from draftwing.engine.rank_broadcast import Digest, LoadedHeads, RemoteBroadcast
 from draftwing.errors import DraftwingError
 from draftwing.parallel.group import Rendezvous
 

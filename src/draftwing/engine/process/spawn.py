@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from draftwing.child_processes import end_with_parent, import_environment
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.machine import end_with_parent, import_environment
 
 KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 

@@ -1,8 +1,8 @@
 """The engine's process: `python -m draftwing.engine.process.worker FD`, started by `EngineLink` and by nobody else.
 
-The main thread turns the engine, another one reads what the server sends, and further ones compile grammars. When the
-server's end of the connection closes, the process ends at once, in the middle of whatever it does.
-"""
+The main thread turns the engine, another one reads what the server sends, and further ones compile grammars, so that
+whoever reads what the server sends never does. When the server's end of the connection closes, the process ends at
+once, in the middle of whatever it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,21 +20,82 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.grammar_threads import GrammarThreads, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
 from draftwing.engine.process.spawn import Failed, joined
-from draftwing.engine.startup import gpu_context
-from draftwing.engine.startup.laps import Laps
+from draftwing.engine.startup import before_torch
+from draftwing.engine.startup.before_torch import Laps
 from draftwing.errors import DraftwingError, RequestError
+from draftwing.fair_deque import FairDeque
 from draftwing.log import configure_logging
-from draftwing.process_memory import keep_tidy
+from draftwing.machine import keep_tidy
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
+SMALL = 16_384  # characters of a grammar
+Work = Callable[[Callable[[], bool]], None]
 logger = logging.getLogger("draftwing")
+
+
+class GrammarThreads:
+    """Two lanes, for small grammars and large ones. Each does one thing after the other, and clients take turns."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        """failed: called with what work raises, which it should not."""
+        self._lanes = [_GrammarThread(name, failed) for name in ("draftwing-compile-small", "draftwing-compile-large")]
+
+    def put(self, size: int, client: str, key: Hashable, work: Work) -> None:
+        """Queues `work`, which is given a function that says whether it was dropped meanwhile. size: of the grammar,
+        in characters.  key: to drop it by, not None; no two are the same.  Raises RuntimeError where no thread can be
+        started."""
+        self._lanes[size > SMALL].put(client, key, work)
+
+    def drop(self, key: Hashable) -> bool:
+        """Drops what nobody wants any more. Returns whether it had not begun, and never will; unknown keys are
+        ignored."""
+        return any(lane.drop(key) for lane in self._lanes)
+
+
+class _GrammarThread:
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self._name, self._failed = name, failed
+        self._waiting: FairDeque[Hashable, Work] = FairDeque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._now: Hashable = None  # the key of what runs
+        self._dropped = False  # whether what runs was
+
+    def put(self, client: str, key: Hashable, work: Work) -> None:
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._waiting.put(client, key, work)
+            self._changed.notify()
+
+    def drop(self, key: Hashable) -> bool:
+        with self._changed:
+            if self._now == key:
+                self._dropped = True
+            return self._waiting.drop(key) is not None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._next()(lambda: self._dropped)
+                with self._changed:
+                    self._now = None
+        except BaseException as error:
+            self._failed(error)
+
+    def _next(self) -> Work:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            (self._now, work), self._dropped = self._waiting.pop(), False
+            return work
 
 
 def main(argv: list[str]) -> int:
@@ -68,7 +129,7 @@ class Worker:
         """Loads the engine and turns it until the server says Close."""
         # It reads from the start, to see a server that goes away while the engine loads.
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
-        preparing = gpu_context.begin() if options.device in (AUTO, "cuda") else None
+        preparing = before_torch.begin() if options.device in (AUTO, "cuda") else None
         lap = Laps()
         from draftwing.engine.engine import Engine
         from draftwing.engine.startup.compiler_process import Compiler

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib import resources
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,9 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing import __version__
-from draftwing.config.options import SERVER, Options
-from draftwing.engine.startup import gpu_context
+from draftwing import ops
+from draftwing.config.option_fields import SERVER
+from draftwing.config.options import Options
+from draftwing.engine.startup import before_torch
+from draftwing.ops.gemm.shapes import user_folder
+from draftwing.version import __version__
 
 log = logging.getLogger("draftwing")
 
@@ -76,7 +79,7 @@ class Compiler:
     def ready_for(cls, options: Options) -> Compiler | None:
         """Returns a `fork` where an engine of these options may have something to compile, as far as is known without
         a look at devices; None, too, where there is no room for another process."""
-        if options.device == "cpu" or torch.version.cuda is None or not gpu_context.has_driver():
+        if options.device == "cpu" or torch.version.cuda is None or not before_torch.has_driver():
             return None
         with suppress(OSError, ImportError):
             import draftwing.ops.triton.ops  # noqa: F401 (once, and not in both processes)
@@ -87,16 +90,14 @@ class Compiler:
     @classmethod
     def fork(cls) -> Compiler:
         """Forks this process, to spare the other one seconds of imports. For one in which torch has used no GPU yet,
-        though its context may be there (`gpu_context`), and whose other threads do nothing but wait for a connection.
+        though its context may be there, and whose other threads do nothing but wait for a connection.
         Raises OSError."""
         ours, theirs = Pipe()
         pid = os.fork()
         if not pid:
             try:
                 _leave_parent(theirs.fileno())
-                from draftwing.engine.startup.precompile import main
-
-                main(theirs.fileno())
+                import_module(_MODULE).main(theirs.fileno())  # it imports the engine, which imports this module
             finally:
                 os._exit(0)
         theirs.close()
@@ -220,8 +221,7 @@ def _digest(job: Job) -> str:
     found.update(pickle.dumps(job._replace(token_ids=None)))
     if job.token_ids is not None:  # of a tensor pickle notes an address
         found.update(job.token_ids.numpy().tobytes())
-    for package in ("draftwing.ops.triton", "draftwing.ops.cuda"):
-        for file in sorted(resources.files(package).iterdir(), key=lambda file: file.name):
-            if file.name.endswith((".py", ".cu")):
-                found.update(file.read_bytes())
+    for file in sorted((*Path(ops.__file__).parent.rglob("*"), *user_folder().glob("*.json"))):
+        if file.suffix in (".py", ".cu", ".json"):
+            found.update(file.read_bytes())
     return found.hexdigest()[:32]

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-import draftwing
 from draftwing.config.options import Options
-from draftwing.core import TreeShape
+from draftwing.config.trees import TreeShape
 from draftwing.engine.devices.base import Device
-from draftwing.engine.precision import Precision
+from draftwing.engine.startup.models import Precision
 from draftwing.files import cache_folder, load_json, write_json
 from draftwing.models.folder import bytes_of
 from draftwing.sched.policy.cost import StepCost
+from draftwing.version import __version__
 
 log = logging.getLogger("draftwing")
 
@@ -107,7 +107,7 @@ def cost_file(
     names = [name for name in vars(options) if name.startswith("speculative_") and name not in _NOT_PRICED]
     return CostFile(
         {
-            "build": [draftwing.__version__, _build(), torch.__version__],
+            "build": [__version__, _build(), torch.__version__],
             "device": [device.name, device.ops.title, torch.get_num_threads()],
             "model": [str(path.absolute()), bytes_of(path)],
             "draft": draft and [str(draft.absolute()), bytes_of(draft)],
@@ -122,7 +122,7 @@ def cost_file(
 @functools.cache  # 30 ms; a process keeps its code
 def _build() -> str:
     """Returns a hash of which code this is: another version of a kernel has other costs."""
-    root, digest = Path(draftwing.__file__).parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     files = (file for folder in _CODE for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu"))
     for file in sorted(files):
         content = file.read_bytes()

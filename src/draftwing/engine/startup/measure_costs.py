@@ -1,35 +1,76 @@
 """Measures what steps cost on this machine, before the first request: `sched.policy.cost` is what they are written to.
-
 Works on rows that no request has yet, and leaves them as they were.
-"""
+
+Other programs run, too: how long this process was kept waiting for a processor meanwhile is measured as well."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftwing.core import NOBODY, PLAIN, Plan, StepResult, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import NOBODY, Plan, StepResult
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.quiet import own, own_delay
-from draftwing.kv.pool import KVPool
+from draftwing.engine.graphs import Key
 from draftwing.sched.policy.cost import StepCost
 
+BUSY = 0.1  # share of a measurement's time that threads waited, all together, from which on it is not believed
+MAX_DELAY_RATIO = 8  # of the time that passed, one part in so many is own whatever the system reports
 GRAPH_SECONDS = 4.0  # for replays of graphs
 REPLAYS = 3  # of a step with graphs, whose median counts
+# Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 # Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
 STEPS = 3  # without graphs, or turns of them, of each kind: the first one makes constants and memory, see `_typical`
 SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
+
+
+def delays() -> dict[str, float]:
+    """Returns by thread of this process the seconds in which it could have run and others did. Empty where the system
+    does not tell: it is Linux that does."""
+    found: dict[str, float] = {}
+    with suppress(OSError):  # another system
+        for thread in os.listdir("/proc/self/task"):
+            # A thread that ended; of the others what they have waited so far must not count as new.
+            with (
+                suppress(OSError, ValueError, IndexError),
+                open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as numbers,
+            ):
+                found[thread] = int(numbers.read().split()[1]) / 1e9
+    return found
+
+
+def since(before: Mapping[str, float]) -> list[float]:
+    """Returns seconds that each thread has waited since `delays` gave this."""
+    return [seconds - before.get(thread, 0.0) for thread, seconds in delays().items()]
+
+
+def own_delay() -> float:
+    """Returns the seconds in which the calling thread could have run and others did, 0 where the system does not tell.
+
+    What it waited between two calls it waited between them. Another thread's wait is told when it ends, and most of it
+    may lie before: what is kept waiting for something else would make a step look as if it took nothing.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as numbers:
+            return int(numbers.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # another system
+        return 0.0
+
+
+def own(seconds: float, before: float) -> float:
+    """Returns what of so many seconds, which began when `own_delay` gave this, other programs did not take from the
+    calling thread."""
+    return max(seconds - (own_delay() - before), seconds / MAX_DELAY_RATIO)
 
 
 @contextmanager
@@ -49,7 +90,6 @@ def experts_at_random(executor: Executor) -> Iterator[None]:
 
 def measure_graphs(
     executor: Executor,
-    pool: KVPool,
     costs: StepCost,
     captured: Collection[Key],
     until: float,
@@ -67,18 +107,18 @@ def measure_graphs(
         for size in sizes:
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:
-                _measure_keys(executor, pool, costs, keys, context)
+                _measure_keys(executor, costs, keys, context)
     executor.run_on_all_ranks(Executor.set_rows, NOBODY, largest)
 
 
-def _measure_keys(executor: Executor, pool: KVPool, costs: StepCost, keys: Sequence[Key], context: int) -> None:
+def _measure_keys(executor: Executor, costs: StepCost, keys: Sequence[Key], context: int) -> None:
     """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
     size, table = keys[0].size, executor.table
     if not context:
         executor.run_on_all_ranks(Executor.set_rows, NOBODY, size)
         for key in keys:
             _measure_key(executor, costs, key, 0)
-    elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
+    elif size <= table.rows and _fits(executor, size, context, room(keys)):
         with filled(executor, size, context, room(keys)):
             executor.run_on_all_ranks(Executor.set_rows, np.arange(size), size)
             for key in keys:
@@ -94,9 +134,7 @@ def _measure_key(executor: Executor, costs: StepCost, key: Key, context: int) ->
 # ---- without graphs --------------------------------------------------------------------------------------------------
 
 
-def measure_steps(
-    executor: Executor, pool: KVPool, costs: StepCost, until: float, batches: Collection[int] = SIZES
-) -> None:
+def measure_steps(executor: Executor, costs: StepCost, until: float, batches: Collection[int] = SIZES) -> None:
     """Runs steps: of one row of every shape, then plain steps of more rows and of a long row, then all others, as long
     as there is time. until: monotonic; no step begins that would probably end later. batches: more rows than one.
     """
@@ -114,7 +152,7 @@ def measure_steps(
         costs.measured(shape, 1, 0, _typical(found))
     for size in sizes:
         _measure_step(executor, costs, PLAIN, size, until)
-    _measure_context(executor, pool, costs, menu, until)
+    _measure_context(executor, costs, menu, until)
     for size in sizes:
         for shape in menu:
             if shape != PLAIN:
@@ -144,13 +182,11 @@ def _measure_step(executor: Executor, costs: StepCost, shape: TreeShape, size: i
         costs.measured(shape, size, 0, _typical([_run(executor, shape, size, 0) for _ in range(STEPS)]))
 
 
-def _measure_context(
-    executor: Executor, pool: KVPool, costs: StepCost, menu: Sequence[TreeShape], until: float
-) -> None:
+def _measure_context(executor: Executor, costs: StepCost, menu: Sequence[TreeShape], until: float) -> None:
     """Of one long row."""
     shapes = [shape for shape in (PLAIN, menu[-1], *menu[1:-1]) if shape in menu]
     space = STEPS * max(shape.nodes + shape.max_commit for shape in menu)
-    if not _fits(executor.table, pool, 1, CPU_CONTEXT, space):
+    if not _fits(executor, 1, CPU_CONTEXT, space):
         return
     with filled(executor, 1, CPU_CONTEXT, space, touched=True):
         for shape in dict.fromkeys(shapes):
@@ -186,8 +222,9 @@ def room(keys: Sequence[Key]) -> int:
     return REPLAYS * max(key.shape.nodes + key.shape.max_commit for key in keys)
 
 
-def _fits(table: RowTable, pool: KVPool, rows: int, context: int, space: int) -> bool:
-    return context + space < table.length and rows * (context + space) <= pool.slots
+def _fits(executor: Executor, rows: int, context: int, space: int) -> bool:
+    length = context + space
+    return length < executor.table.length and rows * length <= executor.attn.pool.slots
 
 
 @contextmanager

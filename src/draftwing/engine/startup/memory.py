@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_BACKLOG, PLAIN, Admission, Chunk, DraftDeferral, DraftExtend, Plan, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import MAX_BACKLOG, Admission, Chunk, DraftDeferral, DraftExtend, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
-from draftwing.engine.graphs.cuda import MAX_NODES, batch_sizes, graph_keys
-from draftwing.engine.graphs.prefill import Sizes, kept_bytes, prefill_sizes
+from draftwing.engine.graphs import MAX_NODES, batch_sizes, graph_keys
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.target import Sizes, kept_bytes, prefill_sizes
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVPool, SlotSpec
-from draftwing.kv.row_states import RowStates, delta_specs, record_bytes, state_bytes
+from draftwing.kv.pool import KVPool, RowStates, SlotSpec, delta_specs, record_bytes, state_bytes
 from draftwing.machine import resident_memory
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel

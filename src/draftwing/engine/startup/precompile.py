@@ -27,36 +27,35 @@ from torch import Tensor, nn
 from draftwing.config.drafters import LM_HEAD
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.engine.precision import OF_LM_HEADS, Precision
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
+from draftwing.engine.startup.models import OF_LM_HEADS, Precision
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearOp, PackMode
-from draftwing.layers.linear_ops.fp8 import Fp8Linear
-from draftwing.layers.linear_ops.groups import alike, joined, part_of
+from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode
+from draftwing.layers.linear_ops.groups import Fp8Linear, alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.quantized_lm_head import is_large
+from draftwing.models.heads.base import is_large
 from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.ops.cuda import gemm_fp8, wgmma
-from draftwing.ops.cuda.gemm_groups import Width
-from draftwing.ops.fp8_blocks import FP8_FROM, TALL, WIDE, Fp8Rows
-from draftwing.ops.groups import WHOLE, PackedGroups, groups_of_row, shift_of
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import MX_BLOCK, MXRows
+from draftwing.ops.fp8.spec import FP8_FROM, TALL, WIDE, Fp8Rows
+from draftwing.ops.gemm import cuda_fp8, cuda_wgmma
+from draftwing.ops.gemm.cuda_groups import Width
+from draftwing.ops.gemm.groups import WHOLE, PackedGroups, groups_of_row, shift_of
+from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
     from draftwing.engine.build import Parts
-    from draftwing.ops.cuda.gemm_experts import Layout
+    from draftwing.ops.experts.cuda import Layout
 
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 _ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
@@ -78,9 +77,9 @@ class Launch(NamedTuple):
 
 class Needed(NamedTuple):
     launches: list[Launch]  # each kernel once for each way it is compiled
-    experts: set[Layout]  # of the weights of experts that `ops.cuda.gemm_experts` takes
-    heads: set[int]  # chunks of a row of the weights that `ops.cuda.gemm_heads` takes
-    fp8: bool  # whether `ops.cuda.gemm_fp8` takes weights
+    experts: set[Layout]  # of the weights of experts that `ops.experts.cuda` takes
+    heads: set[int]  # chunks of a row of the weights that `ops.gemm.cuda_heads` takes
+    fp8: bool  # whether `ops.gemm.cuda_fp8` takes weights
 
 
 def main(connection: int) -> None:
@@ -138,7 +137,7 @@ def _compile(job: Job, say: Callable[[str, str], None]) -> None:
         submit(_compile_driver)  # makes all processes, before anything has run here
         for product in _products(job):
             submit(*product)
-        collect(job, partial(submit, compile_with_launcher), lambda compiles, what: submit(compiles, job, what), before)
+        collect(job, partial(submit, compile_with_launcher), submit, before)
         for one in running:
             one.result()
 
@@ -154,11 +153,11 @@ def leave_gpu(capability: tuple[int, int]) -> None:
 def collect(
     job: Job,
     found: Callable[[Launch], object] = lambda launch: None,
-    held: Callable[[Callable[..., None], Any], object] = lambda compiles, what: None,
+    held: Callable[..., object] = lambda compiles, *args: None,
     before: Callable[[str], object] = lambda stage: None,
 ) -> Needed:
     """Returns what an engine launches. Leaves this process without a GPU. found: is called with each launch at once;
-    held: with what compiles for weights of a form, and that form.  before: as `assemble` has it, and called with ""
+    held: with what compiles for weights of a form, and its arguments.  before: as `assemble` has it, and called with ""
     after the last stage."""
     from triton import knobs
 
@@ -176,13 +175,8 @@ def collect(
     try:
         model = model_without_data(job)
         needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model), multiplies_fp8(model))
-        if needed.fp8:
-            held(_compile_fp8, False)
-            held(_compile_fp8, True)
-        for layout in needed.experts:
-            held(_compile_experts, layout)
-        for chunks in needed.heads:
-            held(_compile_heads, chunks)
+        for product in _held_products(job, needed):
+            held(*product)
         _run_without_data(job, model, before)
     finally:
         knobs.runtime.jit_cache_hook = None
@@ -212,14 +206,14 @@ def _compile_driver() -> None:
 
 
 def _layouts(model: DecoderModel, dtype: torch.dtype) -> set[Layout]:
-    from draftwing.ops.cuda import gemm_experts
+    from draftwing.ops.experts import cuda as gemm_experts
 
     weights = [part.device_weight for part in model.modules() if isinstance(part, ExpertLinear)]
     return {gemm_experts.layout_of(w) for w in weights if w is not None and gemm_experts.takes(w, dtype)}
 
 
 def _chunks_of_heads(model: DecoderModel) -> set[int]:
-    from draftwing.ops.cuda.gemm_heads import HeadGemm
+    from draftwing.ops.gemm.cuda_heads import HeadGemm
 
     ops = [part.op for part in model.modules() if isinstance(part, Linear)]
     products = [op.products for op in ops if isinstance(op, HeadsOp)]
@@ -228,35 +222,31 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
-    from draftwing.ops.cuda import gemm, gemm_dense, gemm_groups, gemm_tall
+    from draftwing.ops.gemm import cuda as gemm
+    from draftwing.ops.gemm import cuda_dense, cuda_groups, cuda_tall
 
     config = load_config(job.path)
     for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
         yield gemm.compile_ahead, job.dtype, job.capability, shapes
-    if wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
-        for groups in gemm_dense.GROUPS:
-            yield gemm_dense.compile_ahead, groups, job.capability
+    if cuda_wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
+        for groups in cuda_dense.GROUPS:
+            yield cuda_dense.compile_ahead, groups, job.capability
     widths = _widths(job.options.quantization, config.quantization)
-    for made, of in ((gemm_groups, widths | _width_of_lm_head(job, config)), (gemm_tall, widths)):
+    for made, of in ((cuda_groups, widths | _width_of_lm_head(job, config)), (cuda_tall, widths)):
         for width in of:
             for some in gemm.programs(made.shapes_for(width.bits, job.capability, job.dtype)):
                 yield made.compile_ahead, job.dtype, width, job.capability, some
 
 
-def _compile_fp8(job: Job, many: bool) -> None:
-    gemm_fp8.compile_ahead(job.capability, many)
+def _held_products(job: Job, needed: Needed) -> Iterator[tuple[Any, ...]]:
+    """Yields the same of products with weights of these forms."""
+    from draftwing.ops.experts import cuda as gemm_experts
+    from draftwing.ops.gemm import cuda_heads
 
-
-def _compile_experts(job: Job, layout: Layout) -> None:
-    from draftwing.ops.cuda import gemm_experts
-
-    gemm_experts.compile_ahead(job.dtype, layout, job.capability)
-
-
-def _compile_heads(job: Job, chunks: int) -> None:
-    from draftwing.ops.cuda import gemm_heads
-
-    gemm_heads.compile_ahead(job.dtype, chunks, job.capability)
+    if needed.fp8:
+        yield from ((cuda_fp8.compile_ahead, job.capability, many) for many in (False, True))
+    yield from ((gemm_experts.compile_ahead, job.dtype, layout, job.capability) for layout in needed.experts)
+    yield from ((cuda_heads.compile_ahead, job.dtype, chunks, job.capability) for chunks in needed.heads)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
@@ -329,7 +319,7 @@ def model_without_data(job: Job) -> DecoderModel:
         ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
-    if wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
+    if cuda_wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
         hold_fp8(model, options.quantization)
     model.pack(NoDevice().ops, options.deterministic)
     leave_out(model)
@@ -338,7 +328,7 @@ def model_without_data(job: Job) -> DecoderModel:
 
 def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], object]) -> Parts:
     from draftwing.engine.build import assemble  # which imports this module
-    from draftwing.engine.startup.drafter import make_drafter
+    from draftwing.engine.startup.models import make_drafter
 
     device = NoDevice()
     tokens = 2 * model.config.max_positions + 4096  # any pool that the context fits into
@@ -429,7 +419,7 @@ def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Qu
 
 
 class _Held(LinearOp):
-    def __init__(self, layer: Linear, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
+    def __init__(self, layer: LinearBase, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._weight, self._dtype = weight, dtype
 
@@ -445,7 +435,7 @@ class _Held(LinearOp):
         assert isinstance(whole, PackedGroups | MXRows)
         self._weight = whole
 
-    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+    def part(self, layer: LinearBase, rows: Sequence[range], columns: range) -> LinearOp | None:
         parts = part_of({0: self._weight}, rows, columns)
         whole = None if parts is None else joined([*parts])
         return _Held(layer, whole, self._dtype) if isinstance(whole, PackedGroups | MXRows) else None

@@ -1,4 +1,6 @@
-"""Steps before the first request: they make what is made once, and measure what steps cost on this machine."""
+"""What runs before the first request. Graphs are captured, or steps run that make what is made once; what steps cost on
+this machine is measured; and where it is asked for, it is tried out whether what the target makes of a token depends on
+what else is in the step: how a library sums is its own affair, and follows from CPU, version and sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +11,23 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import NOBODY, NOT_FINITE, Admission, Chunk, IntArray, Plan
 from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
-from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps, timed_step
+from draftwing.engine.startup.measure_costs import (
+    GRAPH_SECONDS,
+    experts_at_random,
+    filled,
+    measure_graphs,
+    measure_steps,
+    timed_step,
+)
 from draftwing.errors import CheckpointError
-from draftwing.kv.pool import KVPool
-from draftwing.ops.even import even, evens
+from draftwing.ops.types import Draft
+from draftwing.ops.upload import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.cost import StepCost
@@ -38,9 +49,13 @@ ASKING = SamplingParams(
 )
 BUDGET = ThinkingBudget(0, (1,), (2,), True)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
+TRIED_TOKENS = 130  # of the text: more than one stretch of the attention in torch
+TRIED_ROWS = 3  # that run together
+TRIED_NODES = 5  # nodes that are verified together
+TRIED_CUTS = (0, 1, 4, 37)  # where parts of a prompt begin, beside the text's own beginning
 
 
-def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: StepCost | None) -> None:
+def warm_up(executor: Executor, menu: Sequence[TreeShape], cost: StepCost | None) -> None:
     """Runs a short prompt, then steps of one row of each shape of the menu, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
     the row table's dummy. Raises CheckpointError where the logits are not finite. cost: to measure, None where they
@@ -60,7 +75,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], cost: S
                 cost.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
             met.add(shape)
         if cost is not None:
-            measure_steps(executor, pool, cost, started + SECONDS)
+            measure_steps(executor, cost, started + SECONDS)
     executor.run_on_all_ranks(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
@@ -178,5 +193,102 @@ def _step(row: int, shape: TreeShape, bound: int, count: int = 1) -> Plan:
 def _mixed(tree: Plan, prompts: Plan) -> Plan:
     """Plans both in one forward, drawn as the prompts are."""
     filtered = np.arange(len(tree.rows) if len(prompts.filtered) else 0)
-    beside = replace(prompts, admits=(), mixed=True)
-    return replace(tree, admits=prompts.admits, noisy=filtered, filtered=filtered, mixed=True, beside=beside)
+    mixed = replace(prompts, admits=(), mixed=True)
+    return replace(tree, admits=prompts.admits, noisy=filtered, filtered=filtered, mixed=True, mixed_prefill=mixed)
+
+
+def capture(
+    executor: Executor,
+    menu: Sequence[TreeShape],
+    costs: StepCost | None,
+    known: StepCost | None = None,
+    compiled: bool = False,
+) -> None:
+    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; all of them of several
+    ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that.
+    costs: to measure, None where they need not be.  known: as `measure_graphs` has it."""
+    start, free = time.monotonic(), executor.device.free_memory()
+    menu = executor.common_shapes(menu)
+    some = executor.model.ranks.size == 1 and not compiled
+    with experts_at_random(executor):
+        captured = executor.run_on_all_ranks(Executor.capture, menu, some)
+        if some:
+            executor.prefills.drop_slow()
+        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
+        log.debug("%d captures are left for when there is time", executor.later)
+        if costs is not None:
+            start = time.monotonic()
+            measure_graphs(executor, costs, captured, start + GRAPH_SECONDS, known)
+            log.debug("start: %.2f s to measure what steps cost", time.monotonic() - start)
+            executor.run_on_all_ranks(Executor.flush)
+
+
+@torch.inference_mode()
+def keeps_bits(executor: Executor) -> bool:
+    """Returns whether a text's hidden states and logits have the same bits in one prompt, in parts of it, with other
+    rows, as plain steps and as nodes of trees. Of several ranks all do it at the same time. Leaves no trace."""
+    table, model = executor.table, executor.model
+    slots = executor.attn.pool.slots
+    rows = min(TRIED_ROWS, table.rows, max(slots // (4 * TRIED_NODES), 1))
+    most = TRIED_NODES
+    if table.states is not None:
+        rows, most = min(rows, table.states.slots // 2), min(TRIED_NODES, table.states.nodes)
+    count = max(min(TRIED_TOKENS, table.length - TRIED_NODES - 1, slots // rows - TRIED_NODES), 1)
+    text = np.random.default_rng(0).integers(model.config.vocab_size, size=count).tolist()
+    with filled(executor, rows, 0, count + TRIED_NODES):
+        expected = _prompts(executor, text, [(0, count)], 1)
+        logits = model.logits(expected)
+        same = all(torch.equal(model.logits(expected[i : i + 1])[0], logits[i]) for i in range(0, count, 7))
+        for start in (cut for cut in TRIED_CUTS if cut < count):
+            parts = [(at, min(at + 17 + start, count)) for at in range(start, count, 17 + start)]
+            found = _prompts(executor, text, [(0, start)] * (start > 0) + parts, 1)
+            same = same and torch.equal(found, expected)
+        together = _prompts(executor, text, [(0, count)], rows)
+        same = same and all(torch.equal(part, expected) for part in together.split(count))
+        for at in range(1, count - TRIED_NODES, 11):
+            for size, nodes in ((1, 1), (rows, 1), (1, most), (rows, most)):
+                if table.states is not None:
+                    _prompts(executor, text, [(0, at)], size)  # a step goes on from a state of all tokens before it
+                found = _nodes_of(executor, text, at, size, nodes)
+                same = same and torch.equal(found, expected[at : at + nodes].repeat(size, 1))
+    return same
+
+
+def _prompts(executor: Executor, text: list[int], parts: list[tuple[int, int]], rows: int) -> Tensor:
+    """Returns the hidden states of the text, in parts one after the other, each of so many rows together: [rows * T,
+    H]."""
+    found: list[Tensor] = []
+    request, every = GenerationRequest("", text, SamplingParams(temperature=0.0)), np.arange(rows)
+    for begin, end in parts:
+        admits = tuple(Admission(row, text, NOBODY, request, seed=0) for row in range(rows)) if not begin else ()
+        chunks = tuple(Chunk(row, begin, end - begin, end == len(text)) for row in range(rows))
+        states = NOBODY if executor.table.states is None else _states(rows, len(found), begin)
+        plan = Plan(0, "prefill", every, every, PLAIN, end, admits, chunks=chunks, states=states)
+        found.append(executor.states(plan).clone())
+    if executor.table.states is not None:
+        executor.table.states.set(torch.from_numpy(_states(rows, len(found), parts[-1][1])).to(found[0].device))
+    return torch.cat(found)
+
+
+def _states(rows: int, number: int, length: int) -> IntArray:
+    """`Plan.states` before part `number` of prompts that have `length` tokens so far: what a part writes the next one
+    reads, as after a commit."""
+    two = 1 + 2 * np.arange(rows)
+    own = two + number % 2, two + 1 - number % 2
+    read = own[1] if number else np.zeros_like(two)
+    return np.stack((np.arange(rows), read, own[0], np.full(rows, length)), 1)
+
+
+def _nodes_of(executor: Executor, text: list[int], at: int, rows: int, nodes: int) -> Tensor:
+    """Returns the hidden states of tokens from `at` on, as chains of so many nodes of so many rows: [rows * nodes,
+    H]."""
+    table, every = executor.table, np.arange(rows)
+    table.kv_len[:rows], table.last[:rows] = at, text[at]
+    draft = None
+    if nodes > 1:
+        tokens = torch.tensor(text[at : at + nodes], device=table.last.device).expand(rows, -1).contiguous()
+        parent = torch.arange(-1, nodes - 1, device=table.last.device).clamp(min=0).expand(rows, -1).contiguous()
+        draft = Draft(tokens, parent, torch.ones_like(tokens, dtype=torch.bool))
+    shape = TreeShape(nodes - 1, 1, nodes) if nodes > 1 else PLAIN
+    return executor.states(Plan(0, "tree", every, every, shape, at), draft).clone()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from draftwing.ops.contracts import Gemm
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.gemm.contract import BlockGemm, Gemm
+from draftwing.ops.gemm.groups import PackedGroups
+from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order
-
-if TYPE_CHECKING:
-    from draftwing.layers.linear import Linear
 
 
 class ParamSlice(NamedTuple):
@@ -70,6 +67,16 @@ class PackMode(NamedTuple):
     name: str = "linear"  # of the layer, for messages
 
 
+class LinearBase(nn.Module):
+    """A linear layer as formats see it: its sizes, and the parameters that its format registers."""
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter  # of a dense format, as long as it is there
+    bias: nn.Parameter | None
+    op: LinearOp
+
+
 class LinearOp:
     """The GEMM of one `Linear`, whose parameters it reads. As made it serves training and tests; `packed`, serving.
 
@@ -79,7 +86,7 @@ class LinearOp:
     takes_fp8 = False  # whether products are of activations in fp8, which may come so (`Fp8Rows`)
     gemms: Sequence[Gemm] = ()  # once packed: the first that takes the rows of a call runs
 
-    def __init__(self, layer: Linear) -> None:
+    def __init__(self, layer: LinearBase) -> None:
         self.layer = layer
 
     @property
@@ -160,7 +167,7 @@ class LinearOp:
         """Takes the rows of another weight behind its own; before either is packed."""
         raise NotImplementedError
 
-    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+    def part(self, layer: LinearBase, rows: Sequence[range], columns: range) -> LinearOp | None:
         """Returns the operation of a layer with these rows of the weight, one beneath the other, and these columns, or
         None where it is not cut so; before it is packed."""
         return None
@@ -175,7 +182,7 @@ class LinearOp:
 class PackedOp(LinearOp):
     """A weight for inference, as the device's GEMMs take it."""
 
-    def __init__(self, layer: Linear, gemms: Sequence[Gemm]) -> None:
+    def __init__(self, layer: LinearBase, gemms: Sequence[Gemm]) -> None:
         """gemms: the last one takes any number of rows."""
         super().__init__(layer)
         self.gemms = gemms
@@ -226,7 +233,7 @@ class WeightFormat:
         matrices."""
         return 0.5 if self.takes_blocks else dtype.itemsize
 
-    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+    def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         """Registers the layer's parameters, not filled. dtype: of x, the bias and the result."""
         raise NotImplementedError
 
@@ -237,3 +244,49 @@ class WeightFormat:
         dtype, or of any floating point one if it is of such.
         """
         return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
+
+
+SAFE_KIND = "Q8_0"  # for rows that a kind of larger blocks does not take, types without a kernel, and draft heads
+SMALLEST = 32  # values of the smallest block
+
+
+class PackedBlocks(PackedOp):
+    """The device's GEMM, which has its own copy of the blocks."""
+
+    def __init__(self, layer: LinearBase, ops: LayerOps, parts: list[BlockRows], dtype: torch.dtype) -> None:
+        self._gemm = ops.block_gemm(parts, dtype)
+        super().__init__(layer, [self._gemm])
+        self._sizes = sizes_of(parts)
+        self._last: dict[int, BlockGemm] = {}  # of the outputs that were asked for alone
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._sizes
+
+    def last(self, x: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        part = self._last.get(outputs)
+        if part is None:
+            part = self._last[outputs] = self._gemm.last(outputs)
+        y = part.linear(x, None if bias is None else bias[-part.outputs :])
+        assert y is not None
+        return y[:, -outputs:]
+
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, PackedBlocks)
+        self._gemm.copy_from(other._gemm)
+
+    def dense_weight(self) -> Tensor:
+        return self._gemm.dense()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._gemm.rows(ids)
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+
+def sizes_of(parts: Iterable[BlockRows]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for rows in parts:
+        sizes[rows.kind] += rows.data.nbytes
+    return sizes

@@ -5,22 +5,126 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.errors import listed
 from draftwing.gguf_file import dequantized
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import (
+    SAFE_KIND,
+    SMALLEST,
+    LinearBase,
+    LinearOp,
+    PackedBlocks,
+    PackMode,
+    ParamSlice,
+    WeightFormat,
+    sizes_of,
+)
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
-from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
-from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks, sizes_of
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.gemm.stored import MX_BLOCK, BlockRows, MXRows, QuantizedRows
+from draftwing.ops.table import LayerOps, TorchOps
 
-if TYPE_CHECKING:
-    from draftwing.layers.linear import Linear
+MX_KIND = "MXFP4"
+_SLICE = 1 << 22  # codes that are packed at a time
+
+
+def to_blocks(rows: QuantizedRows | MXRows, ops: LayerOps) -> BlockRows:
+    """Returns the matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
+
+    Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 5 and of 8 bits without zeros
+    in `Q5_0` and `Q8_0`, where each block of 32 lies in one group; MXFP4 has a kind of its own. Everything else is
+    rounded to `Q8_0`.
+    """
+    if isinstance(rows, MXRows):
+        return _mx_blocks(rows) if MX_KIND in ops.block_kinds else to_blocks(rows.integers(), ops)
+    kind, columns = _same_codes(rows, ops), rows.codes.shape[1]
+    if kind is None:
+        return ops.quantize(rows.dense(torch.float32), SAFE_KIND)
+    step = max(1, _SLICE // columns)
+    parts = [_blocks(rows, kind, start, start + step) for start in range(0, len(rows.codes), step)]
+    return BlockRows(kind, torch.cat(parts), columns)
+
+
+def becomes(rows: QuantizedRows | MXRows, ops: LayerOps) -> str:
+    """Returns what `to_blocks` does, for the log."""
+    if isinstance(rows, MXRows):
+        return f"kept, as {MX_KIND}" if MX_KIND in ops.block_kinds else becomes(rows.integers(), ops)
+    kind = _same_codes(rows, ops)
+    return f"quantised again, to {SAFE_KIND}" if kind is None else f"kept, as {kind}"
+
+
+def _mx_blocks(rows: MXRows) -> BlockRows:
+    """A block has its exponent, then 16 values in the low bits of 16 bytes and 16 in the high ones."""
+    pairs = rows.codes.unflatten(1, (-1, MX_BLOCK // 2))  # [rows, blocks, 16]: value 2i, and 2i + 1 above it
+    first, second = pairs.unflatten(2, (2, MX_BLOCK // 4)).unbind(2)
+    low = torch.stack((first & 15, first >> 4), -1).flatten(2)
+    high = torch.stack((second << 4, second & 240), -1).flatten(2)
+    data = torch.cat((rows.exponents.unsqueeze(2), low | high), 2)
+    return BlockRows(MX_KIND, data.flatten(1), rows.columns)
+
+
+def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
+    """Returns the kind of blocks that the codes fit into as they are, or None."""
+    if rows.codes.is_floating_point() or rows.group_of is not None or (rows.bits > 4 and rows.zeros is not None):
+        return None
+    if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
+        return None
+    kind = {8: "Q8_0", 5: "Q5_0"}.get(rows.bits, "Q4_0" if rows.zeros is None else "Q4_1")
+    if rows.bits == 5 and not _powers_fit(rows):  # a power of 2 may be anything
+        return None
+    return kind if kind in ops.block_kinds else None
+
+
+def _powers_fit(rows: QuantizedRows) -> bool:
+    """Returns whether float16 has each scale, which are powers of 2. One that is too small does not count where all
+    codes of its group are 0."""
+    limits, scales = torch.finfo(torch.float16), rows.scales.float()
+    if float(scales.max()) > limits.max:
+        return False
+    small = scales < limits.smallest_normal * limits.eps  # 2^-24
+    if not small.any():
+        return True
+    if rows.tall > 1 or rows.codes.shape[1] % rows.wide:
+        return False
+    return not (small & rows.codes.unflatten(1, (-1, rows.wide)).any(-1)).any()
+
+
+def _blocks(rows: QuantizedRows, kind: str, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) as [rows, bytes of a row] uint8."""
+    codes = rows.codes[start:stop]
+    blocks = codes.shape[1] // SMALLEST
+    group = torch.arange(start, start + len(codes)) // rows.tall
+
+    def by_block(values: Tensor) -> Tensor:  # [groups down, groups across] -> [rows, blocks]
+        values = values[group]
+        if values.shape[1] == 1:
+            return values.expand(-1, blocks)
+        return values.repeat_interleave(rows.wide // SMALLEST, 1)[:, :blocks]
+
+    scales = by_block(rows.scales).float()
+    halves = [scales]
+    # What codes are stored more by: `Q4_0` takes 8 off again; for `Q4_1` the least that leaves none negative.
+    more = 8 if rows.zeros is None else 1 << rows.bits - 1
+    if rows.zeros is not None:
+        halves.append(-scales.half().float() * (by_block(rows.zeros).float() + more))
+    head = torch.stack(halves, -1).half().view(torch.uint8)  # [rows, blocks, 2 or 4]
+    body = codes.unflatten(1, (blocks, SMALLEST))
+    if kind == "Q8_0":
+        packed = body.contiguous().view(torch.uint8)
+    elif kind == "Q5_0":
+        values = (body + 16).to(torch.uint8)
+        places = torch.arange(SMALLEST, dtype=torch.int64)
+        fifth = ((values >> 4).long() << places).sum(-1).to(torch.uint32).unsqueeze(-1).view(torch.uint8)
+        low, high = (values & 15).unflatten(2, (2, SMALLEST // 2)).unbind(2)
+        packed = torch.cat((fifth, low | high << 4), -1)
+    else:
+        low, high = (body + more).to(torch.uint8).unflatten(2, (2, SMALLEST // 2)).unbind(2)
+        packed = low | high << 4
+    return torch.cat((head, packed), -1).flatten(1)
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +141,9 @@ class BlockFormat(WeightFormat):
     takes_blocks: ClassVar[bool] = True
 
     kind: str = SAFE_KIND
-    ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
+    ops: LayerOps = field(default_factory=TorchOps, compare=False, repr=False)  # of the device that will multiply
 
-    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+    def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         if layer.in_features % SMALLEST:
             DenseFormat().create(layer, dtype, device)
             return LeftDense(layer)
@@ -75,7 +179,7 @@ class LeftDense(Dense):
 class Blocks(LinearOp):
     """A weight as it was loaded: its rows, in parts by where they start. Takes no gradient."""
 
-    def __init__(self, layer: Linear, form: BlockFormat, dtype: torch.dtype) -> None:
+    def __init__(self, layer: LinearBase, form: BlockFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._format, self._dtype = form, dtype
         self._parts: dict[int, BlockRows] = {}

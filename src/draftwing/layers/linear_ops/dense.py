@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.layers.linear_ops.base import LinearOp, PackedOp, PackMode, WeightFormat
-from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
-from draftwing.ops.contracts import Gemm
-from draftwing.ops.gemms import OneDnnGemm
-from draftwing.ops.torch import onednn
-from draftwing.ops.torch.layer_ops import LayerOps
-
-if TYPE_CHECKING:
-    from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import (
+    SAFE_KIND,
+    SMALLEST,
+    LinearBase,
+    LinearOp,
+    PackedBlocks,
+    PackedOp,
+    PackMode,
+    WeightFormat,
+)
+from draftwing.ops.gemm import onednn
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.gemm.gemms import OneDnnGemm
+from draftwing.ops.table import LayerOps
 
 
 @dataclass(frozen=True)
 class DenseFormat(WeightFormat):
     """One parameter, `weight` [out, in]."""
 
-    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+    def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         shape = layer.out_features, layer.in_features
         layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False)
         return Dense(layer)
@@ -47,7 +52,7 @@ class Dense(LinearOp):
     def append(self, other: LinearOp) -> None:
         self.layer.weight = nn.Parameter(torch.cat((self.layer.weight, other.dense_weight())), False)
 
-    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+    def part(self, layer: LinearBase, rows: Sequence[range], columns: range) -> LinearOp | None:
         weight = self.layer.weight.detach()[:, columns.start : columns.stop]
         layer.weight = nn.Parameter(torch.cat([weight[some.start : some.stop] for some in rows]), False)
         return Dense(layer)
@@ -56,7 +61,7 @@ class Dense(LinearOp):
         """Takes the weight of one whose weight is a parameter."""
 
 
-def as_dense(layer: Linear) -> Tensor:
+def as_dense(layer: LinearBase) -> Tensor:
     """Makes the layer's weight a dense one, whose operation is still to be chosen."""
     weight = layer.op.dense_weight()
     if not isinstance(layer.op, Dense):
@@ -66,7 +71,7 @@ def as_dense(layer: Linear) -> Tensor:
     return layer.weight
 
 
-def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
+def pack_dense(layer: LinearBase, ops: LayerOps, mode: PackMode) -> LinearOp:
     """Returns the fastest operation that this device has for the layer's weight, which becomes a dense one."""
     weight = as_dense(layer)
     if mode.rows_only:
@@ -88,7 +93,7 @@ class PackedDense(PackedOp):
     """A matrix: the layer's parameter, or where a GEMM has a copy of its own only that copy, unless rows of the matrix
     will be read (a tied embedding)."""
 
-    def __init__(self, layer: Linear, gemms: Sequence[Gemm], keep_weight: bool) -> None:
+    def __init__(self, layer: LinearBase, gemms: Sequence[Gemm], keep_weight: bool) -> None:
         super().__init__(layer, gemms)
         self._copy = gemms[-1] if isinstance(gemms[-1], OneDnnGemm) else None
         if self._copy is not None and not keep_weight:
@@ -110,3 +115,17 @@ class PackedDense(PackedOp):
         assert isinstance(other, PackedDense)
         if self._copy is not None and other._copy is not None:
             onednn.copy(other._copy.packed, self._copy.packed)
+
+
+DENSE = DenseFormat()
+
+
+def blocks_or_dense(form: WeightFormat) -> WeightFormat:
+    """Returns the format of matrices that are small, or multiplied head by head, where that of others is `form`: blocks
+    as these, or dense."""
+    return form if form.takes_blocks else DENSE
+
+
+# `quant_method` of a checkpoint's `quantization_config` -> the format that it describes; raises CheckpointError for
+# settings that are not served. A new format is a line here.
+FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {}

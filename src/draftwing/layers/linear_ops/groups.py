@@ -6,24 +6,46 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.layers.linear_ops.base import LinearOp, PackedOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackedOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
-from draftwing.layers.linear_ops.fp8 import Fp8Linear
-from draftwing.ops import fp8_blocks
-from draftwing.ops.fp8_blocks import Fp8Blocks
-from draftwing.ops.gemms import DequantisedGemm
-from draftwing.ops.groups import PackedGroups, cut, join, joinable, unpacked, unsupported_reason
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.fp8 import spec as fp8_blocks
+from draftwing.ops.fp8.spec import TALL, Fp8Blocks, Fp8Rows
+from draftwing.ops.gemm.gemms import DequantisedGemm
+from draftwing.ops.gemm.groups import PackedGroups, cut, join, joinable, unpacked, unsupported_reason
+from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.table import LayerOps, TorchOps
 
-if TYPE_CHECKING:
-    from draftwing.layers.linear import Linear
+
+class Fp8Linear(PackedOp):
+    """Activations are quantised whatever the number of rows, each row by itself, and a row's sums have one order: it
+    has the same bits in plain steps, trees and prompts, with or without deterministic mode."""
+
+    takes_fp8 = True
+
+    def __init__(self, layer: LinearBase, ops: LayerOps, weight: Fp8Blocks) -> None:
+        super().__init__(layer, ops.gemms(weight))
+        self._weight = weight
+
+    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
+        return None if self._weight.rows % (2 * TALL) else super().gated(x, bias)
+
+    def copy_from(self, other: LinearOp) -> None:
+        assert isinstance(other, Fp8Linear)
+        for mine, part in zip(self._weight, other._weight, strict=True):
+            mine.copy_(part)
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return Counter({"fp8": self._weight.nbytes})
+
+    def dense_weight(self) -> Tensor:
+        return self._weight.dense(torch.bfloat16)
+
 
 logger = logging.getLogger(__name__)
 Part = PackedGroups | MXRows | Fp8Blocks  # of a weight as it is held
@@ -34,8 +56,8 @@ class GroupFormat(WeightFormat):
     """Quantised rows as they come, as far as there are kernels for them. Others are quantised as `scheme` says, or stay
     dense. So do embeddings, and the head of a language model."""
 
-    scheme: str | None = None  # of `draftwing.ops.groups.SCHEMES`
-    ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
+    scheme: str | None = None  # of `draftwing.ops.gemm.groups.SCHEMES`
+    ops: LayerOps = field(default_factory=TorchOps, compare=False, repr=False)  # of the device that will multiply
     # Values of a weight from which activations are fp8, where it was made for them; None: they never are.
     fp8_from: int | None = None
 
@@ -59,7 +81,7 @@ class GroupFormat(WeightFormat):
     def min_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
         return 0.5 if quantized or self.scheme is not None else dtype.itemsize
 
-    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+    def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         DenseFormat().create(layer, dtype, device)
         return Groups(layer, self, dtype)
 
@@ -67,7 +89,7 @@ class GroupFormat(WeightFormat):
 class Groups(Dense):
     """A weight as loaded: quantised rows in parts by where they start; the rest is in the parameter, maybe all."""
 
-    def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
+    def __init__(self, layer: LinearBase, form: GroupFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._format, self._dtype = form, dtype
         self._parts: dict[int, Part] = {}
@@ -127,7 +149,7 @@ class Groups(Dense):
         self._parts |= {rows + start: part for start, part in other._parts.items()}
         other._parts.clear()
 
-    def part(self, layer: Linear, rows: Sequence[range], columns: range) -> LinearOp | None:
+    def part(self, layer: LinearBase, rows: Sequence[range], columns: range) -> LinearOp | None:
         own = Groups(layer, self._format, self._dtype)
         if not self._parts:
             super().part(layer, rows, columns)
@@ -192,7 +214,7 @@ class PackedLinear(PackedOp):
     Without deterministic mode these round differently, as the two GEMMs of a dense weight do.
     """
 
-    def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
+    def __init__(self, layer: LinearBase, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
         if mode.deterministic and not ops.keeps_bits(weight.scales.new_empty(1, weight.columns)):
             raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
         super().__init__(layer, ops.gemms(weight, deterministic=mode.deterministic))

@@ -6,19 +6,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.gguf_file import dequantized
-from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
-from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
-
-if TYPE_CHECKING:  # `Linear` imports the formats
-    from draftwing.layers.linear import Linear
+from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.table import LayerOps
 
 logger = logging.getLogger(__name__)
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types of GGML that are no blocks
@@ -30,7 +27,7 @@ class MappedFormat(WeightFormat):
 
     takes_blocks: ClassVar[bool] = True
 
-    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+    def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         DenseFormat().create(layer, dtype, device)
         return Mapped(layer, dtype)
 
@@ -38,7 +35,7 @@ class MappedFormat(WeightFormat):
 class Mapped(Dense):
     """A weight that is never multiplied with."""
 
-    def __init__(self, layer: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: LinearBase, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._dtype = dtype
         self._kept: Tensor | BlockRows | None = None
@@ -81,7 +78,7 @@ class Mapped(Dense):
         if held is not None:
             self.layer.weight, self._kept = nn.Parameter(held, False), None
         elif isinstance(self._kept, BlockRows):
-            self._read = ops.row_reader(self._kept, self._dtype)
+            self._read = ops.row_reader and ops.row_reader(self._kept, self._dtype)
         elif self._kept is not None and self._kept.dtype == self._dtype:
             self._read = partial(ops.take_rows, self._kept)
         return self

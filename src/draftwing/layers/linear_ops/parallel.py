@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.ops.fp8_blocks import Fp8Rows
-from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import Ranks
 
 

@@ -1,5 +1,5 @@
-"""Gemma 4's assistants: small models that draft for it and have no keys and values of their own. All their layers read
-what the target's last layers of each kind have kept of the text, so there is nothing to roll back.
+"""Assistants: small models that draft for one and have no keys and values of their own, as Gemma 4 has them. All their
+layers read what the target's last layers of each kind have kept of the text, so there is nothing to roll back.
 
 A row joins the target's scaled embedding of a token with a hidden state: the target's last one before that token, or
 what the assistant made of the token before. Every row of a tree stands at the newest token's position and reads all of
@@ -19,16 +19,15 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
-from draftwing.models.heads.base import DraftHead
-from draftwing.models.heads.quantized_lm_head import for_rows
+from draftwing.models.heads.base import DraftHead, for_rows
 from draftwing.models.weight_map import layer_names, named
-from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.cut import Cut
 
 

@@ -22,29 +22,32 @@ from draftwing.layers.embedding import Embedding
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP_PREFIX, NEXTN_MODELS, QWEN_MTP_PREFIX, layer_names, named
-from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import LayerOps
-
-# Models with one prediction layer, which reads the embedding first. Its names here are Qwen's (`nextn_name`).
-QWENS = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", *NEXTN_MODELS})
+from draftwing.models.weight_map import MTP, MTP_LAYERS, layer_names, named
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.table import LayerOps
 
 
 class MTPLayer(nn.Module):
-    """input_proj [hidden, 2 * hidden] over (feature, embedding), or Qwen's (embedding, feature), each normed, then a
-    decoder layer and a norm."""
+    """input_proj [hidden, 2 * hidden] over (feature, embedding), or (embedding, feature), each normed, then a decoder
+    layer and a norm."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device, qwen: bool
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        embedding_first: bool,
     ) -> None:
         super().__init__()
         hidden, eps, wide = config.hidden_size, config.norm.eps, config.norm.dtype(dtype)
-        self._qwen = qwen
+        self._embedding_first = embedding_first
         self.token_norm = RMSNorm(hidden, eps, wide, device)
         self.hidden_norm = RMSNorm(hidden, eps, wide, device)
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device, config.weight_format)
@@ -53,7 +56,7 @@ class MTPLayer(nn.Module):
 
     def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
-        if self._qwen:
+        if self._embedding_first:
             return self.input_proj(ops.concat_columns(self.token_norm(embed(ids)), self.hidden_norm(feature)))
         norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
         # In training the first position of a sequence had no token to embed.
@@ -77,20 +80,20 @@ class MTPHead(FeatureHead):
         dtype: torch.dtype,
         device: torch.device | str,
         weight_format: WeightFormat = DENSE,
-        qwen: bool | None = None,
+        embedding_first: bool | None = None,
     ) -> None:
-        """weight_format: of the layers' matrices.  qwen: whether they are as Qwen's, None: as the target's would be.
-        Raises CheckpointError for several of these."""
-        qwen = target.config.architecture in QWENS if qwen is None else qwen
-        if qwen and layers > 1:
-            raise CheckpointError(f"{QWEN_MTP_PREFIX}layers.*: expected one prediction layer, found {layers}")
+        """weight_format: of the layers' matrices.  embedding_first: what they read, None: as the target's would.
+        Raises CheckpointError for several that do."""
+        one = target.config.family.one_predicts if embedding_first is None else embedding_first
+        if one and layers > 1:
+            raise CheckpointError(f"{MTP}layers.*: expected one prediction layer, found {layers}")
         own = (_layer_of(target.config),) * layers
         config = replace(target.config, layers=own, weight_format=weight_format, vocab_format=weight_format)
         super().__init__(config, target, (target.final_aux_layer,), dtype)
         where = torch.device(device)
-        self.qwen = qwen
+        self.embedding_first = one
         self.layers = nn.ModuleList(
-            MTPLayer(config, layer, i, dtype, where, qwen) for i, layer in enumerate(self.layer_configs)
+            MTPLayer(config, layer, i, dtype, where, one) for i, layer in enumerate(self.layer_configs)
         )
         self.lookahead = layers
 
@@ -120,11 +123,11 @@ class MTPHead(FeatureHead):
         return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
 
     def names(self) -> dict[str, ParamSlice]:
-        if self.qwen:
-            return self._qwen_names()
+        if self.embedding_first:
+            return self._names_of_one()
         hidden, table = self.config.hidden_size, {}
         for i in range(self.config.num_layers):
-            checkpoint, model = f"{MTP_PREFIX}{i}", f"layers.{i}"
+            checkpoint, model = f"{MTP_LAYERS}{i}", f"layers.{i}"
             for name, param in (
                 ("token_layernorm", "token_norm"),
                 ("hidden_layernorm", "hidden_norm"),
@@ -135,16 +138,16 @@ class MTPHead(FeatureHead):
             table |= layer_names(self.config, checkpoint, f"{model}.layer", ranks=self.ranks, index=i)
         return table
 
-    def _qwen_names(self) -> dict[str, ParamSlice]:
+    def _names_of_one(self) -> dict[str, ParamSlice]:
         hidden, added = self.config.hidden_size, self.config.norm.offset
-        table = layer_names(self.config, f"{QWEN_MTP_PREFIX}layers.0", "layers.0.layer", ranks=self.ranks)
+        table = layer_names(self.config, f"{MTP}layers.0", "layers.0.layer", ranks=self.ranks)
         for name, param in (
             ("pre_fc_norm_embedding", "token_norm"),
             ("pre_fc_norm_hidden", "hidden_norm"),
             ("norm", "final_norm"),
         ):
-            table[f"{QWEN_MTP_PREFIX}{name}.weight"] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
-        return table | named(self.config.weight_format, f"{QWEN_MTP_PREFIX}fc", "layers.0.input_proj", 0, hidden)
+            table[f"{MTP}{name}.weight"] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
+        return table | named(self.config.weight_format, f"{MTP}fc", "layers.0.input_proj", 0, hidden)
 
 
 def _layer_of(config: ModelConfig) -> LayerConfig:

@@ -4,22 +4,40 @@ is asked for."""
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from draftwing.config.drafters import NO_DRAFTER, OWN_LAYERS, head_drafter
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
-from draftwing.models import gguf
+from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.models.apart import each_expert, without_latents
 from draftwing.models.config import ModelConfig
-from draftwing.models.fields import Fields
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.dummy import mtp_weights
+from draftwing.models.families import in_gguf, language_model
+from draftwing.models.fields import MAX_LAYERS, Fields
 from draftwing.models.folder import folder_tensors, read_json
-from draftwing.models.heads.mtp import QWENS, check_trainable
+from draftwing.models.gguf_tensors import own_layers, tensors
+from draftwing.models.heads.config import same
+from draftwing.models.heads.mtp import check_trainable
 from draftwing.models.hub import resolve_model
-from draftwing.models.language_model import language_model
-from draftwing.models.loader import load_config
-from draftwing.models.weight_map import MTP_PREFIX, MTP_PREFIXES, canonical, nextn_layer
+from draftwing.models.loader import Stored, load_config
+from draftwing.models.quantised.read import assembled
+from draftwing.models.weight_map import (
+    MTP,
+    MTP_LAYERS,
+    MTP_PREFIXES,
+    canonical,
+    nextn_layer,
+    nextn_name,
+)
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +89,7 @@ def layers_to_learn(options: Options) -> str | None:
 
 def predicts(name: str, config: ModelConfig) -> bool:
     """Returns whether a canonical name is of a prediction layer that is served with such a model."""
-    prefixes = MTP_PREFIXES if config.architecture in QWENS else (MTP_PREFIX,)
+    prefixes = MTP_PREFIXES if config.family.one_predicts else (MTP_LAYERS,)
     return name.startswith(prefixes) or nextn_layer(name, config) is not None
 
 
@@ -83,7 +101,7 @@ def named_layers(path: Path) -> tuple[str, int] | None:
 
 def _in_folder(path: Path, config: ModelConfig) -> bool:
     named = named_layers(path)
-    if named is None and config.architecture not in QWENS:  # of which Qwen3-Next says nothing in its config
+    if named is None and not config.family.one_predicts:  # some configs of which say nothing
         return False
     found = any(predicts(canonical(name), config) for name, _ in folder_tensors(path))
     if named is not None and not found:
@@ -92,7 +110,7 @@ def _in_folder(path: Path, config: ModelConfig) -> bool:
 
 
 def _in_file(path: Path, config: ModelConfig) -> bool:
-    return config.architecture in QWENS and _holds_layer(open_gguf(path))
+    return config.family.one_predicts and _holds_layer(open_gguf(path))
 
 
 def _warn(file: Path, key: str, count: object) -> None:
@@ -104,13 +122,13 @@ def _fields(file: GGUFFile) -> Fields:
 
 
 def _holds_layer(file: GGUFFile) -> bool:
-    return f"blk.{gguf.own_layers(_fields(file))}.nextn.eh_proj.weight" in file.tensors
+    return f"blk.{own_layers(_fields(file))}.nextn.eh_proj.weight" in file.tensors
 
 
 def _side_file(path: Path, config: ModelConfig) -> Path | None:
     """Returns the `mtp-*.gguf` for a GGUF file in the same folder: of the same name, but for what follows the last
     hyphen (how values are stored), and of the same sizes. Of several the one with the longest common name."""
-    if config.architecture not in QWENS:
+    if not config.family.one_predicts:
         return None
     found = [file for file in sorted(path.parent.glob(f"{SIDE_FILE}*.gguf")) if _is_of(file, path)]
     return max(found, key=lambda file: len(_name(file)), default=None)
@@ -129,8 +147,103 @@ def _is_of(side: Path, path: Path) -> bool:
     try:
         ours, file = _fields(open_gguf(path)), open_gguf(side)
         theirs = _fields(file)
-        alike = (gguf.own_layers(ours), ours.prefix) == (gguf.own_layers(theirs), theirs.prefix) and _holds_layer(file)
+        alike = (own_layers(ours), ours.prefix) == (own_layers(theirs), theirs.prefix) and _holds_layer(file)
     except CheckpointError as error:
         logger.warning("%s does not draft: %s", side, error)
         return False
     return alike and ours.get("embedding_length") == theirs.get("embedding_length")
+
+
+# ---- their tensors ---------------------------------------------------------------------------------------------------
+
+# Of prediction layers that are numbered behind a model's own, and of one below `mtp`.
+UNSERVED = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
+
+
+def mtp_tensors(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
+    """Returns them by the names that the layers have here, of a folder or a `.gguf` file; dummy: of meta data alone.
+    in_blocks: of a file as it stores them. Raises CheckpointError where there are none that can be served."""
+    own: dict[str, Stored] = (
+        _of_gguf(path, target, dummy, in_blocks) if path.suffix == ".gguf" else _of_folder(path, target, dummy)
+    )
+    if not own:
+        raise CheckpointError(
+            f"{path} has no multi-token prediction layers ({_prefix(target)}*){_dropped(path)}: give a draft model "
+            "with --speculative-draft-model-path"
+        )
+    return own
+
+
+def of_prediction_layer(name: str, target: ModelConfig) -> bool:
+    """Returns whether it is of a prediction layer of some model that is served."""
+    return name.startswith(MTP_PREFIXES) or nextn_layer(name, target) is not None
+
+
+def unserved(path: Path, name: str) -> CheckpointError:
+    """Returns the error for a folder with such a tensor of a target that is not served."""
+    return CheckpointError(
+        f"{path} holds multi-token prediction layers ({name}) of a target that is not served yet; expected "
+        f"{MTP_LAYERS}*"
+    )
+
+
+def _prefix(target: DecoderModel) -> str:
+    """Of the names of prediction layers that the target's checkpoint might have."""
+    config = target.config
+    numbered, one = f"model.layers.{config.num_layers}.", MTP.removeprefix("model.")
+    return {"numbered": numbered, "mtp": one}.get(config.family.predicts, MTP_LAYERS)
+
+
+def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
+    """Returns the tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
+    CheckpointError for those of another model."""
+    raw = read_json(path / "config.json")
+    stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
+    own: dict[str, Tensor] = {}
+    found = None
+    for name, tensor in stored:
+        if predicts(canonical(name), target.config):
+            own[canonical(name)] = tensor
+        elif UNSERVED.search(name):
+            found = found or name
+    if not own:
+        if found is not None:
+            raise unserved(path, found)
+        return {}
+    config = load_config(path)
+    for name in ("hidden_size", "vocab_size"):
+        same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
+    values = assembled(config.quantization, own.items())
+    experts = target.config.experts
+    each = values if dummy or experts is None else each_expert(values, experts.count, {})
+    latent = target.config.layers[-1].mixer
+    if isinstance(latent, LatentAttentionConfig):
+        each = without_latents(each, latent, {})
+    renamed = ((nextn_name(name, target.config), value) for name, value in each)
+    return {name: value for name, value in renamed if name is not None}
+
+
+def _of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
+    """Returns the same of a file. Its own layers may be missing."""
+    file, config = open_gguf(path), target.config
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str) or in_gguf().get(arch) != config.architecture:
+        raise CheckpointError(f"{path}: expected layers of a {config.architecture}, found architecture {show(arch)}")
+    fields = Fields(file.metadata, str(path), f"{arch}.")
+    fields.whole("embedding_length", config.hidden_size, config.hidden_size)
+    if "token_embd.weight" in file.tensors:
+        same(f"draft model {path}: vocab_size", config.vocab_size, file.tensors["token_embd.weight"].shape[0])
+    if dummy:
+        predicts = fields.whole("block_count", high=MAX_LAYERS) - own_layers(fields)
+        return {f"{MTP}fc.weight": torch.empty(1, device="meta")} if predicts else {}
+    return dict(tensors(file, config, None, in_blocks, predicting=True))
+
+
+def _dropped(path: Path) -> str:
+    """Returns what a config says of layers that are not there: quantisers leave them out."""
+    if path.suffix == ".gguf":
+        return ""
+    named = named_layers(path)
+    if named is None or language_model(read_json(path / "config.json")).get("quantization_config") is None:
+        return ""
+    return f", though {named[0]} is {show(named[1])}: whoever quantised it left them out; take them from the original"

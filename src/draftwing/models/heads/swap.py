@@ -15,7 +15,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.eagle import Eagle3Head
 
 
 class HeadSwap:

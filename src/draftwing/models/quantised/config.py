@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import regex
 
 from draftwing.errors import CheckpointError
+from draftwing.models.family import own_name
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.models.language_model import own_name
 from draftwing.requests.refusals import show
 
 WHOLE = 0  # a group as tall or wide as its matrix
@@ -96,7 +96,7 @@ class Quantization:
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
-IN_MXFP4 = Quantization("mxfp4", ())  # of experts alone, whose tensors `models.fused_experts` puts together
+IN_MXFP4 = Quantization("mxfp4", ())  # of experts alone, whose tensors `models.apart` puts together
 
 
 def _awq(fields: Fields) -> Quantization:

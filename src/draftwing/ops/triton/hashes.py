@@ -18,7 +18,7 @@ def hash_all() -> None:
     """Hashes all functions of the modules of kernels that are imported, and before each those that it calls."""
     done = set[int]()
     for name, module in sorted(sys.modules.items()):
-        if name.startswith(f"{__package__}."):
+        if name.startswith("draftwing.ops."):
             for value in [*vars(module).values()]:
                 if isinstance(value, JITFunction):
                     _hash(value, done)

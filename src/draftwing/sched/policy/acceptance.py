@@ -14,19 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.core import (
-    BOTH,
-    FEW_MARKS,
-    LOOKUP_ALONE,
-    MARK_DEPTH,
-    MARK_ONE,
-    MARK_SOURCE,
-    MARK_SURVIVAL,
-    MAX_CONFIDENCE,
-    MODEL,
-    StepResult,
-    TreeShape,
-)
+from draftwing.config.trees import BOTH, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, TreeShape
+from draftwing.core import FEW_MARKS, MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, StepResult
 from draftwing.sched.policy.cost import RATE, RECENT
 
 # What is right as long as nothing is known: of a model's drafts of a level this share, of a lookup's the square of it,

@@ -1,19 +1,71 @@
-"""The shape of the next step of these requests, and what is learnt of shapes from steps that have ended."""
+"""The shape of the next step of these requests, what is learnt of shapes from steps that have ended, and whether a
+draft model sees a prompt: it does if its drafts of the answer save more time than that takes.
+
+A pass of a model over a prompt takes a GPU milliseconds of launches, whatever the prompt's size. A short answer does
+not bring that back, nor does any where nothing is drafted. What is not known is found out by drafting, and what was
+found out may change, so exploring pays for prompts that do not seem worth it, too (`ShapePolicy.spend`)."""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean, median
 from typing import Any
 
-from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, PLAIN, Chunk, DraftDeferral, Plan, StepResult, TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult
 from draftwing.sched.policy.cost import OUTDATED, RECENT
-from draftwing.sched.policy.draft_prefill import DraftPrefill
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import Beside, ShapePolicy, StepContext
 from draftwing.sched.req import Req
 
 Mixes = Callable[[TreeShape, int], int]  # see `SchedulerConfig`
+
+
+class DraftPrefill:
+    def __init__(self, max_chunk: int) -> None:
+        """max_chunk: positions of a pass."""
+        self._max_chunk = max(max_chunk, 1)
+        self._passes: deque[float] = deque(maxlen=RECENT)  # seconds
+        # By about the limit: tokens of answers. Long ones are asked for along with short ones.
+        self._answers: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT))
+
+    def record(self, seconds: float, passes: int, shown: int) -> None:
+        """Learns what passes took: so many over text, and those over so many positions of prompts."""
+        passes += -(-shown // self._max_chunk)
+        if seconds > 0 and passes:
+            self._passes.append(seconds / passes)
+
+    def ended(self, tokens: int, limit: int) -> None:
+        """Learns how long an answer is that could have `limit` tokens."""
+        self._answers[limit.bit_length()].append(tokens)
+
+    def should_prefill(
+        self,
+        prompts: Sequence[tuple[int, bool]],
+        limits: Sequence[int],
+        saving: float | None,
+        at_best: float | None,
+        spend: Callable[[float], bool],
+    ) -> bool:
+        """Decides whether prompts that are prefilled together are seen: the ends of all take one pass. prompts: tokens
+        of each that are not cached, and whether it comes in parts, which are seen before its end. limits: tokens of
+        their answers at most.  saving: seconds that drafts save for each of these, None where that is not known.
+        at_best: the same if all drafts were right; where not even that brings back what prompts cost, there is nothing
+        to find out. spend: takes what it loses out of what exploring may cost."""
+        if saving is None or not self._passes or not self._answers:
+            return True
+        a_pass, parts = median(self._passes), [-(-size // self._max_chunk) for size, in_parts in prompts if in_parts]
+        cost, answers = (1 + sum(parts)) * a_pass, sum(map(self._usual, limits))
+        if at_best is not None and cost > answers * max(at_best, saving):
+            return False
+        return cost <= answers * saving or spend(cost - answers * saving)
+
+    def _usual(self, limit: int) -> float:
+        """Returns tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
+        answers = self._answers.get(limit.bit_length())
+        return min(fmean(answers), limit) if answers else limit
 
 
 class ShapeChoice:
@@ -100,10 +152,10 @@ class ShapeChoice:
         if plan.kind == "prefill":
             return self._prefills.seconds(plan.chunks)
         rows, kv_tokens = len(plan.rows), _kv_tokens(reqs)
-        if plan.beside is None:
+        if plan.mixed_prefill is None:
             return self.policy.seconds(rows, kv_tokens, plan.shape) or 0.0
         nodes = plan.nodes * self._prefills.token_seconds(0)
-        return self._prefills.seconds(plan.beside.chunks) + nodes + self._rest(plan.shape, rows, kv_tokens)
+        return self._prefills.seconds(plan.mixed_prefill.chunks) + nodes + self._rest(plan.shape, rows, kv_tokens)
 
     @property
     def _reading(self) -> float:
@@ -143,42 +195,39 @@ class ShapeChoice:
         beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
         return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
 
-    def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
+    def planned(self, step: int, reqs: Sequence[Req], after_prefill: bool) -> None:
         """Notes that the tree step of this number is planned for these requests, right behind a prefill or not."""
-        self._planned[step] = self._observable(reqs), behind_prefill
+        self._planned[step] = self._observable(reqs), after_prefill
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """Learns from a step that has ended. live: the request of each of its rows that still has it."""
         passes, positions = 0, 0
-        if (seen := plan.catch_up) is not None:
-            passes, positions = seen.passes, sum(part.length for part in seen.texts)
+        if (draft_extend := plan.catch_up) is not None:
+            passes, positions = draft_extend.passes, sum(part.length for part in draft_extend.texts)
         if self._draft_prefill is not None:
-            shown = sum(chunk.length for part in plan.parts for chunk in part.shown)
-            self._draft_prefill.record(result.catching_up, passes, shown)
+            draft_prefill_tokens = sum(chunk.length for part in plan.parts for chunk in part.shown)
+            self._draft_prefill.record(result.catching_up, passes, draft_prefill_tokens)
         if plan.kind == "prefill":
             if not plan.mixed:
                 self._prefills.record(plan.chunks, result.seconds - result.catching_up)
             return
-        if plan.beside is None:
+        kv_tokens = _kv_tokens(req for req in live if req is not None)
+        if plan.mixed_prefill is None:
             self._prefills.record_step(result.seconds)
         elif not (result.provisional and self._prefills.token_seconds(0)):
-            self._record_mixed(plan, plan.beside, result, _kv_tokens(req for req in live if req is not None))
-        confidences, behind = self._planned.pop(plan.step)
+            rest = self._rest(plan.shape, len(plan.rows), kv_tokens)  # drafts, and the rows' own attention
+            seconds = result.seconds - result.catching_up - rest
+            self._prefills.record(plan.mixed_prefill.chunks, seconds, plan.nodes)
+        confidences, after_prefill = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
         counted = positions if 0 < self._timed_positions <= positions else 0  # fewer cost their launches
-        kv_tokens = _kv_tokens(req for req in live if req is not None)
         context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
         usual = not plan.special or (plan.penalised and self._edits_by_row and not plan.shape.verified)
-        is_cost = usual and not plan.mixed and (not behind or self._since_cost > RECENT)
+        is_cost = usual and not plan.mixed and (not after_prefill or self._since_cost > RECENT)
         self._since_cost = 0 if is_cost else self._since_cost + 1
         self.policy.record(plan.shape, context, result, is_cost)
-
-    def _record_mixed(self, plan: Plan, beside: Plan, result: StepResult, kv_tokens: int) -> None:
-        """What a step took with parts of prompts in its forward: as a prefill, but for drafts and its own attention."""
-        rest = self._rest(plan.shape, len(plan.rows), kv_tokens)
-        self._prefills.record(beside.chunks, result.seconds - result.catching_up - rest, plan.nodes)
 
     def _observable(self, reqs: Sequence[Req]) -> list[int]:
         """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until

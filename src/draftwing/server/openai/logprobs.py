@@ -9,8 +9,7 @@ from typing import Any
 
 from draftwing.core import TokenLogprobs
 from draftwing.text.answer import Answer, finite
-from draftwing.text.detok import IncrementalDetokenizer
-from draftwing.text.token_text import TokenTexts
+from draftwing.text.detok import IncrementalDetokenizer, TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
 

@@ -10,8 +10,7 @@ from pydantic import Field
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.chat import MAX_TOOLS, checked_choice, checked_functions
-from draftwing.server.parsers.custom import custom_function
-from draftwing.server.parsers.grammars import Function, ToolChoice
+from draftwing.server.parsers.grammars import Function, ToolChoice, custom_function
 from draftwing.server.parsers.message import Call
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.schema import Body

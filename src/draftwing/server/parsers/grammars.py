@@ -1,4 +1,6 @@
-"""Makes grammars of what the parsers read: answers that are tool calls, and answers that begin with reasoning."""
+"""Makes grammars of what the parsers read: answers that are tool calls, and answers that begin with reasoning. Custom
+tools are functions whose arguments are one text, `{"input": "..."}`, which models that call functions know how to
+write: a grammar of the text becomes one of the JSON string."""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftwing.errors import RequestError
+from draftwing.grammar.ebnf import GrammarError
+from draftwing.grammar.quoted import quoted
 from draftwing.requests.grammar_field import Grammar
-from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
-from draftwing.server.parsers.reasoning import ReasoningStyle, Start
+from draftwing.requests.refusals import check_text, show
+from draftwing.server.parsers.reasoning import CHANNEL, END, MESSAGE, START, ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
 
 _ANY = {"type": "any_text"}
@@ -202,3 +207,30 @@ def _several(calls: Sequence[dict[str, Any]], separator: str, parallel: bool) ->
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
+
+
+_CALLED = {"lark": "Lark grammar", "regex": "regular expression"}
+
+
+def custom_function(
+    name: str, description: str | None, syntax: str | None, definition: str | None, where: str
+) -> Function:
+    """Returns a custom tool as a function. syntax: of `definition`, "lark" or "regex"; None where any text will do.
+    where: the field that holds the format. Raises RequestError for a grammar that is wrong, or not supported."""
+    text = {"type": "string"}
+    if syntax is None:
+        form = None
+    else:
+        field = f"{where}.definition"
+        if not definition:
+            raise RequestError(f"{field} must be a grammar; found {show(definition)}", field)
+        check_text(definition, field)
+        try:
+            grammar = {"type": "grammar", "grammar": quoted(syntax, definition)}
+        except GrammarError as error:
+            raise RequestError(f"{field}: the grammar cannot be used: {error}", field) from None
+        begin, end = ({"type": "const_string", "value": value} for value in ('{"input": "', '"}'))
+        form = {"type": "sequence", "elements": [begin, grammar, end]}
+        text["description"] = f"Matches this {_CALLED[syntax]}:\n{definition}"
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return Function(name, description, schema, strict=True, form=form, custom=True)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.server.parsers.call import CallReader
 from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought
+from draftwing.server.parsers.reasoning import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.tools import CallPiece, new_call_id
 from draftwing.text.detok import partial_end
 
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
-START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>", START)  # of a message's text; the next one may begin without an end
 _END = re.compile("|".join(map(re.escape, ENDS)))
 _NAMESPACE = "functions."
@@ -36,11 +36,6 @@ _ROLE = "assistant"
 _AFTER_ROLE = (CHANNEL, MESSAGE, "<|constrain|>", "to=")  # what goes on with a header, which says this first of all
 
 Kind = Literal["thought", "text", "call"]
-
-
-def is_harmony(template: str | None) -> bool:
-    """Returns whether a chat template writes harmony."""
-    return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
 
 
 def _may_be_header(text: str) -> bool:

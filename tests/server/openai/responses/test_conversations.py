@@ -13,7 +13,7 @@ import openai
 import pytest
 from scripted import ScriptedEngine, keys_file, openai_client, serving
 
-from draftwing.server.edge import body_limit
+from draftwing.server.edge import limits
 
 SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 
@@ -71,8 +71,7 @@ def test_a_tool_loop_by_previous_response(client: openai.OpenAI, scripted: Scrip
     assert forward == items[::-1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(("stream", "typed"), [(False, True), (True, False)])
 def test_a_tool_loop_by_references(client: openai.OpenAI, scripted: ScriptedEngine, stream: bool, typed: bool) -> None:
     scripted.script = CALL
     user = {"role": "user", "content": [{"type": "input_text", "text": "time?"}]}
@@ -229,8 +228,8 @@ def test_a_conversation_is_no_longer_than_a_body_may_be() -> None:
 
 def test_what_comes_from_the_store_counts_as_the_body_that_it_is_instead_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small request may stand for much: 64 of them hold no more than 64 large ones."""
-    monkeypatch.setattr(body_limit, "SMALL", 10)
-    monkeypatch.setattr(body_limit, "ALL_BODIES", 1)
+    monkeypatch.setattr(limits, "SMALL", 10)
+    monkeypatch.setattr(limits, "ALL_BODIES", 1)
     with served(ScriptedEngine("Hello."), max_body_size=1000) as url:
         client = openai_client(url)
         sent = client.responses.create(model="m", input="x" * 100)

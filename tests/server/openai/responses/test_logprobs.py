@@ -22,19 +22,20 @@ def text(entries: Any) -> str:
     return bytes(byte for entry in entries for byte in entry.bytes).decode()
 
 
-@pytest.mark.parametrize("more", [{"include": LOGPROBS}, {"include": LOGPROBS, "top_logprobs": 2}, {"top_logprobs": 2}])
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("é😀 one two", ["é😀 one two"]),
-        ("<think>\nsay the think\n</think>\n\nthe end of think", ["the end of think"]),
-        ("k\n" + CALL, ["k"]),
-        ("<think>\nthe\n</think>\n\nthe " + CALL + " tool_call the", ["the", " tool_call the"]),
-        (CALL, []),
-        ("<think>\nnever closed", []),
-        ("", [""]),
-    ],
-)
+BOTH = {"include": LOGPROBS, "top_logprobs": 2}
+CALLED = "<think>\nthe\n</think>\n\nthe " + CALL + " tool_call the"
+CASES: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("é😀 one two", ["é😀 one two"], {"include": LOGPROBS}), ("é😀 one two", ["é😀 one two"], {"top_logprobs": 2}),
+    ("<think>\nsay the think\n</think>\n\nthe end of think", ["the end of think"], BOTH),
+    ("k\n" + CALL, ["k"], BOTH), (CALLED, ["the", " tool_call the"], BOTH), (CALL, [], BOTH),
+    ("<think>\nnever closed", [], BOTH), ("", [""], BOTH),
+]  # fmt: skip
+
+
+OTHERS = [pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (2, 3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize(("script", "said", "more"), [*CASES[:2], CASES[4], *OTHERS])
 def test_entries_are_those_of_the_text(
     api: openai.OpenAI, scripted: ScriptedEngine, script: str, said: list[str], more: dict[str, Any]
 ) -> None:

@@ -131,7 +131,7 @@ def test_the_bound_is_one_of_memory() -> None:
         before = tracemalloc.get_traced_memory()[0]
 
         def fill(client: int) -> None:
-            for i in range(60):
+            for i in range(20):
                 store.put(f"client{client}", made(f"{client}-{i}", (i % 7) * 2000, items=i % 5))
 
         with ThreadPoolExecutor(8) as threads:

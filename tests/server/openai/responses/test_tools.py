@@ -122,17 +122,6 @@ def test_calls_and_results_go_back_to_the_model(api: openai.OpenAI, scripted: Sc
     assert expected in scripted.prompt
 
 
-def test_formats_hold_by_a_grammar(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
-    """The scripted engine is not held to it; that the grammar is right, tests/server/parsers/test_custom.py shows."""
-    scripted.script = "Fine."
-    api.responses.create(model="m", input="hi", tools=[WEATHER, DAY])
-    assert "triggered_tags" in scripted.grammar
-    api.responses.create(model="m", input="hi", tools=[WEATHER, EDIT], tool_choice={"type": "custom", "name": "edit"})
-    assert "*** Begin" in scripted.grammar and "weather" not in scripted.grammar
-    api.responses.create(model="m", input="hi", tools=[WEATHER])
-    assert not scripted.grammar
-
-
 def test_input_that_is_none_is_given_as_it_is(api: openai.OpenAI, scripted: ScriptedEngine) -> None:
     scripted.script = written(("say", {"text": "x"}))
     (item,) = api.responses.create(model="m", input="hi", tools=[SAY]).output

@@ -1,5 +1,5 @@
 /* What is worth verifying, on the CPU: survival, and the best nodes of a batch. The reference is
-   ops/reference/assign.py, whose terms these are. One thread, with the GIL; arrays are contiguous, int64 unless stated otherwise. */
+   ops/assign/spec.py, whose terms these are. One thread, with the GIL; arrays are contiguous, int64 unless stated otherwise. */
 
 #include "cpu.h"
 

@@ -528,7 +528,7 @@ HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, 
                         int32_t *counts, int32_t *found);
 HIDDEN PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* Two words for a seed and a position: ops/torch/noise.py. */
+/* Two words for a seed and a position: ops/noise/spec.py. */
 typedef struct {
     uint32_t word[2];
 } Key;
@@ -551,7 +551,7 @@ HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t 
 /* In simulate.c. */
 HIDDEN PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* A node's mark and grade, and what is known of grades: as in core.py and ops/drafts.py. */
+/* A node's mark and grade, and what is known of grades: as in core.py and ops/assign/spec.py. */
 #define MARK_DEPTH 0xFF
 #define MARK_VERIFIED (1 << 8)
 #define MARK_SOURCE 9

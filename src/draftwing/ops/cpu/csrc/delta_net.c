@@ -1,5 +1,5 @@
-/* Gated delta nets over chunks and trees. The reference is ops/torch/delta_net.py; what states and records are is in
-   kv/row_states.py.
+/* Gated delta nets over chunks and trees. The reference is ops/delta_net/spec.py; what states and records are is in
+   kv/pool.py.
 
    A token's bits are those of the plain recurrence over its ancestors. Of a value head, with S [key_dim, value_dim] as
    the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d; S <- g S + k d^T. Each column of S is summed

@@ -12,7 +12,7 @@
 #define OWN_ROUTES 8 /* up to so many rows are routed by one thread, when all have made their logits */
 #define AT_ONCE 4    /* logits of a row: each sum waits for its own last instruction */
 #define PRIME 1000003
-#define SPREAD 618033 /* both as in ops/torch/experts.py, and this: */
+#define SPREAD 618033 /* both as in ops/experts/spec.py, and this: */
 #define ALPHA 1.702f
 #define TINY 1e-20f /* joins the sum of shares, which may be 0 */
 

@@ -4,7 +4,7 @@
    oneDNN does before it reads (some 10 us a call). This starts at once, and each thread walks through memory of its own
    from beginning to end. The layout is oneDNN's AB16b64a2b: panels of 64 outputs, in them pairs of inputs, in them the
    outputs. A row's bits are oneDNN's, too, among any number of rows: inputs are summed in order, in blocks whose sums
-   are added one after the other. `ops/cpu/gemm.py` tries out whether that is so and how long the blocks are. */
+   are added one after the other. `ops/gemm/cpu.py` tries out whether that is so and how long the blocks are. */
 
 #include "cpu.h"
 

@@ -1,6 +1,6 @@
 /* What heads that draft do besides GEMMs: gates and memories of the tokens above a node, page tables of layers with a
    window, and logits of the tokens of a few clusters. Small, so one thread, with the GIL. The references are
-   ops/torch/layer_ops.py and ops/torch/expansion.py. */
+   spec.py of ops/elementwise, ops/lm_head and ops/expansion. */
 
 #include "cpu.h"
 

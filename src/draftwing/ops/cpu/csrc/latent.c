@@ -1,7 +1,7 @@
 /* What latent attention does beside attention: each head's product with a matrix of its own, vectors of which the end is
-   turned, and rows that go to the pool. The references are in ops/torch/layer_ops.py and kv/pool.py.
+   turned, and rows that go to the pool. The references are in ops/rope/spec.py and kv/pool.py.
 
-   Matrices lie as `HeadGemm` of ops/cpu/latent.py packs them: panels of 64 outputs, in them inputs, in them the outputs.
+   Matrices lie as `HeadGemm` of ops/gemm/cpu_heads.py packs them: panels of 64 outputs, in them inputs, in them the outputs.
    Inputs are summed in their order in float32, so a row has the same bits among any number of rows; with products that
    are fused with the sum. */
 

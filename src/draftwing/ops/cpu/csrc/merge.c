@@ -1,4 +1,4 @@
-/* Two drafters' trees of a row become one (ops/reference/merge.py). One thread, with the GIL; arrays are contiguous
+/* Two drafters' trees of a row become one (ops/merge/spec.py). One thread, with the GIL; arrays are contiguous
    int64, `alive` bytes, what is calibrated float32. */
 
 #include "cpu.h"

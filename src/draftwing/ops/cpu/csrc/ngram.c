@@ -1,5 +1,5 @@
-/* The n-gram drafter on the CPU: insert, confidence, build. The references are ops/reference/ngram.py and
-   ngram_memory.py, whose tensors these functions share and whose terms they use.
+/* The n-gram drafter on the CPU: insert, confidence, build. The reference is ops/ngram/spec.py,
+   whose tensors these functions share and whose terms they use.
 
    One thread: a row takes microseconds, less than to wake another. The GIL is kept for the same reason. Rows of the
    dummy are left alone; it has nothing to propose. */
@@ -206,7 +206,7 @@ static void level(const Build *b, int64_t d, const int64_t *live, int64_t count,
     }
 }
 
-/* Of a node that candidate `rank` leads, as in ops/reference/ngram.py. */
+/* Of a node that candidate `rank` leads, as in ops/ngram/spec.py. */
 static int64_t grade_of(int64_t rank, int64_t match) {
     const int64_t most = rank ? 3 : LEVELS - 1, level = rank ? match / 3 : match + 3;
     return LEVELS * LOOKUP + (level < most ? level : most);
@@ -252,7 +252,7 @@ static void build_row(const Build *b) {
     }
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/lookup.py knows the tensors ---------------- */
+/* -- the module: pointers and sizes as integers, unchecked; ops/suffix/cpu.py knows the tensors ---------------- */
 
 static Memory memory_of(const int64_t *n) {
     return (Memory){.rows = POINTER(n[0]),

@@ -1,4 +1,4 @@
-/* The choice of tokens on the CPU: bans aside, what ops/torch/sampling.py describes, in one pass over a row's logits.
+/* The choice of tokens on the CPU: bans aside, what ops/sampling/spec.py describes, in one pass over a row's logits.
 
    Nearly all of a vocabulary cannot be chosen. A token's noise is bounded from the hash's bits alone, tightly and
    without a logarithm, and only where logit + temperature * bound passes the worst of the best so far is the noise
@@ -15,11 +15,11 @@
 #define GROUP 64  /* tokens of a set whose maximum is looked at */
 #define APART __attribute__((noinline))
 #define ALL 0x7fffffff   /* no limit: the pattern of every gap, NaN included, is at most this */
-#define MASS_ONE 0x1p40f /* fixed-point 1.0, as in ops/torch/filters.py */
+#define MASS_ONE 0x1p40f /* fixed-point 1.0, as in ops/sampling/spec.py */
 #define LOG2E 1.44269504f
 #define LN2 0.693147181f
 
-/* -- noise: ops/torch/noise.py ------------------------------------------------------------------------------------- */
+/* -- noise: ops/noise/spec.py ------------------------------------------------------------------------------------- */
 
 #define TOKEN_MUL 0x9E3779B1u
 /* 31 bits of 16 tokens, from their ids times TOKEN_MUL. */
@@ -204,7 +204,7 @@ INLINE void scan(const Draw *d, const Row *r, Best *b, const int half, const int
     for (; c < d->vocab; c += LANES) scan_block(d, r, b, c, 1, half, noisy, filtered);
 }
 
-/* -- filters: ops/torch/filters.py --------------------------------------------------------------------------------- */
+/* -- filters: ops/sampling/spec.py --------------------------------------------------------------------------------- */
 
 /* exp(-gap / temperature) in fixed point. In one place, so that parts of a sum and the sum agree. */
 static APART void masses(const vf *gap, float scale, vl *to) {
@@ -559,7 +559,7 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Py_RETURN_NONE;
 }
 
-/* -- drafts: ops/torch/expansion.py top_tokens, with the noise of sampling ----------------------------------------- */
+/* -- drafts: ops/expansion/spec.py top_tokens, with the noise of sampling ----------------------------------------- */
 
 typedef struct {
     int64_t *ids;

@@ -1,4 +1,4 @@
-/* The suffix drafter on the CPU: insert, grow, emit. The reference is ops/reference/suffix.py, whose tensors these
+/* The suffix drafter on the CPU: insert, grow, emit. The reference is ops/suffix/spec.py, whose tensors these
    functions share and whose terms they use.
 
    One thread, and the GIL is kept: a row takes microseconds. What takes time is the memory of the table, so buckets are
@@ -279,7 +279,7 @@ static void emit_row(const int64_t *grown, int64_t pitch, int64_t kept, int64_t 
         if (!n || n >= found) { tokens[n] = last, parent[n] = grade[n] = 0, alive[n] = !n; }
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/lookup.py knows the tensors ---------------------- */
+/* -- the module: pointers and sizes as integers, unchecked; ops/suffix/cpu.py knows the tensors ---------------------- */
 
 #define TRIE 8 /* tokens, of a row, owner, lengths, how many, table, buckets, rows without the dummy */
 static Trie trie_of(const int64_t *n) {

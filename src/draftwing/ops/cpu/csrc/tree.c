@@ -2,8 +2,8 @@
 
    All of it is small: a few hundred integers. As torch operations it is a hundred calls of some microseconds each, here
    it is one call for each place where Python has to come in between. One thread, with the GIL. Arrays are contiguous
-   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/reference/tree.py and
-   ops/torch/expansion.py. */
+   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/tree/spec.py and
+   ops/expansion/spec.py. */
 
 #include "cpu.h"
 
@@ -191,7 +191,7 @@ static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* -- expansion: ops/torch/expansion.py ---------------------------------------------------------------------------- */
+/* -- expansion: ops/expansion/spec.py ---------------------------------------------------------------------------- */
 
 /* The places of the best `count` of n scores, best first; of equals the lower place. Where there are NaN any may be. */
 static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {

@@ -12,8 +12,7 @@ from draftwing.requests.refusals import no_text, show
 from draftwing.requests.request import MAX_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody
-from draftwing.server.conversation import Conversation, only
-from draftwing.server.history import LEFT_OUT, Part, item_of
+from draftwing.server.conversation import LEFT_OUT, Conversation, MessagePart, item_of, only
 from draftwing.server.openai.responses.tools import ChosenTool, ResponsesTool, Toolbox, flat_name
 from draftwing.server.schema import (
     Body,
@@ -49,7 +48,7 @@ _KINDS = frozenset({
 })  # fmt: skip
 
 
-class Content(Part, hints="prompt_cache_breakpoint", bookkeeping="annotations logprobs parsed"):
+class Content(MessagePart, hints="prompt_cache_breakpoint", bookkeeping="annotations logprobs parsed"):
     """A part of an item."""
 
     own = frozenset({"input_text", "output_text", "refusal", "reasoning_text", "summary_text"})

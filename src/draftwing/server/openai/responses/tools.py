@@ -11,8 +11,7 @@ from pydantic import ConfigDict, Field
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.chat import AUTO, MAX_TOOLS, checked_choice, checked_functions
-from draftwing.server.parsers.custom import custom_function
-from draftwing.server.parsers.grammars import Function, ToolChoice
+from draftwing.server.parsers.grammars import Function, ToolChoice, custom_function
 from draftwing.server.schema import Body, Hint
 
 # Tools that OpenAI's servers run, or whose calls only its models know how to write.

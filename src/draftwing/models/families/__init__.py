@@ -1,0 +1,68 @@
+"""The families of models that are served, each a module of its own, and what `unserved` knows of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftwing.errors import CheckpointError
+from draftwing.models.families import (
+    deepseek,
+    dots,
+    ernie,
+    exaone,
+    gemma3,
+    gemma4,
+    glm,
+    gpt_oss,
+    granite,
+    lfm2,
+    llama,
+    mimo,
+    minimax,
+    olmo,
+    phi,
+    qwen,
+    qwen_hybrid,
+    seed_oss,
+    smollm3,
+)
+from draftwing.models.family import Family
+from draftwing.models.fields import Fields
+from draftwing.requests.refusals import show
+
+_MODULES = (
+    llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
+    ernie, seed_oss, granite, dots,
+)  # fmt: skip
+# By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
+FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
+PLAIN_FAMILY = "LlamaForCausalLM"  # whose layers draft heads have
+_OF_BOTH = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model in a parsed config.json, which mostly is all of it; else the model is
+    one for texts and images. Raises CheckpointError."""
+    fields = Fields(config, "config")
+    names, kind = fields.texts("architectures"), fields.get("model_type")
+    every = [(name, one, whole) for name, family in FAMILIES.items() for one, whole in family.wholes.items()]
+    found = [row for row in every if row[1] in names or (not names and kind == row[2].model_type)]
+    if not found:
+        return config
+    inner = fields.inner("text_config") if fields.has("text_config") else fields  # older ones have no other
+    text = inner.get("model_type") if inner is not fields else None  # None: it is the first of several
+    for architecture, _, whole in found:
+        if not whole.text or text in (None, whole.text):
+            own = {key: value for key, value in inner.items() if value is not None}
+            outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
+            return {**whole.defaults, **own, **outer, "architectures": [architecture]}
+    served = ", ".join(whole.text for _, _, whole in found)
+    raise CheckpointError(f"{found[0][1]}: text_config.model_type: expected one of {served}; found {show(text)}")
+
+
+def in_gguf() -> dict[str, str]:
+    """Returns the architecture of each `general.architecture` of GGUF files, of files with experts perhaps another one
+    (`InGGUF.with_experts`)."""
+    stored = ((name, family.gguf) for name, family in FAMILIES.items())
+    return {one.architecture: name for name, one in stored if one is not None and one.with_experts is None}

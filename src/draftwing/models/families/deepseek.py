@@ -1,0 +1,205 @@
+"""DeepSeek-V2 and V3: latent attention, and experts in groups. GGUF files have one name for both, and for relatives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from draftwing.gguf_file import GGUFFile
+from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.rope import yarn_attention_factor
+from draftwing.models.family import SIGMOID, SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF
+from draftwing.models.fields import WIDEST, Fields, Values, max_experts
+from draftwing.models.positions import rope_fields
+from draftwing.ops.experts.routing import Routing
+
+_YARN_LOG = "rope.scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim; mscale is the same then
+
+
+def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns layers with latent attention; layer: one with experts."""
+
+    def size(key: str, low: int = 1, default: int | None = None) -> int:
+        return fields.whole(key, low, WIDEST, default)
+
+    assert layer.experts is not None
+    # Relatives differ in what they take for granted.
+    fields.number("routed_scaling_factor", 1e-3, 1e3)
+    groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
+    for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
+        fields.whole(key, 0)
+    scaling = rope_fields(fields)
+    factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
+    if scaling.text("rope_type", scaling.text("type", "default")) != "default" and all_dim:
+        factor = yarn_attention_factor(scaling.number("factor", 1e-3, 1e6), all_dim) ** 2
+    mixer = LatentAttentionConfig(
+        size("num_attention_heads"),
+        size("qk_nope_head_dim"),
+        size("qk_rope_head_dim"),
+        size("v_head_dim"),
+        size("kv_lora_rank"),
+        size("q_lora_rank", 0, 0),
+        interleaved=fields.flag("rope_interleave", True),
+        bias=fields.flag("attention_bias"),
+        factor=factor,
+    )
+    return (replace(layer, mixer=mixer),) * count
+
+
+def experts(fields: Fields, layers: int) -> ExpertConfig:
+    """Returns experts that are chosen by sigmoids, as V3 and GLM have them."""
+    fields.check("scoring_func", ("sigmoid",))
+    fields.check("topk_method", ("noaux_tc",))
+    count = fields.whole("n_routed_experts", high=max_experts(layers))
+    top_k = fields.whole("num_experts_per_tok", high=count)
+    ffn = fields.whole("moe_intermediate_size", high=WIDEST)
+    groups = fields.whole("n_group", high=count, default=1)
+    routing = Routing(
+        top_k,
+        renormalise=fields.flag("norm_topk_prob", True),
+        sigmoid=True,
+        groups=groups,
+        top_groups=fields.whole("topk_group", high=groups, default=1),
+        scale=fields.number("routed_scaling_factor", 1e-3, 1e3, 1.0),
+    )
+    return ExpertConfig(count, routing, ffn, shared=_shared(fields, ffn, 1), wide_router=True)
+
+
+def _experts_by_softmax(fields: Fields, layers: int) -> ExpertConfig:
+    """Returns those of V2: by a softmax of all, which is not renormalised."""
+    fields.check("scoring_func", ("softmax",))
+    if fields.flag("norm_topk_prob"):  # libraries differ in what it does
+        raise fields.unsupported("norm_topk_prob", True)
+    method, groups, top_groups = fields.text("topk_method", "greedy"), 1, 1
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.unsupported("topk_method", method)
+    count = fields.whole("n_routed_experts", high=max_experts(layers))
+    if method != "greedy":
+        groups = fields.whole("n_group", high=count)
+        top_groups = fields.whole("topk_group", high=groups)
+    routing = Routing(
+        fields.whole("num_experts_per_tok", high=count),
+        renormalise=False,
+        groups=groups,
+        top_groups=top_groups,
+        scale=fields.number("routed_scaling_factor", 1e-3, 1e3),
+    )
+    ffn = fields.whole("moe_intermediate_size", high=WIDEST)
+    return ExpertConfig(count, routing, ffn, shared=_shared(fields, ffn, 2), wide_router=True)
+
+
+def _shared(fields: Fields, ffn: int, default: int) -> int:
+    """Returns the width of experts for all rows, which are as wide as others and lie beside each other as one. default:
+    how many, where the config does not say."""
+    return ffn * fields.whole("n_shared_experts", 0, WIDEST // ffn, default)
+
+
+def dense_layers(fields: Fields, layers: int) -> frozenset[int]:
+    """Returns layers with an MLP in place of experts, by `mlp_layer_types` or `first_k_dense_replace`."""
+    if fields.whole("moe_layer_freq", default=1) != 1:
+        raise fields.unsupported("moe_layer_freq", fields.get("moe_layer_freq"))
+    kinds = fields.texts("mlp_layer_types")
+    if not kinds:
+        return frozenset(range(fields.whole("first_k_dense_replace", 0, layers, min(1, layers))))
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise fields.unlike("mlp_layer_types", f"dense or sparse for each of {layers} layers")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+
+
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _is_v2(file: GGUFFile, fields: Fields) -> bool:
+    """Returns whether a file has the router of V2, not that of V3 and GLM-4.7-Flash. Files need not say."""
+    function = fields.whole("expert_gating_func", 0, 255, 0)
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    return not (function == SIGMOID or (corrected and not function))
+
+
+def _turned(fields: Fields) -> Fields:
+    """Returns the metadata with heads of the elements that are turned: what is said of heads is of latents, or not."""
+    turned = fields.whole("rope.dimension_count", 2, WIDEST)
+    return fields.overruled({f"attention.{part}_length": turned for part in ("key", "value")})
+
+
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    def size(key: str, low: int = 1, high: int = WIDEST) -> int:
+        return fields.whole(f"attention.{key}", low, high)
+
+    latent, turned = size("kv_lora_rank"), fields.whole("rope.dimension_count", 2, WIDEST)
+    key = "key_length"
+    if fields.has("attention.key_length_mla"):  # and then these are of what a token keeps
+        size(key, latent + turned, latent + turned)
+        size("value_length", latent, latent)
+        key = "key_length_mla"
+    factor, all_dim = 1.0, round(10 * fields.number(_YARN_LOG, 0, 1e3, 0.0), 6)  # it was rounded to float32
+    if fields.text("rope.scaling.type", "none") == "yarn":
+        factor = yarn_attention_factor(fields.number("rope.scaling.factor", 1e-3, 1e6), all_dim) ** 2
+    mixer = LatentAttentionConfig(
+        size("head_count"),
+        size(key, turned + 1) - turned,
+        turned,
+        size(key.replace("key", "value")),
+        latent,
+        0 if "blk.0.attn_q.weight" in file.tensors else size("q_lora_rank"),
+        bias="blk.0.attn_kv_a_mqa.bias" in file.tensors,
+        factor=factor,
+    )
+    return (replace(layer, mixer=mixer),) * count
+
+
+# Of experts by sigmoids. Converters of `deepseek2` say nothing of norms where there are none.
+IN_GGUF = ExpertMetadata(
+    (UNSAID, SIGMOID), neutral={}, sigmoid=True, grouped=True, shared=True, more={"wide_router": True}
+)
+_STORED: dict[str, Any] = {
+    "architecture": "deepseek2",
+    "names": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+    },
+    "fields": _turned,
+    "layers": _in_gguf,
+    "yarn_log": _YARN_LOG,
+}
+NAMES = ExpertNames(shared="mlp.shared_experts")
+_NEUTRAL: dict[str, Values] = {
+    "qk_head_dim": None,  # the sum of both parts
+    "n_group": None,
+    "topk_group": None,
+    "first_k_dense_replace": None,  # beside `mlp_layer_types`
+}
+# What all with latent attention have in common, as `Family` has it.
+LATENT: dict[str, Any] = {
+    "experts": experts,
+    "dense_layers": dense_layers,
+    "layers": _layers,
+    "neutral": _NEUTRAL,
+    "expert_names": NAMES,
+}
+FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        **LATENT | {"experts": _experts_by_softmax},
+        gguf=InGGUF(
+            **_STORED,
+            with_experts=_is_v2,
+            experts=IN_GGUF._replace(
+                gating=(UNSAID, SOFTMAX), neutral={"expert_weights_norm": (False,)}, sigmoid=False, renormalised=False
+            ),
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        **LATENT,
+        predicts="numbered",
+        gguf=InGGUF(**_STORED, experts=IN_GGUF._replace(renormalised=False)),
+    ),
+}

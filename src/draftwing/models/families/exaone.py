@@ -1,0 +1,52 @@
+"""EXAONE 4: norms behind each part alone; where some layers have a window, the others turn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from draftwing.models.family import Family, InGGUF
+from draftwing.models.fields import Fields
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    """Reads a pattern such as LLLG as the number of its layers."""
+    pattern = fields.get("sliding_window_pattern")
+    if fields.has("sliding_window") and fields.get("sliding_window") is None:  # no layer has one
+        return {"layer_types": None, "sliding_window_pattern": 1}
+    if not isinstance(pattern, str):
+        return {}
+    if pattern != "L" * (len(pattern) - 1) + "G":
+        raise fields.unlike("sliding_window_pattern", "a number of layers, or as many letters L with one G behind")
+    return {"sliding_window_pattern": len(pattern)}
+
+
+def _metadata(fields: Fields) -> Fields:
+    """A file without a window has no layer with one."""
+    key = "attention.sliding_window"
+    return fields if fields.has(key) else fields.overruled({key: 1, f"{key}_pattern": 1})
+
+
+def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+    """Returns the layers without a window, where the model has a size of windows at all."""
+    sized = fields.get("sliding_window") is not None or any(windows)
+    return {i for i, window in enumerate(windows) if not window} if sized else ()
+
+
+FAMILIES = {
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=True,
+        eps=1e-5,
+        in_norms=False,
+        out_norms=True,
+        sliding_window=4096,
+        window_pattern=4,
+        nope=_nope,
+        keys=_keys,
+        neutral={"sliding_window_pattern": None},
+        gguf=InGGUF("exaone4", fields=_metadata),
+    ),
+}

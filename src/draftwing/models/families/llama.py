@@ -1,0 +1,67 @@
+"""Llama, and what is like it: Mistral, Ministral 3, and Mixtral with its experts."""
+
+from __future__ import annotations
+
+from draftwing.layers.config import ExpertConfig
+from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
+from draftwing.models.fields import Fields
+
+
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    return softmax_experts(fields, layers, "num_local_experts", "intermediate_size")
+
+
+_NEUTRAL = {"qkv_bias": (False,)}
+_LLAMA2 = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        "llama",
+        neutral=_NEUTRAL,
+        wholes={
+            "LlavaForConditionalGeneration": Whole("llava", _LLAMA2, "llama"),
+            "VoxtralForConditionalGeneration": Whole("voxtral", {}, "llama"),
+        },
+        gguf=InGGUF("llama", permuted=True),
+    ),
+    "MistralForCausalLM": Family(
+        "mistral",
+        qkv_bias=False,
+        o_bias=False,
+        sliding_window=4096,
+        neutral=_NEUTRAL,
+        wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {"sliding_window": None}, "mistral")},
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        qkv_bias=False,
+        o_bias=False,
+        head_dim=128,
+        eps=1e-5,
+        sliding_window=0,
+        query_scale=True,
+        scaled=True,
+        neutral=_NEUTRAL,
+        wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {}, "ministral3")},
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        qkv_bias=False,
+        o_bias=False,
+        sliding_window=0,
+        theta=1e6,
+        eps=1e-5,
+        experts=_experts,
+        neutral=_NEUTRAL,
+        expert_names=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+        gguf=InGGUF(
+            "llama",
+            with_experts=lambda file, fields: True,
+            experts=ExpertMetadata(as_mlp=True),
+            theta=10000.0,
+            permuted=True,
+        ),
+    ),
+}

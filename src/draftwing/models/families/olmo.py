@@ -1,0 +1,30 @@
+"""OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all keys; OLMoE, with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftwing.layers.config import ExpertConfig
+from draftwing.models.family import ExpertMetadata, Family, InGGUF, softmax_experts
+from draftwing.models.fields import Fields
+
+_OLMO: dict[str, Any] = {
+    "qk_norm": "whole", "wide_norms": True, "in_norms": False, "out_norms": True, "eps": 1e-5, "theta": 5e5,
+}  # fmt: skip
+
+
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    return softmax_experts(fields, layers, "num_experts", "intermediate_size", fields.flag("norm_topk_prob"))
+
+
+FAMILIES = {
+    "Olmo2ForCausalLM": Family("olmo2", **_OLMO, gguf=InGGUF("olmo2")),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        qk_norm="whole",
+        eps=1e-5,
+        experts=_experts,
+        gguf=InGGUF("olmoe", experts=ExpertMetadata(grouped=True, renormalised=False)),
+    ),
+    "Olmo3ForCausalLM": Family("olmo3", **_OLMO, sliding_window=4096, window_pattern=4, local_theta=0.0),
+}

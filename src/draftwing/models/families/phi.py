@@ -1,0 +1,37 @@
+"""Phi-3 and Phi-4: Llama with fewer, larger matrices, and two rotary embeddings, for short and for long contexts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftwing.models.family import Family, InGGUF
+from draftwing.models.fields import Fields
+from draftwing.models.positions import rope_fields
+
+_TRAINED = 4096  # positions, where a config does not say
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    scaling, key = rope_fields(fields), "original_max_position_embeddings"
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in ("default", "longrope", "su"):
+        raise scaling.unsupported("rope_type", kind)
+    found = (fields.get(key), scaling.get(key), _TRAINED)
+    return {key: next(one for one in found if one is not None)}
+
+
+FAMILIES = {
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        qkv_bias=False,
+        o_bias=False,
+        eps=1e-5,
+        sliding_window=0,
+        turns_parts=True,
+        fused_qkv=True,
+        fused_mlp=True,
+        keys=_keys,
+        neutral={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
+        gguf=InGGUF("phi3", names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, longrope=True),
+    ),
+}

@@ -1,0 +1,273 @@
+"""The tensors of GGUF files under the names, and in the form, that a folder's checkpoint has them in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile, is_quantized
+from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.models.apart import of_latents
+from draftwing.models.config import ModelConfig
+from draftwing.models.family import InGGUF
+from draftwing.models.fields import MAX_LAYERS, Fields
+from draftwing.models.weight_map import MTP
+from draftwing.models.weight_map import PER_LAYER as PER_LAYER_IN_FOLDERS
+from draftwing.ops.gemm.stored import BlockRows, MXRows
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Share
+
+Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+Stored = Tensor | BlockRows
+PER_LAYER = "per_layer_token_embd.weight"  # the tensor of embeddings by layer
+MXFP4 = "MXFP4"  # GGML's name of the type
+# [experts, rows, columns], of which gates and ups may be one tensor, the gates first
+EXPERT_TENSORS = {
+    "ffn_gate_exps": ("gate",), "ffn_up_exps": ("up",), "ffn_down_exps": ("down",), "ffn_gate_up_exps": ("gate", "up"),
+}  # fmt: skip
+BLOCK = re.compile(r"blk\.(\d+)\.")
+EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
+_JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
+# Of a prediction layer, copies of the model's embedding and head.
+_NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
+
+
+def own_layers(fields: Fields) -> int:
+    """Returns layers of the model itself; further blocks are prediction layers."""
+    blocks = fields.whole("block_count", high=MAX_LAYERS)
+    return blocks - fields.whole("nextn_predict_layers", 0, blocks - 1, 0)
+
+
+def tensors(
+    file: GGUFFile,
+    config: ModelConfig,
+    progress: Progress | None = None,
+    in_blocks: bool = False,
+    predicting: bool = False,
+    experts: range | None = None,
+) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
+    """Yields (Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts
+    in MXFP4 stay so.
+
+    in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
+    prediction layers come, in place of the model's own.  experts: those that come, None: all.
+    """
+    arch = file.metadata["general.architecture"]
+    own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
+    nets = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetConfig)]
+    latent = config.layers[0].mixer
+    permuted = config.family.gguf is not None and config.family.gguf.permuted
+    total, done = file.size, 0
+    for name in file.tensors:
+        block = BLOCK.match(name)
+        # Of the model's embedding and head, or of what is there in two parts.
+        copied = name.endswith(_NEXTN_COPIES) or is_copy(name, file.tensors)
+        if name == "rope_freqs.weight" or copied or (block is not None and int(block[1]) >= own) != predicting:
+            continue  # part of the config, or nobody asks for it
+        match = EXPERT_PARTS.fullmatch(name)
+        if match:
+            yield from _of_experts(file, config, name, match, in_blocks, own, experts)
+            done += file.raw(name).nbytes
+            continue
+        info = file.tensors[name]
+        if name == PER_LAYER:  # larger than all others
+            raw = torch.from_numpy(file.mapped(name))
+            yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
+            done += raw.nbytes
+            continue
+        of_heads = isinstance(latent, LatentAttentionConfig) and len(info.shape) == 3  # a matrix for each
+        as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
+        rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
+        rows = rows.flatten(0, -2) if of_heads else rows
+        attention = config.attention
+        heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
+            name.rpartition(".")[0].rpartition(".")[2], 0
+        )
+        if config.norm.offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+            rows = rows - config.norm.offset  # as a checkpoint in folders has them
+        if permuted and heads and len(rows) == heads * attention.head_dim:  # others have the wrong shape anyway
+            rows = unpermuted(rows, heads)
+        value = BlockRows(file.kind(name), rows, info.shape[-1]) if as_stored else rows
+        for part, one in _without_key_heads(name, value, nets[0]) if nets else ((name, value),):
+            theirs = hf_name(part, config, own)
+            made = _as_in_folders(theirs, one) if isinstance(one, Tensor) else one
+            yield from (
+                of_latents(theirs, made, latent) if isinstance(latent, LatentAttentionConfig) else ((theirs, made),)
+            )
+        done += file.raw(name).nbytes
+        if progress is not None:
+            progress(done, total)
+    if progress is not None:
+        progress(total, total)
+
+
+def _of_experts(
+    file: GGUFFile,
+    config: ModelConfig,
+    name: str,
+    match: re.Match[str],
+    in_blocks: bool,
+    own: int,
+    experts: range | None,
+) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
+    """Yields the matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
+    info, names, bias = file.tensors[name], config.family.expert_names, match[3] == "bias"
+    dims = 2 if bias else 3
+    if len(info.shape) != dims:
+        raise CheckpointError(f"{file.path}: {name}: expected {dims} dimensions, found shape {list(info.shape)}")
+    count, parts = info.shape[0], EXPERT_TENSORS[match[2]]
+    raw, kind = file.raw(name).reshape(count, 1 if bias else info.shape[1], -1), file.kind(name)
+    as_stored = in_blocks and is_quantized(info.type_id)
+    if bias and len(parts) > 1:
+        raise CheckpointError(f"{file.path}: {name} is not supported: expected biases of gates and ups apart")
+    each = [
+        (expert, getattr(names, part), rows)
+        for expert, stored in enumerate(raw)
+        if experts is None or expert in experts
+        for part, rows in zip(parts, np.array_split(stored, len(parts)), strict=True)
+    ]
+    for expert, part, stored in each:
+        theirs = f"{layer_name(int(match[1]), own)}.{names.experts}.{expert}.{part}.{match[3]}"
+        if bias:
+            yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
+        elif as_stored:
+            yield theirs, BlockRows(kind, torch.from_numpy(stored), info.shape[2])
+        elif kind == MXFP4:
+            yield theirs, mx_rows(stored)
+        else:
+            yield theirs, torch.from_numpy(file.decoded(name, stored))
+
+
+def mx_rows(stored: NDArray[np.uint8]) -> MXRows:
+    """stored [rows, columns / 32 * 17]: of a block its exponent, then its values, the first half in the low bits of 16
+    bytes and the second in the high bits."""
+    blocks = stored.reshape(len(stored), -1, 17)
+    halves = np.concatenate((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)  # [rows, blocks, 32]
+    codes = halves[..., ::2] | halves[..., 1::2] << 4
+    return MXRows(torch.from_numpy(codes.reshape(len(stored), -1)), torch.from_numpy(blocks[..., 0].copy()))
+
+
+def unpermuted(rows: Tensor, heads: int) -> Tensor:
+    """Undoes the row order of the `llama` architecture, which pairs rows (2i, 2i + 1) of a head for rotation.
+
+    rows [heads * head_dim, ...], weight or bias; row 2i of a head becomes row i, row 2i + 1 row head_dim / 2 + i.
+    """
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _as_in_folders(name: str, values: Tensor) -> Tensor:
+    """Returns a tensor as a folder's checkpoint has it: converters have done some of the arithmetic. name: there."""
+    if name.endswith(".A_log"):
+        return (-values).log()
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return values.unsqueeze(1)
+    return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values
+
+
+def _without_key_heads(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:
+    """Yields (name, value) of a tensor, or of two in place of one in which those of a key head lie together."""
+    match = _JOINED.fullmatch(name)
+    if match is None:
+        yield name, value
+        return
+    whole = replace(net, by_key_head=True)
+    if match[2] == "ssm_ba":
+        parts, order = ("ssm_beta", "ssm_alpha"), whole.ba_order()
+        sizes = net.value_heads, net.value_heads
+    else:
+        parts, order = ("attn_qkv", "attn_gate"), whole.qkvz_order()
+        sizes = net.keeps().channels, net.made
+    joined, first = value if order is None else order.of(name, value), 0
+    for part, size in zip(parts, sizes, strict=True):
+        own = Cut(0, Share(first, size, sum(sizes))).of(name, joined)
+        assert isinstance(own, Tensor | BlockRows)
+        yield f"{match[1]}{part}.weight", own
+        first += size
+
+
+def is_copy(name: str, names: Container[str]) -> bool:
+    """Returns whether a tensor is the matrix of keys and values, of which the file has both parts, too."""
+    parts = (name.replace("attn_kv_b", part) for part in ("attn_k_b", "attn_v_b"))
+    return name.endswith(".attn_kv_b.weight") and all(part in names for part in parts)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    PER_LAYER: f"{PER_LAYER_IN_FOLDERS}.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+BLOCK_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+# Of layers with norms before and after each part.
+_OUT_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Of a prediction layer, below `model.mtp`; the rest of it is named as a layer's.
+_NEXTN_NAMES = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
+# Without what their names end with.
+WHOLE_NAMES = {
+    "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
+    "layer_output_scale": "layer_scalar",
+}  # fmt: skip
+
+
+def layer_name(block: int, own: int) -> str:
+    """Returns what a block's names begin with. own: layers of the model itself."""
+    return f"model.layers.{block}" if block < own else f"{MTP}layers.{block - own}"
+
+
+def hf_name(name: str, config: ModelConfig, own: int) -> str:
+    """Returns the Hugging Face name of a GGUF tensor; one that has none keeps its own. own: layers of the model
+    itself."""
+    family, form = config.family, config.family.gguf or InGGUF("")
+    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
+    if match is None:
+        return (TOP_NAMES | {**form.top_names}).get(name, name)
+    layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
+    names = {**BLOCK_NAMES, **(_OUT_NORM_NAMES if family.out_norms else {}), **form.names}
+    of_experts, experts = family.expert_names, config.experts
+    if part == "ffn_gate_inp" and experts is not None:
+        return f"{layer}.{of_experts.router}{suffix}"
+    if part == "exp_probs_b" and experts is not None and experts.routing.sigmoid:
+        return f"{layer}.{of_experts.correction}"
+    shared = re.fullmatch("ffn_(gate|up|down)_shexp", part)
+    if shared is not None and experts is not None and experts.shared:
+        return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
+    if part in WHOLE_NAMES:
+        return f"{layer}.{WHOLE_NAMES[part]}"
+    if part in _NEXTN_NAMES:
+        return f"{MTP}{_NEXTN_NAMES[part]}{suffix}"
+    if part not in names:
+        return name
+    return f"{layer}.{family.layer_names.get(names[part], names[part])}{suffix}"

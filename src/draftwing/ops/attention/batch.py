@@ -1,0 +1,191 @@
+"""What attention is told of a forward pass: heads, kinds of attention, chunks of prompts, whose queries are where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.core import Chunk
+from draftwing.kv.pool import DeltaSpec
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of queries and keys, and perhaps of values, without weights."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor  # [head_dim]
+    eps: float
+    values: bool = False
+
+
+class HeadShape(NamedTuple):
+    """Sizes of the attention of a layer, on one rank: what the work of its kernels depends on."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class AttentionKind(NamedTuple):
+    """How the queries of a layer attend, beside whom the batch lets them see.
+
+    window: a query at position p sees positions p - window + 1 to p, its own among them; 0: all up to p. Positions
+    count, not page-table entries: a node's position follows from its path.
+    sinks [heads] float32: logits of a key without a value, which is in the denominator of every query's softmax; as
+    they are, without the scale.
+    scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
+    values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
+    reads: whether the layer makes queries alone, over the keys and values that an earlier call had for this layer.
+    """
+
+    window: int = 0
+    sinks: Tensor | None = None
+    scalar: int = 0
+    values: int = 0
+    reads: bool = False
+
+    def scale(self, head_dim: int) -> float:
+        """Returns what scores are multiplied with."""
+        return float((self.scalar or head_dim) ** -0.5)
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether queries attend as with `FULL`, whoever wrote the keys."""
+        return not self.window and self.sinks is None and not self.scalar and not self.values
+
+
+FULL = AttentionKind()  # to everything before, as in Llama
+
+
+class DeltaInputs(NamedTuple):
+    """What a gated delta net's projections make of M tokens, in the model's dtype."""
+
+    qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
+    z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
+    b: Tensor  # [M, value_heads]: of which beta is the sigmoid
+    a: Tensor  # [M, value_heads]: of which the decay is made
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters of a gated delta net besides its projections, float32."""
+
+    conv: Tensor  # [channels, conv_width], the newest token's tap last
+    decay: Tensor  # [value_heads]: -exp(A_log)
+    dt_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+    eps: float
+    spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them
+    fp8: bool = False  # whether what comes of it is for products with activations in fp8, and may come so
+
+
+class ChunkSpan(NamedTuple):
+    """A prefill chunk in a flat batch: queries `[offset, offset + length)` are positions start, start + 1, ... of
+    batch row `row`. All host integers: a prefill's lengths are known exactly."""
+
+    row: int
+    offset: int
+    start: int
+    length: int
+    final: bool = True  # the last chunk of a prompt
+    saves: tuple[tuple[int, int], ...] = ()  # of states: (tokens of the chunk, 1 .. length, state slot), ascending
+
+
+def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
+    """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
+    offsets = accumulate((chunk.length for chunk in chunks), initial=0)
+    return tuple(
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves)
+        for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
+    )
+
+
+class Ragged(NamedTuple):
+    """Trees with different numbers of queries: those of tree b are queries `[starts[b], starts[b + 1])` of the batch,
+    at most `cap`. A tree may have none."""
+
+    rows: Tensor  # [T] int64, as in `Batch`
+    prefix_len: Tensor  # [T] int64
+    starts: Tensor  # [T + 1] int64, ascending from 0 to the number of queries
+    cap: int
+    mean: int  # about as many queries has a tree that has any: for tiles of a good size
+
+
+class Batch(NamedTuple):
+    """One forward of one model over M queries of B rows. One of `chunks` or `tiles` (prefill) or `path` (trees, chains)
+    is set.
+
+    For trees M = B * Q, and query q of row b attends to the row's committed positions `[0, prefix_len[b])` and then,
+    in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
+    position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path, and its position is
+    `prefix_len[b] + path_len[b, q] - 1`, from which a sliding window counts. Entries past `path_len` are valid indices
+    whose content is ignored.
+
+    Trees of different sizes are M rows of one query each: `rows` [M], `prefix_len` [M], `path` [M, 1, D]. `ragged` says
+    in addition which of them are one tree, for backends that read what these share once; others need not look.
+    """
+
+    rows: Tensor  # [B] int64, rows of the RowTable
+    ids: Tensor  # [M] int64 token ids
+    positions: Tensor  # [M] int64, for RoPE
+    write_slots: Tensor  # [M] int64, where each query's key and value go
+    table: Tensor  # [R + 1, L] int32 or int64: the page tables of all rows of the RowTable
+    prefix_len: Tensor  # [B] int64, lengths on the device
+    path: Tensor | None = None  # [B, Q, D] int64
+    path_len: Tensor | None = None  # [B, Q] int64, >= 1
+    window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
+    chunks: tuple[ChunkSpan, ...] = ()
+    bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
+    # Chunks that only the device knows: [T, 6] int32 for each shape of attention, by `TiledAttention.chunk_tiles`; the
+    # row of each query, [M] int64; and where there are states of rows, what `TiledAttention.chunk_walks` gives.
+    tiles: Mapping[HeadShape, Tensor] | None = None
+    query_rows: Tensor | None = None
+    walks: tuple[Tensor, Tensor] | None = None
+    ragged: Ragged | None = None
+
+    def part(self, first: int, end: int) -> Batch:
+        """Returns the batch of the chunks first .. end - 1, at least one."""
+        if end - first == len(self.chunks):
+            return self
+        begin = self.chunks[first].offset
+        chunks = [span._replace(row=span.row - first, offset=span.offset - begin) for span in self.chunks[first:end]]
+        here = slice(begin, begin + sum(span.length for span in chunks))
+        return self._replace(
+            rows=self.rows[first:end], ids=self.ids[here], positions=self.positions[here],
+            write_slots=self.write_slots[here], prefix_len=self.prefix_len[first:end], chunks=tuple(chunks),
+        )  # fmt: skip
+
+    def padded(self, size: int, dummy: int) -> Batch:
+        """Returns a batch of chunks with `size` queries. Those that it lacks are chunks of row `dummy`, from its
+        beginning, whose page table has nothing but the pool's dummy slot."""
+        assert self.chunks and self.path is None and self.tiles is None
+        count, long = self.ids.shape[0], self.table.shape[1] // 2
+        lengths = [min(long, size - at) for at in range(count, size, long)]
+        zeros, none = self.ids.new_zeros(size - count), self.rows.new_zeros(len(lengths))
+        at = torch.arange(size - count, device=zeros.device) % long
+        spans = [
+            ChunkSpan(self.rows.shape[0] + i, count + i * long, 0, length, False) for i, length in enumerate(lengths)
+        ]
+        return self._replace(
+            rows=torch.cat((self.rows, none + dummy)), ids=torch.cat((self.ids, zeros)),
+            positions=torch.cat((self.positions, at)), write_slots=torch.cat((self.write_slots, zeros)),
+            prefix_len=torch.cat((self.prefix_len, none)), chunks=(*self.chunks, *spans),
+            bound=max((self.bound, *lengths)) if self.bound else 0,
+        )  # fmt: skip
+
+    def ends(self, queries: Tensor) -> Batch:
+        """Returns the batch of the last queries of the first chunks. queries [F] int64: where these are."""
+        at = self.positions[queries]
+        spans = [span._replace(offset=i, start=span.start + span.length - 1, length=1, saves=())
+                 for i, span in enumerate(self.chunks[: len(queries)])]  # fmt: skip
+        return self._replace(
+            rows=self.rows[: len(queries)], ids=self.ids[queries], positions=at,
+            write_slots=self.write_slots[queries], prefix_len=at, chunks=tuple(spans),
+        )  # fmt: skip
+
+    def pages(self) -> Tensor:
+        """[B, bound] int64: a copy of the rows' page tables, for backends that read them on the host's terms."""
+        return self.table[self.rows, : self.bound or self.table.shape[1]].long()

@@ -1,0 +1,39 @@
+"""Attention without a cache, for training and tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import FULL, AttentionKind, DeltaInputs, DeltaWeights
+from draftwing.ops.delta_net.spec import over_sequences
+
+
+class DenseAttend(Attend):
+    """Attention of one forward without a cache, for training and tests. sequences: so many of the same length, each
+    from its first token on, follow each other in the queries."""
+
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        self._kept[layer] = k, v
+        return self.attend(layer, q, k, v, kind)
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return self.attend(layer, q, *self._kept[layer], kind)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+        """Does what a call does."""
+        raise NotImplementedError
+
+    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+        rows = own.unflatten(0, (self.sequences, -1))
+        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
+        return torch.stack(back, 2).flatten(0, 1)
+
+    def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        return over_sequences(inputs, weights, self.sequences)

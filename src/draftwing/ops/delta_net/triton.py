@@ -1,0 +1,347 @@
+"""Gated delta nets over chunks and trees, by the plain recurrence. The reference is `ops.delta_net.spec`.
+
+Three launches a layer: what goes into the recurrence, for all tokens at once (`_inputs_kernel`); the recurrence, walk
+by walk (`ops.delta_net.triton_plan`), of each head in slices of value_dim that know nothing of each other; the
+gated norm. With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d;
+S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
+
+A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
+that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
+more columns where there are many, and every sum the same order then (`_over_keys`).
+
+What was there before the plan, and the plan, is read ahead of the wait for the kernel in front: the first launch that
+does so is an ordinary one. No walk reads a state that another one of the same forward writes.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.kv.pool import LayerStates
+from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
+from draftwing.ops.delta_net.spec import L2_EPS
+from draftwing.ops.delta_net.triton_plan import QUERY, RECORD, Walks
+from draftwing.ops.fp8.spec import WIDE, Fp8Rows
+from draftwing.ops.fp8.triton import empty_rows, parts_of, store_fp8
+from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
+
+# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
+# stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
+# the multiprocessors by an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
+_TREE_STATE, _TREE_STAGES, _CHUNK_STATE, _CHUNK_STAGES = 4096, 2, 2048, 6
+_ELEMENTS = 512  # of a program of the other kernels
+_ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log1p(exp(-|x|)). A GPU's logarithm near 1 is too coarse for decays of thousands of tokens. So
+    log1p(u) = 2 artanh(u / (2 + u)), whose series, of numbers up to 1/3, is short."""
+    u = tl.exp(-tl.abs(x))
+    y = u / (2.0 + u)
+    square = y * y
+    total = tl.zeros(x.shape, tl.float32) + 1.0 / 15
+    for i in tl.static_range(7):
+        total = tl.fma(total, square, 1.0 / (13 - 2 * i))
+    return tl.maximum(x, 0.0) + 2.0 * y * total
+
+
+@triton.jit
+def _known(
+    conv, windows, inputs, codes, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BY_TAP: tl.constexpr,
+):  # fmt: skip
+    """codes (WIDTH): where a token's inputs lie. -> of each tap its weights [HEADS, DIM], and its input where that is
+    no query's, else zeros."""
+    weights, known = (), ()
+    for tap in tl.static_range(WIDTH):
+        kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
+        base = tl.where(kind == RECORD, inputs, windows) + index * CHANNELS
+        known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)  # type: ignore[assignment]
+        its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
+        weights += (tl.load(its, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return weights, known
+
+
+@triton.jit
+def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
+    """Returns the inputs of all taps."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        is_query = (codes[tap] & 3) == QUERY
+        row = qkv + (codes[tap] >> 2).to(tl.int64) * qkv_stride
+        own = tl.load(row + channel, mask=mask & is_query, other=0.0)
+        taps += (tl.where(is_query, own, known[tap]),)  # type: ignore[assignment]
+    return taps
+
+
+@triton.jit
+def _convolved(
+    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
+    windows, where state slots say so."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        total = tl.fma(taps[tap].to(tl.float32), weights[tap], total)
+        if tap > 0:
+            into = windows + (tap - 1) * CHANNELS + channel
+            tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (keep >= 0))
+            tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (save >= 0))
+    tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
+    return total * _sigmoid(total)
+
+
+@triton.jit
+def _unit(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+
+
+@triton.jit
+def _gates(a, b, decay, dt_bias, head, mask):
+    """Returns log decay and beta of a query."""
+    x = tl.load(a + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=mask, other=0.0)
+    log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
+    return log_decay, _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
+def _inputs_kernel(
+    made, numbers, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
+    qkv_stride, b_stride, a_stride, queries,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    BY_TAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
+    and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
+    key; all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
+    let_next_come(PDL)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
+    BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
+    # Tokens that might be run again come first: most of them are not there, and those programs end at once.
+    token, block = tl.num_programs(0) // BLOCKS - 1 - tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    tokens += token * 4
+    live = tl.load(tokens) > 0
+    keep, save, known = tl.load(tokens + 1), tl.load(tokens + 2), tl.load(tokens + 3)
+    is_query = token < queries
+    record = tl.where(is_query, known, -1)
+    token64 = token.to(tl.int64)
+    sources += token * WIDTH
+    codes = ()
+    for tap in tl.static_range(WIDTH):
+        codes += (tl.load(sources + tap),)  # type: ignore[assignment]
+    if live & (block < KEY_BLOCKS):
+        head = block * KEYS + tl.arange(0, KEYS)
+        dim = tl.arange(0, KEY_PAD)
+        mask = (head < KEY_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
+        of_q = head[:, None] * KEY_DIM + dim[None, :]
+        of_k = of_q + KEY_HEADS * KEY_DIM
+        weights, before = _known(conv, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
+        k_weights, k_before = _known(conv, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
+        wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
+        k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
+        q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
+        q = _unit(q, EPS) * SCALE
+        k = _convolved(k_taps, k_weights, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
+        k = _unit(k, EPS)
+        tl.store(made + token64 * CHANNELS + of_q, q, mask=mask)
+        tl.store(made + token64 * CHANNELS + of_k, k, mask=mask)
+        dot = tl.sum(q * k, 1)
+        for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
+            theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
+            tl.store(numbers + (token64 * VALUE_HEADS + theirs) * 4 + 2, dot, mask=head < KEY_HEADS)
+    elif live & (block < BLOCKS - 1):
+        head = (block - KEY_BLOCKS) * VALUES + tl.arange(0, VALUES)
+        dim = tl.arange(0, VALUE_PAD)
+        mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
+        channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
+        weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
+        wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
+        v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
+        tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+    elif live:
+        head = tl.arange(0, HEADS_PAD)
+        mask = head < VALUE_HEADS
+        wait(PDL)
+        if is_query:
+            log_decay, beta = _gates(a + token64 * a_stride, b + token64 * b_stride, decay, dt_bias, head, mask)
+            its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
+            tl.store(its, log_decay, mask=mask & (record >= 0))
+            tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
+        else:
+            its = gates + known.to(tl.int64) * (2 * VALUE_HEADS) + head
+            log_decay = tl.load(its, mask=mask, other=0.0)
+            beta = tl.load(its + VALUE_HEADS, mask=mask, other=0.0)
+        into = numbers + (token64 * VALUE_HEADS + head) * 4
+        tl.store(into, tl.exp(log_decay), mask=mask)
+        tl.store(into + 1, beta, mask=mask)
+    elif block == 0:
+        wait(PDL)  # the kernel ends after those before it, even where no token is there
+
+
+@triton.jit
+def _loaded(at, mask, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _over_keys(x):
+    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. With 8 to 32 columns a thread has all of OUTER, and of the others one or
+    two. So it is always halves that are added, and halves of these, whether a thread has both or two threads do."""
+    return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
+
+
+@triton.jit
+def _one(numbers, index, which: tl.constexpr):
+    """Returns one of four numbers, all of which each thread has."""
+    return tl.sum(tl.where(index == which, numbers, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
+def _walk_kernel(
+    out, made, numbers, state, steps, walks, segments, queries,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
+    let_next_come(PDL)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    walks += tl.program_id(1) * 4
+    steps += tl.load(walks)
+    read, first, end = tl.load(walks + 1), tl.load(walks + 2), tl.load(walks + 3)
+    head = tl.program_id(0) // SLICES
+    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+    MIDDLE: tl.constexpr = 2 if KEY_PAD >= 16 else 1
+    INNER: tl.constexpr = 8 if KEY_PAD >= 8 else KEY_PAD
+    outer, middle, inner = tl.arange(0, KEY_PAD // (MIDDLE * INNER)), tl.arange(0, MIDDLE), tl.arange(0, INNER)
+    key = (outer[None, None, :] * MIDDLE + middle[None, :, None]) * INNER + inner[:, None, None]
+    column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    mask = is_key[:, :, :, None] & is_column[None, None, None, :]
+    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, :, :, None] * VALUE_DIM + column[None, None, None, :]
+    size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
+    four = tl.arange(0, 4)
+    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
+    # The first token and segment are asked for, too: then they lie in the L1 cache.
+    is_there = first < end
+    is_column &= (tl.load(steps, mask=is_there) >= 0) | (tl.load(segments + first * 2, mask=is_there) >= 0)
+    wait(PDL)
+    for segment in range(first, end):
+        # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
+        done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
+        until, slot = tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1)
+        for step in tl.range(done, until, num_stages=STAGES):
+            token = tl.load(steps + step)
+            token64 = token.to(tl.int64)
+            its = made + token64 * CHANNELS
+            q = _loaded(its + key_head * KEY_DIM + key, is_key, EVEN)
+            k = _loaded(its + (KEY_HEADS + key_head) * KEY_DIM + key, is_key, EVEN)
+            v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
+            number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
+            decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
+            by_key, by_query = _over_keys(s * k[:, :, :, None]), _over_keys(s * q[:, :, :, None])
+            # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
+            d = beta * tl.fma(-decay, by_key, v)
+            s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
+            o = tl.fma(dot, d, decay * by_query)
+            tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
+        if slot >= 0:
+            tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
+
+
+@triton.jit(do_not_specialize=["padded"], do_not_specialize_on_alignment=["tokens"])
+def _norm_kernel(
+    out, codes, scales, padded, o, z, norm, tokens, z_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (queries * blocks of BLOCK heads). Dead nodes get zeros."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    query, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    dim = tl.arange(0, PAD)
+    weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
+    let_next_come(PDL)
+    live = tl.load(tokens + query * 4) > 0
+    wait(PDL)
+    head = block * BLOCK + tl.arange(0, BLOCK)
+    at = head[:, None] * DIM + dim[None, :]
+    mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    x = tl.load(o + query * (HEADS * DIM) + at, mask=mask & live, other=0.0)
+    gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + EPS)[:, None] * weight[None, :]
+    result = (x * (gate * _sigmoid(gate))).to(z.dtype.element_ty)
+    if codes is None:
+        tl.store(out + query * (HEADS * DIM) + at, result, mask=mask)
+    else:  # a head is 128 columns
+        store_fp8(codes, scales, result.to(tl.float32), query + 0 * head, head, head < HEADS, padded)
+
+
+def _heads(heads: int, dim_pad: int) -> int:
+    """Returns how many heads a program takes."""
+    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
+
+
+def delta_net(
+    kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
+    columns: int = 0, stages: int = 0,
+) -> Tensor | Fp8Rows:  # fmt: skip
+    """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
+    columns, stages: of a program of the recurrence, 0: as is best; up to 32 columns change no bits."""
+    spec, device, count = kept.spec, inputs.qkv.device, plan.queries
+    qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
+    assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
+    values = spec.value_heads * spec.value_dim
+    assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
+    conv = weights.conv
+    assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
+    assert conv.is_contiguous() or conv.t().is_contiguous()
+    assert all(w.dtype == torch.float32 for w in weights[:4]) and all(w.is_contiguous() for w in weights[1:4])
+    tokens = plan.tokens.shape[0]
+    made = torch.empty(tokens, spec.channels, device=device)
+    numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
+    key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
+    keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
+    blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
+    options, ordinary = launch_options(device), ordinary_options(device)
+    _inputs_kernel[(tokens * blocks,)](
+        made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
+        plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
+        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
+        WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
+        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
+        BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
+    )  # fmt: skip
+    walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
+    # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
+    elements = _CHUNK_STATE if plan.of_chunks or spec.value_dim % 4 else _TREE_STATE
+    columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
+    best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
+    o = torch.empty(count, values, device=device)
+    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
+        o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
+        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
+        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **launched,
+    )  # fmt: skip
+    fp8 = weights.fp8 and spec.value_dim == WIDE
+    out: Tensor | Fp8Rows = empty_rows((count, values), device) if fp8 else z.new_empty(count, values)
+    _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
+        *parts_of(out), o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim,
+        PAD=value_pad, EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,64 @@
+"""What layers do with each element besides products and norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.ops.fp8.spec import Fp8Rows, packed_rows, quantised
+
+
+class ElementwiseOps:
+    """Activations, gates and sums. Here with gradients, for tensors of any dtype."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> gelu(gate) * up, [M, ffn], by the approximation with tanh; gelu(gate) is rounded
+        before it is multiplied."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """x of any shape, which may be overwritten -> cap * tanh(x / cap), in float32 or wider and rounded once"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (cap * torch.tanh(wide / cap)).to(x.dtype)
+
+    def add_scaled(self, x: Tensor, y: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
+        """x, y [M, n], scale a number, or [1] of their dtype -> (x + y) * scale, [M, n], the sum rounded before; y
+        None: x * scale."""
+        total = x if y is None else x + y
+        return total * scale if isinstance(scale, Tensor) or scale != 1 else total
+
+    def gate(self, gate: Tensor, x: Tensor) -> Tensor:
+        """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
+        return torch.sigmoid(gate) * x
+
+    def gate_fp8(self, gate: Tensor, x: Tensor) -> Fp8Rows:
+        """Returns `gate` of both, as products with activations in fp8 read it."""
+        return packed_rows(*quantised(self.gate(gate, x)))
+
+    def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """made [M, 3 * n]: k, f and o, state [M, n] -> tanh(o), and sigmoid(k) * state + (1 - sigmoid(k)) * tanh(f)"""
+        keep, fresh, out = made.chunk(3, 1)
+        keep = torch.sigmoid(keep)
+        return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
+
+    def gru(self, read: Tensor, kept: Tensor, state: Tensor) -> Tensor:
+        """Returns the next state of a gated recurrent unit, as torch has it: read, kept [M, 3 * n], products of the
+        input and of state [M, n], for what is reset, what stays and what is new."""
+        (r, z, n), (hr, hz, hn) = read.chunk(3, 1), kept.chunk(3, 1)
+        stay = torch.sigmoid(z + hz)
+        return (1 - stay) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + stay * state
+
+    def sum_parts(self, parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once."""
+        first, *others = parts.unbind()
+        total = first.float()
+        for other in (*others, bias, residual):
+            total = total if other is None else total + other
+        return total.to(parts.dtype)

@@ -1,0 +1,101 @@
+"""Mixtures of experts in one call: ops/cpu/csrc/experts.c, where all weights of the experts are in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.runtime import CpuRuntime, Spare
+from draftwing.ops.cpu.workers import Workers
+from draftwing.ops.experts.routing import MixtureWeights
+from draftwing.ops.experts.spec import ExpertOps
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.gemm.cpu_blocks import BlockedGemm
+from draftwing.ops.norms.spec import NormOps
+
+_UNIT = 32  # outputs that a thread takes at least
+_SLICE = 512  # rows at a time: of each of their choices some 20 KB are kept on the way
+
+
+def can_mix(weights: MixtureWeights) -> bool:
+    """Returns whether the kernel has GEMMs for these weights."""
+    return _in_blocks(weights.gate_up) and _in_blocks(weights.down)
+
+
+def _in_blocks(gemms: Sequence[Gemm | None]) -> TypeGuard[Sequence[BlockedGemm]]:
+    return all(isinstance(gemm, BlockedGemm) and gemm.shared and gemm.outputs % _UNIT == 0 for gemm in gemms)
+
+
+class NativeMixture:
+    """`WholeMixture` of weights that `can_mix`."""
+
+    def __init__(self, weights: MixtureWeights, spare: Spare, workers: Workers) -> None:
+        """spare: of all layers."""
+        assert can_mix(weights)
+        self._spare, self._workers = spare, workers
+        self.raw: Any = load_extension()
+        self.count, self.routing, self.limit = len(weights.gate_up), weights.routing, weights.limit
+        ups = [gemm for gemm in weights.gate_up if isinstance(gemm, BlockedGemm)]
+        downs = [gemm for gemm in weights.down if isinstance(gemm, BlockedGemm)]
+        self.hidden, self.ffn, self.dtype = ups[0].inputs, downs[0].inputs, ups[0].dtype
+        assert all(gemm.inputs == self.hidden and gemm.outputs == 2 * self.ffn for gemm in ups)
+        assert all(gemm.inputs == self.ffn and gemm.outputs == self.hidden for gemm in downs)
+        assert weights.router.shape == (self.count, self.hidden)
+        # Addresses go stale where a module's weights are moved, so what holds their memory is not the module's tensors.
+        tensors = (weights.router, weights.router_bias, weights.correction, *weights.biases, weights.scales)
+        *own, scales = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
+        assert all(tensor is None or tensor.dtype == self.dtype for tensor in own[3:])
+        assert scales is None or (scales.dtype == torch.float32 and scales.shape == (self.count,))
+        assert not (weights.gelu and weights.limit)
+        assert weights.router.dtype in (self.dtype, torch.float32)
+        assert weights.correction is None or weights.correction.dtype == torch.float32
+        assert self.routing.sigmoid == (weights.correction is not None)
+        self._held = own, scales, ups, downs
+        self._more = 0 if scales is None else scales.data_ptr(), weights.gelu
+        router, bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in own[:3])
+        self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
+        numbers = []
+        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            for gemm, added in zip((up, down), own[3:], strict=True):
+                numbers += [gemm.parts, 0 if added is None else added[expert * gemm.outputs :].data_ptr()]
+        self._weights = torch.tensor(numbers)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None, by: Tensor | None = None) -> Tensor:
+        rows, workers = len(x), self._workers
+        assert x.dtype == self.dtype and x.shape[1] == self.hidden
+        x, out = x.contiguous(), x.new_empty(rows, self.hidden)
+        if residual is not None:
+            assert residual.shape == out.shape and residual.dtype == out.dtype
+            residual = residual.contiguous()
+        by = x if by is None else by.contiguous()
+        assert by.shape == x.shape and by.dtype == x.dtype
+        half, count, routing = x.dtype == torch.bfloat16, self.count, self.routing
+        sizes = count, routing.top_k, self.hidden, self.ffn
+        size = self.raw.experts_spare(min(rows, _SLICE), half, *sizes, workers.most)
+        with self._spare.of(size) as spare:
+            for start in range(0, rows, _SLICE):
+                at = start * self.hidden * x.element_size()
+                self.raw.experts(
+                    out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
+                    min(rows - start, _SLICE), half, scatter, *self._router, count, routing.top_k, routing.renormalise,
+                    routing.groups, routing.top_groups, self.hidden, self.ffn, self._weights, spare, workers.address,
+                    by.data_ptr() + at, *self._more, self.limit, routing.scale,
+                )  # fmt: skip
+        return out
+
+
+class CpuExpertOps(ExpertOps):
+    """Has whole mixtures."""
+
+    def __init__(self, runtime: CpuRuntime, norms: NormOps) -> None:
+        super().__init__(norms, reads_routes=True)
+        self._runtime = runtime
+
+    def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
+        """Returns the mixture in one call; None for weights that are not all of `GemmOps.block_gemm`."""
+        runtime = self._runtime
+        return NativeMixture(weights, runtime.spare, runtime.workers) if can_mix(weights) else None

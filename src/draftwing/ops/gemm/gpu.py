@@ -1,0 +1,76 @@
+"""Which GEMMs a GPU has for a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.side_stream import side_stream
+from draftwing.ops.fp8 import spec as fp8_blocks
+from draftwing.ops.fp8.spec import FP8_FROM, Fp8Blocks
+from draftwing.ops.gemm import cuda as gemm
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_heads, cuda_tall, cuda_wgmma, groups
+from draftwing.ops.gemm.contract import Gemm
+from draftwing.ops.gemm.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, KernelGemm, TorchGemm, dense_gemms
+from draftwing.ops.gemm.groups import PackedGroups
+from draftwing.ops.gemm.spec import GemmOps
+from draftwing.ops.gemm.stored import BlockRows, QuantizedRows
+from draftwing.ops.upload import uploaded
+
+
+class GpuGemmOps(GemmOps):
+    """Chooses among kernels in CUDA and torch's GEMM."""
+
+    merges_matrices = True
+    convolves_by_tap = True  # threads have a channel each
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self.keeps_groups = on_gpu
+        fast = on_gpu and cuda_wgmma.runs_on(torch.cuda.get_device_capability(device))
+        self.fp8_from = FP8_FROM if fast else None
+
+    def gemms(
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
+    ) -> list[Gemm]:
+        if isinstance(weight, Fp8Blocks):
+            return [KernelGemm(cuda_fp8.fp8_gemm(self.device), weight)]
+        if isinstance(weight, PackedGroups):
+            return self._group_gemms(weight, deterministic)
+        if not gemm.takes(weight):
+            return [TorchGemm(weight)]
+        medium = cuda_dense.dense_gemm(weight.device) if cuda_dense.takes(weight) else None
+        few = gemm.small_m_gemm(weight.device, weight.dtype)
+        return dense_gemms(weight, few, medium, cuda_dense.MOST, deterministic)
+
+    def _group_gemms(self, weight: PackedGroups, deterministic: bool) -> list[Gemm]:
+        device, dtype, width = weight.codes.device, weight.scales.dtype, cuda_groups.width_of(weight)
+        kernels = cuda_groups.group_gemm(device, dtype, width)
+        exact = gemm.small_m_gemm(device, dtype) if deterministic else None
+        side = side_stream(self.device) if self.device.type == "cuda" else None
+        found: list[Gemm] = [GroupGemm(kernels, weight, GROUP_ROWS)]
+        if exact is None and (tall := cuda_tall.tall_gemm(device, dtype, width)) is not None:
+            found.append(GroupGemm(tall, weight))
+        return [*found, DequantisedGemm(kernels, weight, exact, side)]
+
+    def keeps_bits(self, weight: Tensor) -> bool:
+        return gemm.takes(weight) or super().keeps_bits(weight)
+
+    def head_products(
+        self, weight: Tensor | Sequence[BlockRows], heads: int, dtype: torch.dtype
+    ) -> cuda_heads.HeadGemm | None:
+        if not isinstance(weight, Tensor) or not cuda_heads.takes(weight, heads, dtype):
+            return None
+        return cuda_heads.HeadGemm(weight, heads)
+
+    def pack_fp8(self, rows: QuantizedRows) -> Fp8Blocks:
+        return fp8_blocks.pack(rows, self.device)
+
+    def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
+        return groups.pack(rows, dtype, self.device)
+
+    def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
+        return groups.quantized(uploaded(weight, self.device), scheme, dynamic)

@@ -1,0 +1,28 @@
+"""What the commit of a step does with states of rows, in C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import RowStates
+from draftwing.ops.row_states.spec import StateOps
+
+
+class CpuStateOps(StateOps):
+    """No states are lazy here."""
+
+    def __init__(self, raw: Any) -> None:
+        """raw: the extension module."""
+        self.raw = raw
+
+    def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor, nodes: int = 0) -> None:
+        rows, prefix_len = rows.contiguous(), prefix_len.contiguous()
+        assert not states.lazy
+        assert rows.dtype == prefix_len.dtype == torch.int64 and rows.shape == prefix_len.shape
+        self.raw.delta_advance(
+            states.read, states.write, states.page, states.length, states.node_slots, states.nodes, rows, len(rows),
+            prefix_len, 1,
+        )  # fmt: skip

@@ -1,0 +1,477 @@
+"""Ollama's API, under /api: bodies and the conversation that they hold, an answer as JSON, endpoints. There is one
+model; it is loaded, and stays so."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BeforeValidator, ConfigDict
+
+from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import NEUTRAL_SAMPLERS, SAMPLER_HINTS, SamplingParams
+from draftwing.server.chat import Chat, ChatLogprobs, Chats, checked_functions
+from draftwing.server.conversation import Conversation
+from draftwing.server.endpoints import read_body, read_generation, respond, schema, unless_disconnected
+from draftwing.server.http import encode, json_response, line, with_ignored_header
+from draftwing.server.openai.completions import durations
+from draftwing.server.openai.logprobs import chat_logprobs
+from draftwing.server.openai.tools import ChatTool
+from draftwing.server.parsers.call import read_arguments
+from draftwing.server.parsers.message import MessageReader, MessageStyle, Thought
+from draftwing.server.schema import Body, Hint, Name, ignored_fields
+from draftwing.server.service import Generation, Service
+from draftwing.text.answer import Answer
+from draftwing.text.detok import TokenTexts
+
+# Fields of `options`, and what each is called in `SamplingParams`.
+_ALIKE = (
+    "temperature top_k top_p min_p presence_penalty frequency_penalty dry_multiplier dry_base dry_allowed_length stop"
+)
+SAMPLED = {
+    "seed": "sampling_seed",
+    "num_predict": "max_new_tokens",
+    "repeat_penalty": "repetition_penalty",
+    **{name: name for name in _ALIKE.split()},
+}
+Role = Annotated[
+    Literal["system", "user", "assistant", "tool"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
+
+
+Whole = Annotated[
+    Any, BeforeValidator(lambda value: int(value) if isinstance(value, float) and abs(value) < 2**63 else value)
+]  # Go's clients send floats for integers: Ollama cuts them
+
+
+class ModelOptions(
+    Body,
+    hints="draft_num_predict f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep num_thread "
+    "numa penalize_newline use_mlock use_mmap vocab_only " + SAMPLER_HINTS,
+    not_built=" ".join(NEUTRAL_SAMPLERS),
+    untyped="temperature top_p min_p repeat_penalty presence_penalty frequency_penalty dry_multiplier dry_base stop",
+):
+    """How to sample, and how to load a model, which this server did when it started.
+
+    Hints are of that, of the memory and the threads that it has, or of samplers that are not there.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    unknown_are_hints: ClassVar[bool] = True  # as Ollama does, which logs them
+
+    seed: Whole = None
+    num_predict: Whole = None
+    top_k: Whole = None
+    dry_allowed_length: Whole = None
+    repeat_last_n: Hint = None  # penalties look at the whole prompt and answer
+
+
+class CalledFunction(Body, bookkeeping="index description"):
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(Body, bookkeeping="type"):
+    """A call that an answer made, as it comes back in the conversation."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class OllamaMessage(Body, not_built="images"):
+    role: Role
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None  # as `tool_name`, of older clients
+
+
+class OllamaBody(ChatLogprobs, hints="shift"):
+    """What both endpoints share. Responses are streams unless `stream` is false."""
+
+    names: ClassVar = {
+        **{ours: f"options.{name}" for name, ours in SAMPLED.items()},
+        "min_new_tokens": "options.num_predict",
+        "response_format": "format",
+        "thinking": "think",
+        "top_logprobs_num": "top_logprobs",
+    }
+
+    model: Name
+    options: ModelOptions | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    keep_alive: Hint = None  # the model stays loaded
+    truncate: Hint = None  # a prompt that is too long is refused
+
+    @property
+    def length(self) -> str | None:
+        return None if self._num_predict is None else "options.num_predict"
+
+    @property
+    def _num_predict(self) -> Any:
+        """Returns the length that the client chose; 0 and less leave it to the context."""
+        asked = (self.options or ModelOptions()).num_predict
+        return None if isinstance(asked, int) and not isinstance(asked, bool) and asked <= 0 else asked
+
+    @property
+    def grammar_field(self) -> str | None:
+        return "format"  # it is the schema itself
+
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        given = self.options or ModelOptions()
+        fields |= {ours: getattr(given, name) for name, ours in SAMPLED.items() if getattr(given, name) is not None}
+        if isinstance(given.seed, int) and given.seed < 0:
+            del fields["sampling_seed"]
+        if given.num_predict is not None:
+            fields["max_new_tokens"] = self._num_predict
+        if isinstance(self.format, dict):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        elif self.format:
+            fields["response_format"] = {"type": "json_object"}
+        return super().sampling(defaults, **fields)
+
+    def _chat(self, messages: list[dict[str, Any]], **more: Any) -> Chat:
+        effort = "xhigh" if self.think == "max" else self.think if isinstance(self.think, str) else None
+        return Chat(messages, thinking=self.think if isinstance(self.think, bool) else None, effort=effort, **more)
+
+
+class OllamaChatRequest(OllamaBody):
+    """Body of /api/chat. Without options.num_predict an answer runs to the model's default length, or to the context
+    limit; -1 is no limit."""
+
+    source = "messages"
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[ChatTool] | None = None
+
+    @property
+    def definitions(self) -> int:
+        return sum(tool.definition for tool in self.tools or ())
+
+    def chat(self) -> Chat:
+        functions = checked_functions([tool.plain(f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        return self._chat(_conversation(self.messages or []), functions=functions)
+
+
+class OllamaGenerateRequest(OllamaBody, not_built="context images suffix template"):
+    """Body of /api/generate: a prompt that is put into the chat template, or with `raw` the whole prompt."""
+
+    source = "prompt"
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    def chat(self) -> Chat:
+        found = Conversation(self.system)
+        found.say("user", self.prompt or "")
+        return self._chat(found.done())
+
+
+@dataclass(eq=False)
+class _Call:
+    id: str
+    name: str
+    answered: bool = False
+
+
+class _Calls:
+    """Calls of the conversation so far, and which of them have a result."""
+
+    def __init__(self) -> None:
+        self._every: deque[_Call] = deque()  # but those that were answered and have been looked at
+        self._named: dict[str, deque[_Call]] = {}
+        self._by_id: dict[str, _Call] = {}  # the newest one that has it
+
+    def add(self, call: _Call) -> None:
+        self._every.append(call)
+        self._named.setdefault(call.name, deque()).append(call)
+        self._by_id[call.id] = call
+
+    def answered(self, message: OllamaMessage) -> str | None:
+        """Returns the id of the call that a message has the result of: by its id, else the first one without a result,
+        of that name if there is any."""
+        if message.tool_call_id is not None:
+            call = self._by_id.get(message.tool_call_id)
+        else:
+            named = self._named.get(message.tool_name or message.name or "", deque())
+            call = _first(named) or _first(self._every)
+        if call is None:
+            return message.tool_call_id
+        call.answered = True
+        return call.id
+
+
+def _first(calls: deque[_Call]) -> _Call | None:
+    while calls and calls[0].answered:
+        calls.popleft()
+    return calls[0] if calls else None
+
+
+def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    found, calls, count = Conversation(), _Calls(), 0
+    for i, message in enumerate(messages):
+        where, text = f"messages.{i}", message.content or ""
+        if message.tool_calls and message.role != "assistant":
+            raise RequestError(f"{where}.tool_calls is for messages of the role 'assistant'", f"{where}.tool_calls")
+        if message.role == "assistant":
+            found.answer(text, begin=True)
+            if message.thinking:
+                found.think(message.thinking)
+            for j, given in enumerate(message.tool_calls or []):
+                # Clients need not give ids; some templates want nine letters and digits.
+                call = _Call(given.id or f"call{count % 100_000:05}", given.function.name)
+                count += 1
+                calls.add(call)
+                found.call(call.id, call.name, given.function.arguments, f"{where}.tool_calls.{j}.function.arguments")
+        elif message.role == "tool":
+            call_id = calls.answered(message)
+            found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")
+        else:
+            found.say(message.role, text)
+    return found.done()
+
+
+Content = Callable[..., dict[str, Any]]  # makes what a line of the endpoint holds
+
+
+def head(model: str) -> dict[str, Any]:
+    """Returns what each line begins with."""
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def chat_content(text: str = "", **more: Any) -> dict[str, Any]:
+    """Returns what a line of /api/chat holds."""
+    return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def text_content(text: str = "", **more: Any) -> dict[str, Any]:
+    """Returns what a line of /api/generate holds."""
+    return {"response": text, **more}
+
+
+class OllamaAnswer:
+    """The response to /api/chat or /api/generate. Calls are given out when they are complete."""
+
+    def __init__(
+        self, generation: Generation, reader: MessageReader, model: str, texts: TokenTexts, content: Content
+    ) -> None:
+        self.generation, self._reader, self._model, self._texts = generation, reader, model, texts
+        self._content = content
+        self._answer: Answer = generation.answers[0]
+        self._given = 0  # calls
+
+    def body(self) -> dict[str, Any]:
+        """Returns the whole answer as one object."""
+        answer, reader = self._answer, self._reader
+        reader.push(answer.text, True, answer.token_ids)
+        more: dict[str, Any] = {"thinking": reader.reasoning} if reader.reasoning else {}
+        calls = self._calls(True)
+        more |= {"tool_calls": calls} if calls else {}
+        return {**head(self._model), **self._content(reader.content, **more), **self._logprobs(), **self._ending()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yields lines with what is new, then one that says how it ended."""
+        read = 0  # of `Answer.entries`
+        async for answer, text in self.generation:
+            size, read = len(text) + answer.entries - read, answer.entries
+            for one in await self.generation.render(size, partial(self._news, answer, text)):
+                yield one
+        yield line({**head(self._model), **self._content(), **self._ending()})
+
+    def _news(self, answer: Answer, text: str, large: bool) -> list[str]:
+        final = answer.finish_reason is not None
+        contents: list[dict[str, Any]] = []
+        for part in self._reader.push(text, final, answer.token_ids):
+            # A call grows until something else comes.
+            contents += self._new_calls(isinstance(part, Thought | str))
+            if isinstance(part, Thought):
+                contents.append(self._content(thinking=part.text))
+            elif isinstance(part, str):
+                contents.append(self._content(part))
+        contents += self._new_calls(final)
+        logprobs = self._logprobs()
+        if logprobs and not contents:
+            contents.append(self._content())
+        lines = [{**head(self._model), **content, "done": False} for content in contents]
+        if lines:
+            lines[0] |= logprobs
+        return [line(one, large) for one in lines]
+
+    def _new_calls(self, complete: bool) -> list[dict[str, Any]]:
+        """Returns a line's content with the calls that were not given out yet, if any. complete: the newest one is,
+        too."""
+        calls = self._calls(complete)
+        return [self._content(tool_calls=calls)] if calls else []
+
+    def _calls(self, complete: bool) -> list[dict[str, Any]]:
+        calls = self._reader.calls
+        end = len(calls) if complete else max(len(calls) - 1, self._given)
+        found = []
+        for index in range(self._given, end):
+            call = calls[index]
+            arguments = {"input": call.arguments} if call.custom else read_arguments(call.arguments) or {}
+            found.append({"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}})
+        self._given = end
+        return found
+
+    def _logprobs(self) -> dict[str, Any]:
+        if self._answer.wanted is None:
+            return {}
+        tokens = self._answer.take_shown()
+        return {"logprobs": chat_logprobs(self._answer, tokens, self._texts)["content"]} if tokens else {}
+
+    def _ending(self) -> dict[str, Any]:
+        """Tells how the answer ended, and times in nanoseconds; what it waited is in `total_duration` alone."""
+        record = self.generation.records[0]
+        prompt, answer = durations(self._answer, record)
+        whole = max((record.ended or record.arrived) - record.arrived, prompt + answer)
+        reason = (self._answer.finish_reason or {}).get("type", "stop")
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": _nanoseconds(whole),
+            "load_duration": 0,
+            "prompt_eval_count": self.generation.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(prompt),
+            "eval_count": len(self._answer.token_ids),
+            "eval_duration": _nanoseconds(answer),
+        }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(round(1e9 * seconds), 1)  # clients divide by them
+
+
+# The release of Ollama whose API this is: clients refuse servers that say they are older than what they need.
+VERSION = "0.12.6"
+
+
+class ShowRequest(Body, hints="verbose options", not_built="system template"):
+    """Body of /api/show."""
+
+    model: Name | None = None
+    name: Name | None = None  # as older clients call it
+
+
+def add_ollama_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+    _add_answers(app, service, chats)
+    _add_models(app, service, chats)
+
+
+def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
+    @app.post("/api/chat", openapi_extra=schema(OllamaChatRequest))
+    async def chat(request: Request) -> Response:
+        return await answered(request, OllamaChatRequest, chat_content)
+
+    @app.post("/api/generate", openapi_extra=schema(OllamaGenerateRequest))
+    async def generate(request: Request) -> Response:
+        return await answered(request, OllamaGenerateRequest, text_content)
+
+    async def answered(request: Request, model: type[OllamaBody], content: Content) -> Response:
+        async with read_generation(request, model) as body:
+            if not getattr(body, body.source):
+                return _loaded(body, service, content())
+            if isinstance(body, OllamaGenerateRequest) and body.raw:
+                generation, style = await unless_disconnected(request, _raw(service, body)), MessageStyle()
+            else:
+                generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
+            name = service.name_for(body.model)
+            answer = OllamaAnswer(generation, chats.reader(style), name, service.texts, content)
+        return await respond(request, answer, body.stream is not False)
+
+
+def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
+    """Returns the answer to a request without a prompt, by which clients load and free models."""
+    reason = "unload" if str(body.keep_alive).rstrip("smh") == "0" else "load"
+    loaded = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
+    return with_ignored_header(json_response(encode(loaded)), body.ignored)
+
+
+async def _raw(service: Service, body: OllamaGenerateRequest) -> Generation:
+    """Returns the answer to a raw prompt. Raises RequestError, as Ollama does, for what only a template could put into
+    it."""
+    if body.system:
+        raise RequestError("system cannot be given with raw, whose prompt is used as it is", "system")
+    assert body.prompt
+    return await service.complete(body, body.prompt, ignored=() if body.think is None else ("think",))
+
+
+def _rounded(parameters: int) -> str:
+    """Returns a number of parameters as Ollama writes it: 134.52M, 7.6B; empty: it is not known."""
+    for unit, letter, places in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if parameters >= unit:
+            return f"{parameters / unit:.{places if parameters % unit else 0}f}{letter}"
+    return str(parameters or "")
+
+
+def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
+    info = service.engine.info
+    family = info.architecture.removesuffix("ForCausalLM").lower()
+    size = info.stored.get("bytes") or sum(info.weight_bytes.values())
+    stored_type = info.stored.get("type") or max(info.weight_bytes, key=info.weight_bytes.__getitem__, default="")
+    started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
+    details = {
+        "parent_model": "",
+        "format": info.stored.get("format", "safetensors"),
+        "family": family,
+        "families": [family],
+        "parameter_size": _rounded(info.stored.get("values", 0)),
+        "quantization_level": stored_type,
+    }
+    card = {
+        "name": service.model,
+        "model": service.model,
+        "size": size,
+        "digest": hashlib.sha256(service.model.encode()).hexdigest(),
+        "details": details,
+    }
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [{**card, "name": name, "model": name, "modified_at": started} for name in service.names]}
+
+    @app.get("/api/ps")
+    async def running() -> dict[str, Any]:
+        far = "9999-12-31T23:59:59Z"  # it stays loaded
+        here = {
+            "expires_at": far,
+            "context_length": info.context_length,
+            "size_vram": size * bool(info.stored.get("on_device")),
+        }
+        return {"models": [{**card, **here}]}
+
+    @app.post("/api/show", openapi_extra=schema(ShowRequest))
+    async def show(request: Request) -> Response:
+        body = await read_body(request, ShowRequest)
+        tools = await service.pools.run(0, lambda gone: chats.calls_tools)
+        thinks = chats.harmony or chats.reasoning is not None
+        shown = {
+            "modelfile": "",
+            "parameters": "",
+            "template": service.tokenizer.chat_source or "",
+            "details": details,
+            "model_info": {
+                "general.architecture": family,
+                "general.parameter_count": info.stored.get("values", 0),
+                f"{family}.context_length": info.context_length,
+            },
+            "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
+            "modified_at": started,
+        }
+        return with_ignored_header(json_response(encode(shown)), ignored_fields(body))

@@ -1,0 +1,77 @@
+"""Signals that end a server, or have it read its keys again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+class Hangup:
+    """What SIGHUP means: that the terminal was closed, or, where the server `reloads` something, that it shall."""
+
+    def __init__(self, reloads: bool = False) -> None:
+        self.reloads = reloads
+        self._terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()  # not under nohup
+
+    @property
+    def ends(self) -> bool:
+        """Returns whether the server is to end."""
+        return not self.reloads or (self._terminal and not _has_terminal())
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def terminable(hangup: Hangup | None = None) -> Iterator[None]:
+    """SIGTERM and SIGHUP, unless `hangup` knows better, raise SystemExit, SIGINT KeyboardInterrupt, so that what is to
+    be cleaned up is. Other errors that come of a signal end the block in the same way. SIGHUP may be ignored."""
+    received: list[int] = []
+
+    def ending() -> BaseException:
+        return KeyboardInterrupt() if received[0] == signal.SIGINT else SystemExit(128 + received[0])
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and hangup is not None and not hangup.ends:
+            return  # the keys are read later anyway
+        received.append(number)
+        raise ending()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.enter_context(handled(number, leave))
+        try:
+            yield
+        except Exception:
+            # Python may be where it makes other errors of what a handler raises, as in the body of a class.
+            if received:
+                raise ending() from None
+            raise
+
+
+@contextlib.contextmanager
+def handled(number: int, by: Callable[[int, FrameType | None], None], always: bool = False) -> Iterator[None]:
+    """Has a signal handled so meanwhile, unless it is ignored. On the main thread. always: even then."""
+    before = signal.getsignal(number)
+    if always or before is not signal.SIG_IGN:
+        signal.signal(number, by)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

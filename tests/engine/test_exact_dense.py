@@ -1,0 +1,61 @@
+"""Text is the same with drafts as without, of families whose arithmetic no other has: over trees and chains, chunks,
+cached prefixes and preemption."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_rig import RANKS
+from exactness import OWN_CUDA, Exactness, case_of
+from models.test_decoder import FAMILIES, SIZES, random_reference
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM
+from draftwing.models.config import from_hf
+
+# Of each family what another harness would show as well is left out.
+PLACES: dict[str, tuple[Any, ...]] = {
+    "granite": ("cpu", "blocks", RANKS), "olmo3": ("cpu", RANKS), "exaone4": ("cpu",), "smollm3": ("blocks",),
+    "phi3": ("blocks",), "phi3-longrope": (RANKS,), "glm4": ("cpu", RANKS), "ministral3": ("cpu", "blocks"),
+}  # fmt: skip
+PAIRS = [
+    pytest.param(*(place.values if hasattr(place, "values") else (place,)), family, marks=getattr(place, "marks", ()))
+    for family, places in PLACES.items()
+    for place in (*places, OWN_CUDA)
+]
+# Else logits are nearly equal: of heads the rig makes larger ones, but not of one that is the embedding.
+MORE: dict[str, dict[str, Any]] = {"granite": {"logits_scaling": 0.5}, "smollm3": {"tie_word_embeddings": False}}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def case(harness, family, one_thread):
+    prefix, settings = FAMILIES[family]
+    own = {"vocab_size": harness.VOCAB, "max_position_embeddings": harness.CONTEXT, **MORE.get(family, {})}
+    config = from_hf({**SIZES, **settings, **own, "architectures": [f"{prefix}ForCausalLM"]})
+    return case_of(harness, partial(harness.model_of, config))
+
+
+@pytest.mark.parametrize(("harness", "family"), PAIRS, indirect=True, scope="session")
+class TestDense(Exactness):
+    slots = 90
+
+
+def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> None:
+    """It has room for fewer tokens with drafts than without, here on both sides of the length that decides."""
+    random_reference("phi3-longrope", vocab_size=VOCAB, max_position_embeddings=128).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    params, texts, contexts = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0}, [], []
+    for algorithm in ("none", "NGRAM"):
+        with LLM(str(tmp_path), dtype="float32", max_total_tokens=85, speculative_algorithm=algorithm) as llm:
+            texts.append(llm.generate([[1, 2, 3, 1, 2, 3, 1, 2]], params)[0].token_ids)
+            contexts.append(llm.engine.info.context_length)
+    assert contexts[1] <= 64 < contexts[0] and texts[0] == texts[1]

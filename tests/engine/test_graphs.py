@@ -1,0 +1,216 @@
+"""Steps from graphs: the same text as without them, padded batches, nothing of one row or step in another.
+
+On a CPU `record_by_calling` stands in for CUDA's graphs: what a stage reads comes from where the capture left it.
+"""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine import executor
+from draftwing.engine.devices import pick_device
+from draftwing.engine.graphs import GraphCache, Key, batch_sizes, first_sizes
+from draftwing.requests.request import LogprobParams
+
+pytestmark = pytest.mark.slow
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
+
+
+@pytest.fixture(scope="module")
+def case(harness):
+    model = harness.tiny_model()
+    prompts = harness.prompts_for(9)
+    params = [harness.greedy(20 + 3 * i) for i in range(len(prompts))]  # batches shrink through all sizes
+    expected = harness.plain_answers(model, prompts, params)
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
+
+
+def answer(harness, case, params=None, **kw):
+    model, prompts, plain, _, book = case
+    rig = harness.Rig(model, book=book, **kw)
+    calls = count_calls(rig.executor)
+    return rig, rig.answer(prompts, params or plain), calls
+
+
+def count_calls(executor):
+    """(replays of tree steps' stages, calls without a graph), counted from now on."""
+    calls, run = [0, 0], executor.run_stage
+
+    def spy(stage, key, fn, *inputs, **kw):
+        calls[key is None] += 1
+        return run(stage, key, fn, *inputs, **kw)
+
+    executor.run_stage = spy
+    return calls
+
+
+@pytest.mark.parametrize(("lag", "ahead"), [(0, 0), (1, 24)])
+@pytest.mark.parametrize("drafter", [None, "oracle", "ngram"])
+def test_the_text_is_the_same(harness, case, drafter, lag, ahead):
+    policy = harness.Cycle(TREE, CHAIN) if drafter else None
+    rig, got, calls = answer(harness, case, drafter=drafter, policy=policy, miss=2, lag=lag, graph_size=8, ahead=ahead)
+    assert got.tokens == case[3].tokens
+    assert calls[0] > 60 and calls[1] == 0
+    if drafter == "oracle":
+        assert rig.accept_length > 1.4 and rig.stats.moved > 10
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("drafter", [None, "oracle", "ngram"])
+def test_with_the_attention_of_cuda(harness, case, drafter, exact):
+    if harness.device != "cuda":
+        pytest.skip("kernels for CUDA")
+    paged = pytest.importorskip("draftwing.ops.attention.triton")
+    attn = partial(paged.PagedAttention, exact=exact)
+    model, prompts, params, _, _ = case
+    expected = harness.plain_answers(model, prompts, params, attn=attn)
+    policy = harness.Cycle(TREE, CHAIN) if drafter else None
+    rig = harness.Rig(
+        model, drafter=drafter, policy=policy, book=harness.make_book(prompts, expected), lag=1, graph_size=8,
+        attn=attn, ahead=24,
+    )  # fmt: skip
+    calls = count_calls(rig.executor)
+    assert rig.answer(prompts, params).tokens == expected.tokens
+    assert calls[0] > 60 and calls[1] == 0
+
+
+def test_rows_past_the_largest_graph_run_without(harness, case):
+    _, got, calls = answer(harness, case, drafter="oracle", shapes=(TREE,), graph_size=2)
+    assert got.tokens == case[3].tokens
+    assert calls[0] > 5 and calls[1] > 10
+
+
+def test_rows_with_a_temperature_run_without_where_the_host_names_them(harness, case):
+    """As long as they are there. Triton's kernels look it up themselves, so there they run from graphs, too."""
+    model, prompts, plain, expected, _ = case
+    params = [harness.seeded(9, seed=i) if i == 2 else p for i, p in enumerate(plain)]
+    seeded = harness.plain_answers(model, prompts[2:3], params[2:3]).tokens["0"]
+    rig, got, calls = answer(harness, case, params, drafter="oracle", shapes=(CHAIN,), graph_size=8)
+    assert got.tokens == {**expected.tokens, "2": seeded}
+    assert calls[0] > 10 and (calls[1] == 0 if rig.executor.ops.draws_by_row else calls[1] > 10)
+
+
+def test_special_rows_run_without(harness, case):
+    """With whoever runs with them, as long as they are there."""
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, drafter="oracle", shapes=(CHAIN,), book=book, graph_size=8)
+    calls = count_calls(rig.executor)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param, logprobs=LogprobParams(1) if i == 2 else None)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    assert [best.top[0][1] for best in got.logprobs["2"]] == expected.tokens["2"]
+    assert calls[0] > 10 and calls[1] > 10
+
+
+@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+def test_padding_leaves_no_trace(harness, case, drafter):
+    """The dummy row stays empty and its page table points at the pool's dummy slot."""
+    rig, _, _ = answer(harness, case, drafter=drafter, shapes=(TREE,), miss=2, graph_size=8)
+    slots = rig.slots
+    assert int(slots.kv_len[-1]) == 0 and not slots.page_table[-1].any()
+    assert int(slots.tokens[-1].max()) < harness.VOCAB and int(slots.last[-1]) < harness.VOCAB
+
+
+def test_capturing_leaves_running_requests_alone(harness, case):
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, drafter="oracle", shapes=(TREE,), book=book, graph_size=8)
+    got = rig.answer(prompts, params, between=lambda turn: rig.executor.capture((TREE, PLAIN)) if turn == 6 else None)
+    assert got.tokens == expected.tokens
+
+
+def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch):
+    """Once steps want it, those that they want most first; until then they are padded further."""
+    monkeypatch.setattr("draftwing.engine.graphs.WANTED", 3)
+    monkeypatch.setattr(executor, "first_sizes", lambda sizes: {sizes[-1]})
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, drafter="oracle", policy=harness.Cycle(TREE), book=book, graph_size=6, lag=1)
+    graphs, menu, sizes = rig.executor.graphs, (TREE, PLAIN), []
+    graphs.clear()
+    assert rig.executor.capture(menu, some=True) == [Key(TREE, 6), Key(PLAIN, 6)]
+    assert {*graphs.later} == {Key(shape, size) for shape in menu for size in (1, 2, 4)}
+    calls = count_calls(rig.executor)
+
+    def between(turn):
+        if graphs.wanted >= 1:
+            before = {*graphs.later}
+            rig.executor.capture_next()
+            sizes.extend(before - {*graphs.later})
+            assert len(before) - len(graphs.later) == 1
+
+    assert rig.answer(prompts, params, between=between).tokens == expected.tokens
+    assert calls[0] > 60 and calls[1] == 0
+    assert len(sizes) >= 2 and all(graphs.key(*key) == key for key in sizes)
+    for _ in range(9):  # more than there are
+        rig.executor.capture_next()
+    assert not graphs.later and all(graphs.key(shape, size) == (shape, size) for shape in menu for size in (1, 2, 4, 6))
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch, stages):
+    """With those stages of the same step that had found some."""
+    rig = harness.Rig(case[0], graph_size=16)
+    graphs, device = rig.executor.graphs, rig.executor.device
+    graphs.clear()
+    rig.executor.capture((PLAIN,), some=True)
+    assert {*graphs.later} == {Key(PLAIN, 12)}
+
+    before, recorded, record = len(graphs), [], device.record
+
+    def full(fn, pool="steps"):
+        if len(recorded) == stages:
+            raise device.out_of_memory
+        recorded.append(record(fn, pool))
+        return recorded[-1]
+
+    monkeypatch.setattr(device, "record", full)
+    rig.executor.capture_next()
+    assert len(recorded) == stages and len(graphs) == before
+    assert not graphs.later and "for want of memory" in caplog.text
+    assert graphs.key(PLAIN, 9) == Key(PLAIN, 16)
+
+
+def test_every_shape_is_captured_for_every_size(harness, case):
+    rig = harness.Rig(case[0], drafter="ngram", policy=harness.Cycle(TREE, CHAIN), graph_size=6)
+    assert set(rig.captured) == {Key(shape, size) for shape in (TREE, CHAIN, PLAIN) for size in (1, 2, 4, 6)}
+    graphs = rig.executor.graphs
+    assert [graphs.key(TREE, size) for size in (1, 3, 4, 6, 7)] == [Key(TREE, n) for n in (1, 4, 4, 6)] + [None]
+    assert graphs.key(TreeShape(1, 1, 2), 1) is None
+    # Draft, verify, commit; with Triton another commit for rows with filters, which torch's code takes without graphs.
+    stages = 4 if rig.executor.ops.draws_by_row else 3
+    assert len(graphs) == stages * 3 * 4
+
+
+def test_rows_are_copied_only_when_they_change():
+    copies = []
+    device = pick_device("cpu")
+    upload_into = device.upload_into
+    device.upload_into = lambda out, host: (copies.append(host.tolist()), upload_into(out, host))
+    graphs = GraphCache(device, 9, 8)
+    for rows, size in (([3], 1), ([3], 1), ([3], 2), ([3, 4, 5], 4), ([3, 4], 2), ([3, 4], 4), ([], 4), ([4], 1)):
+        graphs.set_rows(np.asarray(rows, np.int64), size)
+        assert graphs.rows[:size].tolist() == rows + [9] * (size - len(rows))
+    assert copies == [[3], [3, 4, 5, 9], [3, 4, 9, 9], [9, 9, 9, 9], [4]]
+
+
+def test_first_sizes():
+    for most in (1, 2, 6, 100, 128, 256):
+        sizes = batch_sizes(most)
+        first = sorted(first_sizes(sizes))
+        assert {*first} <= {*sizes} and first[-1] == most
+        assert all(min(size for size in first if size >= rows) < 2 * rows for rows in range(1, most + 1))
+    assert first_sizes([]) == set()
+
+
+def test_batch_sizes():
+    assert batch_sizes(0) == []
+    assert batch_sizes(1) == [1] and batch_sizes(3) == [1, 2, 3] and batch_sizes(8) == [1, 2, 4, 8]
+    assert batch_sizes(64) == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    for most in (5, 100, 256, 1000):
+        sizes = batch_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        assert all(b <= max(a + 32, 2 * a) for a, b in itertools.pairwise(sizes))

@@ -1,0 +1,69 @@
+"""The language model in models for texts and images, against transformers' own on text alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hybrid_models import whole_logits
+from safetensors.torch import load_file, save_file
+
+from draftwing.models.loader import load_model
+
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "head_dim": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+SIGHT: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16,
+    "num_attention_heads": 2,
+}  # fmt: skip
+PARTIAL = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SIGMOIDS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+INTERN = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP = {"model_type": "siglip2_vision_model", **INTERN}
+CLIP = {"model_type": "clip_vision_model", **INTERN}
+WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
+    "ministral3": ("Mistral3", {"model_type": "ministral3", "rope_parameters": YARN}, PIXTRAL),
+    "qwen3-vl": ("Qwen3VL", {"rope_parameters": MROPE}, {**SIGHT, "deepstack_visual_indexes": [0]}),
+    "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, {**SIGHT, "fullatt_block_indexes": [0]}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {"rope_parameters": MROPE, **EXPERTS}, {**SIGHT, "deepstack_visual_indexes": [0]}),
+    "qwen3-vl-moe-rows": ("Qwen3VLMoe", EXPERTS, {**SIGHT, "deepstack_visual_indexes": [0]}),
+    "internvl-qwen3": ("InternVL", {"model_type": "qwen3"}, INTERN),
+    "internvl-qwen2": ("InternVL", {"model_type": "qwen2"}, INTERN),
+    "glm4v": ("Glm4v", {"rope_parameters": PARTIAL}, SIGHT | {"image_size": 28}),
+    "glm4v-moe": ("Glm4vMoe", {"rope_parameters": PARTIAL, **SIGMOIDS}, SIGHT | {"image_size": 28}),
+    "lfm2-vl": ("Lfm2Vl", {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, SIGLIP),
+    "llava": ("Llava", {"model_type": "llama"}, CLIP),
+    "voxtral": ("Voxtral", {"model_type": "llama"}, {}),
+    "qwen2-vl": ("Qwen2VL", {"rope_parameters": MROPE}, SIGHT | {"embed_dim": 32, "hidden_size": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLES)
+@torch.inference_mode()
+def test_text_alone_equals_transformers(name: str, tmp_path: Path) -> None:
+    prefix, text, sight = WHOLES[name]
+    config = getattr(transformers, f"{prefix}Config")(text_config=TEXT | text, vision_config=sight)
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
+    for key, param in reference.named_parameters():
+        param.uniform_(0.5, 1.5) if "norm" in key else param.normal_(0, 0.15)
+    reference.save_pretrained(tmp_path)
+    if name == "qwen3-vl-moe":  # published files have the transpose
+        file = tmp_path / "model.safetensors"
+        save_file({k: v.mT.contiguous() if ".experts." in k else v for k, v in load_file(file).items()}, file)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    ids = torch.randint(1, 101, (100,))
+    torch.testing.assert_close(whole_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,131 @@
+"""Families from GGUF files against transformers: files as converters of llama.cpp lay them out, with the names of
+the gguf package."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+import torch
+from dense_cache import DenseCache
+from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType
+from models.test_decoder import random_reference
+from tiny_gguf import finish, permuted
+from torch import Tensor
+
+from draftwing.models.loader import load_model
+
+# By a name of `test_decoder`: the architecture, and whether converters put halves that are turned into pairs.
+IN_FILES = {
+    "smollm3-default": ("smollm3", True), "phi3": ("phi3", False), "phi3-longrope": ("phi3", False),
+    "olmo2": ("olmo2", False), "exaone4": ("exaone4", False), "exaone4-full": ("exaone4", False),
+    "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
+    "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
+    "gemma": ("gemma", False),
+    "dots1": ("dots1", False),
+}  # fmt: skip
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
+    if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    rope, head_dim = config.rope_parameters, _head_dim(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    if rope["rope_type"] == "llama3":
+        frequencies = torch.arange(0, head_dim, 2) / head_dim
+        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** -frequencies / (2 * math.pi)
+        keep = ((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])).clamp(0, 1)
+        writer.add_tensor("rope_freqs.weight", (1 / (keep + (1 - keep) / rope["factor"])).numpy())
+
+
+def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type == "dots1":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pairs: bool) -> None:
+    writer = gguf_package.GGUFWriter(path, arch)
+    _add_sizes(writer, config)
+    _add_rope(writer, config)
+    if hasattr(config, "num_experts_per_tok"):
+        _add_experts(writer, config)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    known = gguf_package.get_tensor_name_map(
+        next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
+    )
+    heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, value in tensors.items():
+        values = value.detach().float().numpy()
+        if name.endswith("gate_up_proj") and values.ndim == 3:
+            for part, half in zip(("gate", "up"), np.split(values, 2, 1), strict=True):
+                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", half.copy())
+            continue
+        name = name.removesuffix("_proj") + "_proj.weight" if values.ndim == 3 else name
+        if arch == "gemma" and "norm" in name:
+            values = values + 1
+        if name.endswith("expert_gate.weight"):
+            values = values[0]
+        name = name.replace("_correction_bias", "_correction.bias")
+        theirs = known.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, name
+        if in_pairs and (heads := heads_of.get(name.split(".")[-2])):
+            values = permuted(values, heads)
+        writer.add_tensor(theirs, values)
+    finish(writer)
+
+
+@pytest.mark.parametrize("family", IN_FILES)
+@torch.inference_mode()
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    reference = random_reference(family, **({"sliding_window": None} if family == "dots1" else {}))
+    state = reference.state_dict()
+    if reference.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    write(tmp_path / "m.gguf", reference.config, state, *IN_FILES[family])
+    model = load_model(tmp_path / "m.gguf", torch.float32, "cpu")
+    ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
+    hidden, _ = model(ids, torch.arange(200), DenseCache())
+    torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,328 @@
+"""GEMMs by Hopper's instructions, gemm_dense.cu in bfloat16 and gemm_fp8.cu in fp8 x fp8: how they cut their work; in
+C++ on the CPU (gemm_host.cpp) and on a GPU against float64, and a row has the same bits in any batch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gemm_inputs import EARLY, LATE, compiled, device, exact, launch, on_hopper, on_host, pointer, random
+from torch import Tensor
+
+from draftwing.ops.fp8.spec import TALL, WIDE, Fp8Blocks, Fp8Rows, pack, packed_rows, quantised
+from draftwing.ops.gemm import cuda_dense, cuda_fp8
+from draftwing.ops.gemm.cuda import read_files
+from draftwing.ops.gemm.cuda_fp8 import MANY_FROM, MANY_SIZES, ManySize, Size, cut_of, ranges_of
+from draftwing.ops.gemm.stored import QuantizedRows
+
+DENSE_ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193)
+DENSE_MANY = 400  # rows of x
+DENSE_SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
+    (17440, 384), (8736, 1088), (4128, 1408), (96, 1024), (16, 64), (64, 8448), (5120, 576), (16384, 256),
+]  # fmt: skip
+DENSE_SERVED = [
+    (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (34816, 5120), (5120, 17408), (2048, 2048), (16384, 2048),
+]  # fmt: skip
+
+CLUSTERS = (30, 66, 132), (32, 64, 128)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_dense_cuts(gated: bool) -> None:
+    """Blocks have all features, room for what they do, and one number of ranges."""
+    for rows, columns in (*DENSE_SHAPES, *DENSE_SERVED, (248320, 5120)):
+        features = rows // 2 if gated else rows
+        for tokens, clusters in itertools.product((1, 8, 64, 65, 128, cuda_dense.MOST, 193, 2048), CLUSTERS):
+            cut = cuda_dense.cut_of(tokens, features, gated, columns, clusters)
+            own = cut.rows // 2 if gated else cut.rows
+            assert own % 8 == 0 and cut.rows % 16 == 0
+            assert cut.rows <= cut.size.features * (1 if cut.size.groups == 2 else 2)
+            assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
+            assert cut.x_rows % 8 == 0 and cut.ranges == cuda_dense.ranges_of(rows, columns)
+            held = cut.size.groups * cuda_dense.TOKENS
+            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges
+            assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.ranges == 1
+            assert cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[cut.blocks]
+
+
+def on_device(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+def check_products(
+    gemm: Any, weight: Any, x: Tensor, plain: Tensor, gates: bool, counts: tuple[int, ...], share: float
+) -> None:
+    """Products, plain ones in float64 given, and a row's bits among so many others. share: of the parts that a result
+    is the sum of, what tensor cores may be off by."""
+    bias, residual = on_device(plain.shape[1], seed=4), on_device(*plain.shape, seed=5)
+    size = plain.abs().mean(1, keepdim=True) + 1
+
+    def close(found: Tensor, expected: Tensor, size: Tensor) -> None:
+        assert found.dtype == torch.bfloat16 and found.isfinite().all()
+        error = (found.double() - expected).abs() - expected.abs() / 256
+        assert (error <= size * share).all(), (error / size).max()
+
+    whole, added = gemm.linear(x, weight, None), gemm.linear(x, weight, bias, residual)
+    close(whole, plain, size)
+    close(added, plain + bias.double() + residual.double(), size)
+    gated = gemm.gated(x, weight, bias) if gates else None
+    if gated is not None:
+        gate, up = (plain + bias.double()).chunk(2, 1)
+        close(gated, torch.nn.functional.silu(gate) * up, size * (gate.abs() + up.abs() + 1))
+    for tokens in counts:
+        for first in {0, len(x) - tokens}:
+            part = slice(first, first + tokens)
+            assert torch.equal(gemm.linear(x[part], weight, None), whole[part]), tokens
+            assert torch.equal(gemm.linear(x[part], weight, bias, residual[part]), added[part]), tokens
+            if gated is not None:
+                assert torch.equal(gemm.gated(x[part], weight, bias), gated[part]), tokens
+
+
+@on_hopper
+@pytest.mark.parametrize("rows, columns", DENSE_SHAPES)
+def test_dense_products(rows: int, columns: int) -> None:
+    weight, x = on_device(rows, columns, seed=2), on_device(DENSE_MANY, columns, seed=3)
+    plain = x.double() @ weight.double().T
+    check_products(cuda_dense.dense_gemm(device()), weight, x, plain, True, DENSE_ROWS, 1e-4)
+
+
+@on_hopper
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_not_finite_stays_in_its_row(fp8: bool, value: float) -> None:
+    gemm = cuda_fp8.fp8_gemm(device()) if fp8 else cuda_dense.dense_gemm(device())
+    weight, x = weight_of(160, 512, 4) if fp8 else on_device(160, 512, seed=4), on_device(70, 512, seed=5)
+    x[3, 200] = value
+    for found in (gemm.linear(x, weight, None), gemm.gated(x, weight, None)):
+        assert (~found.isfinite().all(1)).nonzero().flatten().tolist() == [3] and not found[3].isfinite().any()
+
+
+# -- gemm_dense.cu in C++ ---------------------------------------------------------------------------------------------
+
+DENSE_SIZES = [
+    cuda_dense.Size(groups, part * (2 if groups == 2 else 1)) for groups in cuda_dense.GROUPS for part in (32, 88)
+]
+
+
+@dataclass
+class DenseHost:
+    library: ctypes.CDLL
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        extra: Tensor | None,
+        gated: bool,
+        cut: cuda_dense.Cut,
+        early: int,
+    ) -> Tensor:
+        features = len(weight) // (2 if gated else 1)
+        out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
+        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated))
+        launch(
+            self.library, cut.size.name, (cut.size.threads, cut.ranges, cuda_dense.SHARED[cut.blocks]),
+            (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *cut.grid), early,
+        )  # fmt: skip
+        return out
+
+
+@pytest.fixture(scope="module")
+def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
+    lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
+    source = "".join([*read_files(("gemm_wgmma.cu", "gemm_dense.cu")), *lines])
+    return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
+
+
+@on_host
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 640, 1), (64, 1024, 4)])
+def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str) -> None:
+    """Rows of x have the same bits in any batch, whatever a block takes."""
+    weight, x, bias = random(rows, columns, seed=1), random(150, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    features = rows // 2 if gated else rows
+    extra = random(150, rows, seed=4) if kind == "add" else None
+
+    def found(first: int, last: int, at_once: int, early: int) -> Tensor:
+        cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, at_once, at_once)
+        fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
+        its = None if extra is None else extra[first:last]
+        return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
+
+    whole = found(0, 150, 2, EARLY)
+    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
+    for first, last, at_once, early in ((149, 150, 1, LATE), (100, 150, 1, EARLY), (3, 100, 2, LATE), (5, 90, 1, LATE)):
+        assert torch.equal(found(first, last, at_once, early), whole[first:last])
+
+
+# -- gemm_fp8.cu ------------------------------------------------------------------------------------------------------
+
+MOST = 2 * MANY_FROM + 300  # rows of x
+ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 200, MANY_FROM - 1, MANY_FROM, MANY_FROM + 1, MANY_FROM + 100)
+SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
+    (17440, 384), (8736, 1152), (4128, 1408), (96, 1024), (32, 128), (64, 8448), (5120, 512), (16384, 256),
+]  # fmt: skip
+SERVED = [(34816, 5120), (5120, 17408), (16384, 5120), (14336, 5120), (5120, 6144), (28672, 4096), (6144, 4096)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_cuts(gated: bool) -> None:
+    """Blocks have all features, room for what they do, and one number of ranges."""
+    for rows, columns in (*SHAPES, *SERVED, (248320, 5120)):
+        features = rows // 2 if gated else rows
+        for tokens, clusters in itertools.product((1, 8, 64, 65, 128, 129, MANY_FROM - 1), CLUSTERS):
+            if features % 16:
+                continue
+            cut = cut_of(tokens, features, gated, columns, clusters)
+            own = cut.rows // 2 if gated else cut.rows
+            assert isinstance(cut.size, Size)
+            assert own % 8 == 0 and cut.rows <= 2 * cut.size.part
+            assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
+            assert cut.cluster == ranges_of(rows, columns)
+            assert cut.grid[0] == -(-tokens // (64 * cut.size.groups)) * cut.cluster
+            assert cut.stages >= 1 and (cut.stages >= 3 or cut.stages * cut.cluster * WIDE >= columns - 3 * WIDE)
+            if tokens <= 128 and rows <= 34816:
+                assert cut.grid[1] <= clusters[(4, 2, 1).index(cut.cluster)]
+
+
+def test_cuts_of_many_rows() -> None:
+    """Pairs of blocks, no more than run at once, with a ring that finds room and as many ranges as few rows have."""
+    for (rows, columns), tokens in itertools.product((*SHAPES, *SERVED), (MANY_FROM, 2048, 8192)):
+        cut = cut_of(tokens, rows, False, columns, CLUSTERS[0])
+        assert isinstance(cut.size, ManySize) and cut.size.ranges == ranges_of(rows, columns)
+        assert cut.cluster == 2 and cut.grid[0] % 2 == 0 and cut.grid[0] <= 132
+        assert cut.stages >= 3 and cut.stages * (128 + cut.rows) * WIDE < cuda_fp8.SHARED
+
+
+def test_cut_of_gates_and_ups() -> None:
+    assert cut_of(64, 17408, True, 5120, (30, 66, 132)) == cuda_fp8.Cut(Size(1, 136), 272, 5, 1, (1, 128))
+
+
+def weight_of(rows: int, columns: int, seed: int, device: str = "cuda") -> Fp8Blocks:
+    """With scales of 1 x 1 to 2 x 2 blocks of 16 rows and 128 columns that differ."""
+    make = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(rows, columns, generator=make) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.rand(rows // TALL, columns // WIDE, generator=make) * 1e-3 + 1e-4
+    return pack(QuantizedRows(codes, 8, scales, None, TALL, WIDE, None), device)
+
+
+def rows_of(rows: int, columns: int, seed: int) -> Tensor:
+    """With columns of very different sizes, and zeros."""
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=make) * torch.exp(
+        torch.randn(1, columns // WIDE, generator=make) * 2
+    ).repeat_interleave(WIDE, 1)
+    x[rows // 2, :WIDE] = 0
+    return x.bfloat16().cuda()
+
+
+def product(x: Tensor, weight: Fp8Blocks) -> Tensor:
+    codes, scales = quantised(x)
+    values = codes.double().unflatten(1, (-1, WIDE)) * scales.double().unsqueeze(2)
+    return values.flatten(1) @ weight.dense(torch.float32).double().T
+
+
+@on_hopper
+@pytest.mark.parametrize("rows, columns", [(1, 128), (5, 1408), (64, 5120), (300, 2048), (500, 1408), (1027, 128)])
+def test_quantise(rows: int, columns: int) -> None:
+    x = rows_of(rows, columns, 1)
+    found, expected = cuda_fp8.fp8_gemm(device()).quantise(x), packed_rows(*quantised(x))
+    for mine, its in zip(found.plain(), expected.plain(), strict=True):
+        assert torch.equal(mine.float(), its.float())
+
+
+@on_hopper
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_products(rows: int, columns: int) -> None:
+    """Tensor cores add products in fp8 with fewer bits than float32 has: up to 1e-3 of the size was seen on an H200."""
+    weight, x = weight_of(rows, columns, 2), rows_of(MOST, columns, 3)
+    gemm = cuda_fp8.fp8_gemm(device())
+    check_products(gemm, weight, x, product(x, weight), rows % 32 == 0, ROWS, 4e-3)
+    quantised_rows = gemm.quantise(x[:9])
+    assert isinstance(quantised_rows, Fp8Rows)
+    assert torch.equal(gemm.linear(quantised_rows, weight, None), gemm.linear(x[:9], weight, None))
+
+
+# -- gemm_fp8.cu in C++ -----------------------------------------------------------------------------------------------
+
+LONG = pytest.mark.exhaustive  # the largest of the grid: a minute in all
+
+
+@dataclass
+class Host:
+    library: ctypes.CDLL
+
+    def __call__(
+        self, x: Tensor, weight: Fp8Blocks, bias: Tensor | None, extra: Tensor | None, gated: bool, early: int,
+        clusters: tuple[int, ...], many: bool = False,
+    ) -> Tensor:  # fmt: skip
+        rows, features = packed_rows(*quantised(x)), weight.rows // 2 if gated else weight.rows
+        cut = cut_of(len(x), features, gated, weight.columns, clusters, many)
+        out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
+        self.library.fp8_sizes(
+            pointer(rows.scales), pointer(weight.scales), rows.codes.shape[1], cut.rows, cut.stages, int(gated)
+        )
+        self.library.source(None, 0)
+        for tensor in (rows.codes, rows.scales, weight.codes):
+            self.library.source(pointer(tensor), ctypes.c_long(tensor.nbytes))
+        tensors, sizes = (rows.codes, weight.codes, bias, extra, out), (len(x), features, weight.columns, *cut.grid)
+        launch(self.library, cut.size.name, (cut.size.threads, cut.cluster, cuda_fp8.SHARED), tensors, sizes, early)
+        return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
+    source = "".join([*files, *cuda_fp8.kernel_lines([*cuda_fp8.SIZES, *MANY_SIZES])])
+    return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
+
+
+def host_weight(rows: int, columns: int) -> Fp8Blocks:
+    made = torch.Generator().manual_seed(1)
+    codes = (torch.randn(rows, columns, generator=made) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = (torch.rand(rows // TALL, columns // WIDE, generator=made) + 0.5) * 1e-3
+    return pack(QuantizedRows(codes, 8, scales, None, TALL, WIDE, None), "cpu")
+
+
+@on_host
+@pytest.mark.further(clusters=[(1, 1, 1), (32, 66, 132)], kind=["plain", "add"])  # what else is done with a sum
+@pytest.mark.further(clusters=(2, 4, 8), rows=[32, 288], kind="plain")
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns", [(96, 1152), (288, 640), (32, 128), pytest.param(352, 1024, marks=LONG)])
+@pytest.mark.parametrize("clusters", [(2, 4, 8), (1, 1, 1), (32, 66, 132)])
+def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters: tuple[int, int, int]) -> None:
+    """Rows of x have the same bits in any batch, whatever a block takes."""
+    weight, x, bias = host_weight(rows, columns), random(150, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    extra = random(150, rows, seed=4) if kind == "add" else None
+    codes, scales = quantised(x)
+    values = (codes.float().unflatten(1, (-1, WIDE)) * scales.unsqueeze(2)).flatten(1)
+    expected = exact(kind, values, weight.dense(torch.float32), bias, extra)
+    some = slice(130, 147)
+    whole = run(x, weight, bias, extra, gated, EARLY, (2, 4, 8))
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-7, atol=2e-3)
+    for part, early in ((slice(149, 150), LATE), (some, LATE), (some, EARLY), (slice(3, 150), LATE)):
+        found = run(x[part], weight, bias, None if extra is None else extra[part], gated, early, clusters)
+        assert torch.equal(found, whole[part])
+
+
+@on_host
+@pytest.mark.further(kind="plain", rows=[32, 800])
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns", [(96, 1152), pytest.param(288, 640, marks=LONG), (32, 128), (800, 256)])
+@pytest.mark.parametrize("early", [LATE, EARLY])
+def test_many_rows(run: Host, rows: int, columns: int, kind: str, early: int) -> None:
+    """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
+    weight, x, bias = host_weight(rows, columns), random(300, columns, seed=2), random(rows, seed=3)
+    extra = random(len(x), rows, seed=4) if kind == "add" else None
+    expected = run(x, weight, bias, extra, kind == "silu", EARLY, (2, 4, 8))
+    for tokens, clusters in ((len(x), (30, 1, 132)), (7, (30, 3, 132))):
+        some = None if extra is None else extra[:tokens]
+        found = run(x[:tokens], weight, bias, some, kind == "silu", early, clusters, many=True)
+        assert torch.equal(found, expected[:tokens])

@@ -1,0 +1,125 @@
+"""Operations on elements, and on pairs of them that are turned, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_numbers import close, cuts, made
+from torch import Tensor
+
+from draftwing.ops.table import TorchOps
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def edges(x: Tensor) -> Tensor:
+    """With large numbers and both zeros."""
+    x[0, :4] = torch.tensor([-1e4, 1e3, 0.0, -0.0], dtype=x.dtype)
+    return x
+
+
+@pytest.mark.further(ops="triton", size=576)
+@pytest.mark.parametrize(("size", "count"), [(100, 2), (576, 3), (4096, 4)])
+def test_sum_parts(size: int, count: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    parts, bias = made(ops, dtype, count, 3, size), made(ops, dtype, size, seed=1)
+    wide = made(ops, dtype, 3, 2 * size, seed=2)
+    for added in ((None, None), (bias, None), (None, wide[:, size:]), (bias, wide[:, size:])):
+        found, total = ops.sum_parts(parts, *added), parts[0].float()
+        for other in (*parts[1:], *(one for one in added if one is not None)):
+            total = total + other.float()
+        if cuts(ops):
+            close(found, total.double(), ops)
+        else:
+            assert torch.equal(found, total.to(dtype))  # in this order
+
+
+@pytest.mark.parametrize("ffn", [100, 1536])
+def test_gated_products(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = edges(made(ops, dtype, 5, 2 * ffn) * 4)
+    gate, up = x.double().chunk(2, -1)
+    found, gelu = ops.silu_mul(x), ops.gelu_mul(x)
+    close(found, gate * gate.sigmoid() * up, ops, 2.1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if ops.name == "torch" and dtype == torch.float32:  # whose approximation cancels
+        torch.testing.assert_close(gelu.double(), expected, rtol=1e-6, atol=3e-6)
+    else:
+        close(gelu, expected, ops, 2.1)
+    assert torch.equal(ops.silu_mul(x[3:4]), found[3:4]) and torch.equal(ops.gelu_mul(x[3:4]), gelu[3:4])
+    assert ops.silu_mul(x[:0]).shape == (0, ffn)
+    if ops.name == "cpu" and dtype == torch.bfloat16:  # rounded where torch rounds
+        rounded = (gate * gate.sigmoid()).to(dtype) * up.to(dtype)
+        assert (found != rounded)[1:].float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("size", [31, 576])
+def test_soft_cap(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = edges(made(ops, dtype, 5, size) * 20)
+    expected = 30 * torch.tanh(x.double() / 30)
+    alone = ops.soft_cap(x[3:4].clone(), 30.0)
+    found = ops.soft_cap(x.clone(), 30.0)
+    assert found.dtype == dtype and torch.equal(alone, found[3:4])
+    if dtype == torch.float32:  # near 0 the sum of 30 and what is nearly -30
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=8e-6)
+    else:
+        close(found, expected, ops)
+
+
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, ops: TorchOps) -> None:
+    """By which damaged weights are noticed."""
+    x = made(ops, dtype, 2, 31)
+    x[1, 5] = x[1, 30] = torch.nan
+    assert ops.soft_cap(x, 30.0).isnan().nonzero().tolist() == [[1, 5], [1, 30]]
+    x = torch.ones(3, 32, dtype=dtype, device=ops.device)
+    x[0, 3], x[1, 3] = torch.nan, torch.inf
+    gated = ops.silu_mul(x)
+    assert gated[0, 3].isnan() and gated[1, 3].isinf() and gated.isfinite().sum() == gated.numel() - 2
+
+
+@pytest.mark.parametrize("size", [10, 64])
+def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Against the formulas in float64. (`tests/reference/block_heads.py` has torch's own recurrent unit.)"""
+    read, kept, state = (made(ops, dtype, 5, n * size, seed=n + i) * 3 for i, n in enumerate((3, 3, 1)))
+    read[0, :3], read[1, :2] = torch.tensor([90.0, -90.0, 300.0]), torch.tensor([-300.0, 0.0])
+
+    def near(found: Tensor, expected: Tensor) -> None:
+        """Torch rounds each of five operations, and what comes before a steep place, too."""
+        close(found, expected, ops, 8, floor=1)
+
+    (r, z, n), (hr, hz, hn) = read.double().chunk(3, 1), kept.double().chunk(3, 1)
+    stay = (z + hz).sigmoid()
+    near(ops.gru(read, kept, state), (1 - stay) * (n + (r + hr).sigmoid() * hn).tanh() + stay * state.double())
+    keep, fresh, out = read.double().chunk(3, 1)
+    said, after = ops.recur(read, state)
+    near(said, out.tanh())
+    near(after, keep.sigmoid() * state.double() + (1 - keep.sigmoid()) * fresh.tanh())
+    x = read[:, size:]
+    near(ops.gate(kept[:, size:], x), kept[:, size:].double().sigmoid() * x.double())
+    near(ops.gate(x, x), torch.nn.functional.silu(x.double()))
+
+
+@pytest.mark.parametrize(("size", "scale"), [(576, 1.0), (31, 0.0255), (31, None)])
+def test_add_scaled(size: int, scale: float | None, dtype: torch.dtype, ops: TorchOps) -> None:
+    """scale None: one that is a tensor."""
+    x, y, factor = made(ops, dtype, 5, 2 * size)[:, :size], made(ops, dtype, 5, size, seed=1), scale or 1.3
+    given = torch.tensor([factor], dtype=dtype, device=ops.device) if scale is None else factor
+    factor = float(given)
+    found = ops.add_scaled(x, y, given)
+    close(found, (x.double() + y.double()).to(dtype).double() * factor, ops)
+    close(ops.add_scaled(x, None, given), x.double() * factor, ops)
+    assert torch.equal(ops.add_scaled(x[3:4], y[3:4], given), found[3:4])
+    assert ops.add_scaled(x[:0], y[:0], given).shape == (0, size)
+
+
+@pytest.mark.parametrize(("heads", "factor"), [(1, 1.0), (3, 1.87)])
+def test_concat_rope(heads: int, factor: float, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Of rows and heads that are apart; 24 pairs of elements are turned."""
+    wide = made(ops, dtype, 5, heads, 100 + 48 + 7)
+    plain, turned = wide[..., :100], wide[..., 100:148]
+    angle = made(ops, torch.float32, 5, 1, 24, seed=1) * 3
+    cos = torch.cat((angle.cos(), angle.cos()), 2).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), 2).to(dtype)
+    found = ops.concat_rope(plain, turned, cos, sin, factor)
+    (one, two), c, s = turned.double().chunk(2, 2), cos.double()[..., :24], sin.double()[..., 24:]
+    close(found, torch.cat((plain.double(), one * c - two * s, two * c + one * s), 2) * factor, ops, 4, floor=1)
+    for rows in (slice(3, 4), slice(0)):
+        assert torch.equal(ops.concat_rope(plain[rows], turned[rows], cos[rows], sin[rows], factor), found[rows])

@@ -1,0 +1,77 @@
+"""Sums by memory that ranks share, one rank after the other: those whose turn has not come have left theirs by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops.peer_sums import triton as peer_sums
+from draftwing.ops.peer_sums.triton import BLOCKS, SLOT, Peers
+from draftwing.ops.table import PLAIN
+
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
+
+
+class World:
+    """The memory of all ranks, on this one device."""
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        _, size = Peers.bytes_of(ranks)
+        self.memory = [torch.zeros(size // 8, dtype=torch.int64, device=device) for _ in range(ranks)]
+        addresses = [one.data_ptr() for one in self.memory]
+        self.peers = [Peers.at(addresses, rank, device) for rank in range(ranks)]
+        self.calls = 0
+
+    def signals(self, rank: int) -> Tensor:
+        """[P, BLOCKS]: how many calls each rank has signalled to this one."""
+        return self.memory[rank][: len(self.memory) * BLOCKS].view(-1, BLOCKS)
+
+    def slot(self, rank: int, call: int, like: Tensor) -> Tensor:
+        buffers = self.memory[rank][len(self.memory) * BLOCKS :].view(2, SLOT // 8)
+        return buffers[call % 2].view(like.dtype)[: like.numel()]
+
+    def sums(self, parts: list[Tensor], bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
+        """A call on each rank, in turn."""
+        self.calls += 1
+        blocks = -(-parts[0].numel() // 1024)
+        for rank in range(1, len(parts)):
+            self.slot(rank, self.calls, parts[rank]).copy_(parts[rank].view(-1))
+        found = []
+        for rank, peers in enumerate(self.peers):
+            for later in range(rank + 1, len(parts)):
+                self.signals(rank)[later, :blocks] = self.calls
+            self.slot(rank, self.calls, parts[rank]).zero_()  # its own call writes it
+            found.append(peer_sums.sum_rows(peers, parts[rank], bias, residual))
+            assert torch.equal(self.slot(rank, self.calls, parts[rank]), parts[rank].view(-1))
+            received = [self.signals(other)[rank, :blocks] for other in range(len(parts)) if other != rank]
+            assert all(bool((one == self.calls).all()) for one in received)
+        assert all(bool((peers.calls == self.calls).all()) for peers in self.peers)
+        return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_ranks_get_the_bits_of_sum_parts(ranks: int, device: torch.device) -> None:
+    world, generator = World(ranks, device), torch.Generator(device).manual_seed(ranks)
+    for call, (rows, size) in enumerate([(1, 576), (5, 1024), (1, 64), (3, 576), (9, 576)]):  # 1 to 6 blocks
+        parts = torch.randn(ranks, rows, size, generator=generator, device=device)
+        bias = torch.randn(size, generator=generator, device=device) if call % 2 else None
+        residual = torch.randn(rows, size, generator=generator, device=device) if call % 3 else None
+        expected = PLAIN.sum_parts(parts, bias, residual)
+        assert all(torch.equal(found, expected) for found in world.sums([*parts], bias, residual))
+
+
+def test_half_types_are_rounded_once(device: torch.device) -> None:
+    world, generator = World(2, device), torch.Generator(device).manual_seed(1)
+    parts, residual = torch.randn(2, 4, 256, generator=generator, device=device).half(), torch.ones(4, 256).half()
+    residual = residual.to(device)
+    expected = (parts[0].float() + parts[1].float() + residual.float()).half()
+    assert all(torch.equal(found, expected) for found in world.sums([*parts], None, residual))
+
+
+def test_what_is_too_large_or_not_whole_is_left_to_others() -> None:
+    half = torch.bfloat16
+    shapes = {(64, 8192): True, (65, 8192): False, (3, 100): False, (2, 100): True, (0, 64): False}
+    for shape, expected in shapes.items():
+        assert peer_sums.takes(torch.empty(shape, dtype=half, device="meta")) is expected, shape
+    assert not peer_sums.takes(torch.empty(8, 16, dtype=half).t())

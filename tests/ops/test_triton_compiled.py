@@ -1,0 +1,237 @@
+"""Triton's kernels compiled for GPUs that are not there: tiles fit into shared memory, and products go 16 keys at a
+time. Their hashes do not depend on the order in which they are made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from absent_gpu import compiled
+
+# Tiling, type of the pool, compute capability, and bytes of a block there: 8.6 has the least of those that Triton
+# kernels run on.
+TARGETS = [
+    ("TILING_HOPPER", "bfloat16", 90, 227 << 10), ("TILING_HOPPER", "float8_e4m3fn", 90, 227 << 10),
+    ("TILING", "bfloat16", 86, 99 << 10),
+]  # fmt: skip
+ATTENTION = """
+from draftwing.ops.attention.batch import FULL, AttentionKind, Ragged
+from draftwing.ops.attention import triton_common, triton_decode as attention
+every = sys.argv[4] == "every"
+windowed = AttentionKind(128, empty(32, dtype=torch.float32))
+kinds = [(1, 32, 6, True, FULL)]
+if every:
+    kinds += [(*case, FULL) for case in ((1, 1, 1, True), (1, 4, 4, True), (1, 7, 4, False), (16, 32, 6, False))]
+if every and sys.argv[1:3] == ["90", "bfloat16"]:
+    kinds += [(1, nodes, depth, True, windowed) for nodes, depth in [(32, 6), (1, 1)]]
+for batch, nodes, depth, exact, kind in kinds:
+    kv = empty(4096, 8, 2, 128, dtype=getattr(torch, sys.argv[2]))
+    attention.tree_attention(
+        empty(batch * nodes, 32, 128, dtype=half), kv, empty(batch + 1, 8192), empty(batch), empty(batch),
+        empty(batch, nodes, depth), empty(batch, nodes), empty(batch * nodes, 4096, dtype=half),
+        attention.Workspace(torch.device("meta")), exact, nodes, getattr(triton_common, sys.argv[3]),
+        kind=kind, inputs_ready=True,
+    )
+if every:
+    attention.tree_attention(  # as drafters have it: nothing is read early
+        empty(32, 32, 128, dtype=half), kv, empty(2, 8192), empty(1), empty(1), empty(1, 32, 6), empty(1, 32),
+        empty(32, 4096, dtype=half), attention.Workspace(torch.device("meta")), True, 32,
+        getattr(triton_common, sys.argv[3]),
+    )
+for exact in (True, False)[: 1 + every]:  # 16 trees of 4 nodes on average
+    ragged = Ragged(empty(16), empty(16), empty(17), 32, 4)
+    attention.tree_attention(
+        empty(64, 32, 128, dtype=half), kv, empty(17, 8192), empty(64), empty(64), empty(64, 1, 6), empty(64, 1),
+        empty(64, 4096, dtype=half), attention.Workspace(torch.device("meta")), exact, 32,
+        getattr(triton_common, sys.argv[3]), ragged, inputs_ready=True,
+    )
+"""
+
+
+@pytest.mark.further(pool="float8_e4m3fn")
+@pytest.mark.further(capability=86)
+@pytest.mark.further(cases="every")
+@pytest.mark.parametrize("cases", ["largest", "every"])
+@pytest.mark.parametrize(("tiling", "pool", "capability", "limit"), TARGETS)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int, cases: str) -> None:
+    launches = compiled(ATTENTION, tmp_path, capability, pool, tiling, cases)
+    windowed = (capability, pool) == (90, "bfloat16")
+    many = 10 + 3 * windowed if cases == "every" else 3
+    assert len(launches) == many, "a large tree takes two launches"
+    assert max(int(shared) for shared, *_ in launches) <= limit, launches
+    # Neighbours along a product that a lane holds. With 4 two instructions have 32 keys between them, and a row's bits
+    # would depend on what lies next to its own chunk of 16.
+    assert all(widths == ["2"] for _, *widths in launches), launches
+
+
+LATENTS = """
+from draftwing.ops.attention.batch import AttentionKind
+from draftwing.ops.attention import triton_common, triton_decode as attention, triton_prefill
+tiling = getattr(triton_common, sys.argv[3])
+kv, kind = empty(4096, 1, 1, 576, dtype=getattr(torch, sys.argv[2])), AttentionKind(scalar=192, values=512)
+for nodes, depth, exact in [(1, 1, True), (8, 5, True), (8, 5, False), (60, 6, True)]:
+    attention.tree_attention(
+        empty(nodes, 16, 576, dtype=half), kv, empty(2, 8192), empty(1), empty(1), empty(1, nodes, depth),
+        empty(1, nodes), empty(nodes, 16 * 512, dtype=half), attention.Workspace(torch.device("meta")), exact, nodes,
+        tiling, kind=kind, inputs_ready=True,
+    )
+for exact in (True, False):
+    triton_prefill.prefill_attention(
+        empty(512, 16, 576, dtype=half), kv, empty(2, 8192), empty(1), empty(32, 6, dtype=torch.int32),
+        empty(512, 16 * 512, dtype=half), attention.Workspace(torch.device("meta")), exact, tiling, kind=kind,
+    )
+"""
+
+
+@pytest.mark.exhaustive  # of other heads the same is seen in less time
+@pytest.mark.parametrize(
+    ("tiling", "pool", "capability"),
+    [
+        ("TILING_WIDEST", "bfloat16", 86),
+        ("TILING_LATENT_HOPPER", "bfloat16", 90),
+        ("TILING_LATENT_HOPPER", "float8_e4m3fn", 90),
+    ],
+)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
+    launches = compiled(LATENTS, tmp_path, capability, pool, tiling)
+    limit = next(most for *_, of, most in TARGETS if of == capability)
+    assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= limit, launches
+    assert all(widths == ["2"] for _, *widths in launches), launches
+
+
+EXPERTS = """
+from draftwing.ops.experts import cuda, triton as experts
+from draftwing.ops.experts.routing import Routing
+from draftwing.ops.gemm.groups import WHOLE, PackedGroups
+from draftwing.ops.experts.triton_gemm import ExpertGemm
+from draftwing.ops.gemm.stored import MXRows
+def packed(rows, columns, bits, shift, fp8=False):
+    scales = empty(rows // 16, 1 if shift == WHOLE else columns // 128, 8, 2, dtype=half)
+    return PackedGroups(empty(rows // 16, columns * 2 * bits, dtype=torch.uint8), scales, None, bits, shift, None, fp8)
+def mxfp4(rows, columns):
+    return MXRows(*(empty(rows, columns // part, dtype=torch.uint8) for part in (2, 32)))
+cuda.takes = lambda *_: False  # weights that only Triton's kernels take have the same
+count, top_k, hidden, ffn = 128, 8, 2880, 768
+for tokens in [int(sys.argv[2])]:
+    routed = experts.route(empty(tokens, count, dtype=half), Routing(top_k))
+    for make in (
+        lambda rows, columns: empty(rows, columns, dtype=half), lambda rows, columns: packed(rows, columns, 4, 1),
+        lambda rows, columns: packed(rows, columns, 8, WHOLE, True), mxfp4,
+    ):
+        x = empty(tokens, hidden, dtype=half)
+        inner = ExpertGemm(make(count * 2 * ffn, hidden), count).gated(x, None, routed, 0.0)
+        outs = ExpertGemm(make(count * hidden, ffn), count).linear(inner, None, routed)
+    experts.mix(outs, routed, empty(tokens, hidden, dtype=half))
+"""
+
+
+@pytest.mark.further(capability=86)
+@pytest.mark.further(tokens=8)  # whose tiles are smaller
+@pytest.mark.parametrize("tokens", [8, 512])
+# Compute capability and bytes of a block there; 8.6 has the least of those that Triton kernels run on.
+@pytest.mark.parametrize(("capability", "limit"), [(90, 227 << 10), (86, 99 << 10)])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_gemms_of_experts_fit(tmp_path: Path, capability: int, limit: int, tokens: int) -> None:
+    sizes = [int(shared) for shared, *_ in compiled(EXPERTS, tmp_path, capability, str(tokens))]
+    assert len(sizes) > 2 * 4, "two GEMMs of each kind of weights, routing and sums"
+    assert max(sizes) <= limit, sizes
+
+
+pytest.importorskip("triton.experimental.gluon")
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from draftwing.ops.attention import triton_hopper as hopper
+from draftwing.ops.attention.triton_common import TILING_HOPPER
+
+kernel = hopper._hopper_prefill_kernel
+for words in sys.argv[1:]:
+    dtype, slots, *numbers = words.split()
+    heads, kv_heads, dim, aligned = map(int, numbers)
+    constants = dict(
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROWS=128, UNIT=TILING_HOPPER.overlap_unit,
+        STAGES=TILING_HOPPER.overlap_stages, LAST=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, PDL=True,
+        num_warps=hopper.WARPS,
+    )
+    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(["q", "kv", "out"], "*" + dtype)
+    types |= dict.fromkeys(["parts", "stats"], "*fp32") | dict.fromkeys(["tiles", "tickets"], "*i32")
+    types |= {"table": "*" + slots, "rows": "*i64"} | dict.fromkeys(["scale", "v_scale"], "fp32")
+    types |= dict.fromkeys(["q_stride", "table_stride"], "i32")
+    names = kernel.arg_names
+    even = ["q", "kv", "table", "out", "parts", "stats", "tickets", "q_stride", *["table_stride"] * aligned]
+    source = GluonASTSource(
+        fn=kernel, signature={name: types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
+    )
+    options = dict(num_warps=hopper.WARPS, launch_pdl=True)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata
+    assert found.num_warps == 3 * hopper.WARPS and found.shared <= 227 << 10, found
+"""
+
+
+@pytest.mark.slow
+def test_prefill_of_hopper_compiles_for_all_that_an_engine_asks_for() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = ["bf16 i32 32 8 128 1", "fp16 i64 5 5 128 0", "bf16 i64 14 2 64 1"]
+    subprocess.run([sys.executable, "-c", COMPILE, *words], env=environ, check=True, timeout=240)
+
+
+# -- hashes -----------------------------------------------------------------------------------------------------------
+
+HASHES = """
+import json, os, random, sys
+import draftwing.ops.triton.ops
+from draftwing.ops.triton.hashes import hash_all
+from triton.runtime.jit import JITFunction
+found = {f"{name}.{key}": value for name, module in [*sys.modules.items()] if name.startswith("draftwing.ops.")
+         for key, value in vars(module).items() if isinstance(value, JITFunction)}
+for all_at_once, seed in ((True, 1), (True, 2), (False, 2)):
+    if child := os.fork():  # which nothing of the others is hashed in
+        assert not os.waitpid(child, 0)[1]
+        continue
+    if all_at_once:
+        hash_all()
+    order = sorted(found)
+    random.Random(seed).shuffle(order)
+    print(json.dumps({name: found[name].cache_key for name in order}), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_order_of_launches_does_not_matter() -> None:
+    run = [sys.executable, "-c", HASHES]
+    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "0"}, check=True, capture_output=True, text=True)
+    first, second, launched = map(json.loads, done.stdout.splitlines())
+    assert len(first) > 100 and first == second
+    assert launched != second, "Triton has mended it: nothing has to be done any more"
+
+
+def test_every_rank_hashes_before_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftwing.engine import build
+    from draftwing.engine.devices import pick_device
+
+    class Hashed(Exception):
+        pass
+
+    def hashing() -> None:
+        raise Hashed
+
+    device = pick_device("cpu")
+    monkeypatch.setattr(device.ops, "hash_kernels", hashing)
+    monkeypatch.setattr(build, "pick_device", lambda *asked: device)
+    monkeypatch.setattr(device, "set_threads", lambda *threads: None)
+    setup = SimpleNamespace(options=SimpleNamespace(device="cpu", num_threads=1), rank=1)
+    with pytest.raises(Hashed):
+        build.build_rank(setup, lambda: None)
