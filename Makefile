@@ -1,5 +1,5 @@
 # `make serve` and `make test`, which set up a virtual environment first, and again only when needed. While working on it:
-# `make check`, the same without what is slow or measures time (a minute and a half on two cores), and `make lint`, which
+# `make check`, the same without what is slow or measures time (two minutes on two cores), and `make lint`, which
 # mends format.
 PYTHON ?= python3
 VENV ?= .venv
