@@ -432,14 +432,7 @@ static void add_four(const u16* p, float (&sum)[4]) {
 template <int COUNT>
 static void take_registers() {}
 static void leave_registers() {}
-#endif
-
-#ifdef FP8
-static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
-    for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
-}
 static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
-static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
 static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static std::vector<u32> shown;  // by thread
@@ -450,6 +443,12 @@ static u32 of_neighbour(u32 value) {
     const u32 found = shown[me ^ 1];
     meet(warp_arrived[me / 32], 32);
     return found;
+}
+#endif
+
+#ifdef FP8
+static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
 }
 static std::vector<int> given, taken;  // turns: by block and warp group, and by thread
 static void give_turn(int group) { ++given[me / threads * 2 + group], ++steps; }
@@ -467,18 +466,22 @@ static void take_turn(int group) {
 struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
 static void prefetch_map(const TensorMap* map) {}
 static void prefetch_box(const TensorMap* map, int column, int row) {}
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, int first = 0) {
     if ((map->result && !waited[me]) || map->box[0] != 64 || (uintptr_t)to % 1024) abort();
     const auto [columns, rows, matrices] = map->box;
     Open& open = barriers.at(barrier);
     for (int i = 0; i < matrices * rows * 8; ++i) {
-        const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = i / 8 / rows;
+        const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = first + i / 8 / rows;
         const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
         const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
         open.copies.push_back({(void*)swizzled((uintptr_t)to >> 4, 0, i * 16), inside ? from : nullptr, 16});
     }
     open.bulk += matrices * rows * 128, ++steps;
     if (early) opens(open);
+}
+static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank)
+        copy_box(at_rank((char*)to, rank), map, column, row, at_rank(barrier, rank), matrix);
 }
 static void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     copy_box(to, map, column, row, barrier);
@@ -548,10 +551,10 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 #ifdef DENSE
 using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
 static struct {  // of the next run besides what `job` has
-    int x_rows, rows, stages, gated;
+    int x_rows, rows, stages, gated, many;
 } dense;
-extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated) {
-    dense = {x_rows, rows, stages, gated};
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int many) {
+    dense = {x_rows, rows, stages, gated, many};
 }
 #endif
 
@@ -560,7 +563,7 @@ static void body() {
 #ifdef DENSE
     const int parts = dense.gated ? 2 : 1;
     const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
-    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / (dense.many ? 2 : parts), dense.many ? 1 : parts}};
     ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
                               dense.stages, 2, dense.gated);
 #elif defined(FP8)

@@ -39,13 +39,18 @@ def test_dense_cuts(gated: bool) -> None:
         for tokens, clusters in itertools.product((1, 8, 64, 65, 128, cuda_dense.MOST, 193, 2048), CLUSTERS):
             cut = cuda_dense.cut_of(tokens, features, gated, columns, clusters)
             own = cut.rows // 2 if gated else cut.rows
+            if isinstance(cut.size, cuda_dense.ManySize):
+                assert tokens >= cuda_dense.MANY_FROM and cut.size.ranges == cuda_dense.ranges_of(rows, columns)
+                assert cut.grid[0] % 2 == 0 and cut.grid[0] <= 132 and cut.cluster == 2
+                assert cut.stages >= 3 and cut.stages * (128 + cut.rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[1]
+                continue
             assert own % 8 == 0 and cut.rows % 16 == 0
             assert cut.rows <= cut.size.features * (1 if cut.size.groups == 2 else 2)
             assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
-            assert cut.x_rows % 8 == 0 and cut.ranges == cuda_dense.ranges_of(rows, columns)
+            assert cut.x_rows % 8 == 0 and cut.cluster == cuda_dense.ranges_of(rows, columns)
             held = cut.size.groups * cuda_dense.TOKENS
-            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges
-            assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.ranges == 1
+            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.cluster
+            assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.cluster == 1
             assert cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[cut.blocks]
 
 
@@ -124,9 +129,10 @@ class DenseHost:
     ) -> Tensor:
         features = len(weight) // (2 if gated else 1)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
-        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated))
+        many = isinstance(cut.size, cuda_dense.ManySize)
+        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), int(many))
         launch(
-            self.library, cut.size.name, (cut.size.threads, cut.ranges, cuda_dense.SHARED[cut.blocks]),
+            self.library, cut.size.name, (cut.size.threads, cut.cluster, cuda_dense.SHARED[cut.blocks]),
             (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *cut.grid), early,
         )  # fmt: skip
         return out
@@ -135,7 +141,8 @@ class DenseHost:
 @pytest.fixture(scope="module")
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
-    source = "".join([*read_files(("gemm_wgmma.cu", "gemm_dense.cu")), *lines])
+    files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_many.cu", "gemm_dense_many.cu")
+    source = "".join([*read_files(files), *lines, *cuda_dense.kernel_lines(cuda_dense.MANY)])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
 
 
@@ -151,6 +158,7 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 
     def found(first: int, last: int, at_once: int, early: int) -> Tensor:
         cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, at_once, at_once)
+        assert isinstance(cut.size, cuda_dense.Size)
         fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
         its = None if extra is None else extra[first:last]
         return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
@@ -159,6 +167,31 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
     torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
     for first, last, at_once, early in ((149, 150, 1, LATE), (100, 150, 1, EARLY), (3, 100, 2, LATE), (5, 90, 1, LATE)):
         assert torch.equal(found(first, last, at_once, early), whole[first:last])
+
+
+@on_host
+@pytest.mark.further(kind="plain", rows=[32, 544])
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 256, 1), (32, 64, 1), (416, 1024, 4)])
+@pytest.mark.parametrize("early", [LATE, EARLY])
+def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int) -> None:
+    """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
+    weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    features = rows // 2 if gated else rows
+    extra = random(len(x), rows, seed=4) if kind == "add" else None
+    few = cuda_dense.make_cut(128, features, gated, columns, ranges, 64)
+    assert isinstance(few.size, cuda_dense.Size)
+    fits = [size for size in DENSE_SIZES if size.groups == few.size.groups and size.features >= few.size.features]
+    expected = torch.cat([
+        run_dense(x[at : at + 128], weight, bias, None if extra is None else extra[at : at + 128], gated,
+                  few._replace(size=fits[0]), EARLY)
+        for at in range(0, len(x), 128)
+    ])  # fmt: skip
+    for tokens, at_once in ((len(x), 1), (7, 3)):
+        some = None if extra is None else extra[:tokens]
+        cut = cuda_dense.cut_of_many(tokens, rows, ranges, at_once)
+        assert torch.equal(run_dense(x[:tokens], weight, bias, some, gated, cut, early), expected[:tokens])
 
 
 # -- gemm_fp8.cu ------------------------------------------------------------------------------------------------------
@@ -278,7 +311,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
+    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_many.cu", "gemm_fp8_many.cu"))
     source = "".join([*files, *cuda_fp8.kernel_lines([*cuda_fp8.SIZES, *MANY_SIZES])])
     return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
 

@@ -1,4 +1,4 @@
-"""GEMMs in bfloat16 of some rows: the Python side of gemm_dense.cu, for compute capability 9.0."""
+"""GEMMs in bfloat16: the Python side of gemm_dense.cu and gemm_dense_many.cu, for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ TOKENS = 64  # rows of x that a warp group takes
 _HALVES = (32, 48, 56, 64, 72, 88, 112, 128)
 PARTS = {1: _HALVES, 2: tuple(2 * half for half in _HALVES), 3: _HALVES[:-1]}  # as many sums as registers hold
 GROUPS = tuple(PARTS)
+MANY = 0  # in the place of a number of groups: kernels for many rows
 MOST = GROUPS[-1] * TOKENS  # rows of x that one block takes
 # Bytes of a block, by how many a multiprocessor has. Of one what is left is room for a small kernel's. Of two the next
 # one comes up, and asks for weights, while the other ends.
@@ -33,6 +34,11 @@ _MOST_STAGES = 31  # there is room for their barriers
 # Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
+MANY_FROM = MOST + 1  # rows of x from which the kernels of many rows multiply
+_MANY_FEATURES = {1: (256, 224, 192, 160), 2: (192, 160), 4: (192, 160)}  # by ranges of K, whose sums take registers, too
+_MANY_TOKENS = 128  # rows of x that a block takes
+_PAIR = 2  # blocks of a cluster
+_EPILOGUE = 16  # features whose products take as long as to end a tile
 
 
 class Size(NamedTuple):
@@ -51,15 +57,38 @@ class Size(NamedTuple):
         return f"dense_{self.groups}_{self.features}"
 
 
+class ManySize(NamedTuple):
+    """Of a kernel for many rows."""
+
+    features: int  # of a tile, and of an instruction
+    ranges: int  # of K
+
+    @property
+    def threads(self) -> int:
+        return 384
+
+    @property
+    def name(self) -> str:
+        return f"dense_many_{self.features}_{self.ranges}"
+
+    @property
+    def stages(self) -> int:
+        """Returns those of the ring."""
+        return (SHARED[1] - _BEFORE_RINGS) // ((_MANY_TOKENS + self.features) * PANEL * 2)
+
+
+MANY_SIZES = [ManySize(features, ranges) for ranges, sizes in _MANY_FEATURES.items() for features in sizes]
+
+
 class Cut(NamedTuple):
     """How a product is shared out."""
 
-    size: Size
+    size: Size | ManySize
     x_rows: int  # of x that a block has, a multiple of 8
     rows: int  # of a weight that a block takes
     stages: int
     ahead: int  # stages behind these, which come to the L2 cache while earlier kernels end
-    ranges: int  # of K
+    cluster: int  # blocks: ranges of K or, with many rows, blocks of rows
     blocks: int  # of a multiprocessor
     grid: tuple[int, int]
 
@@ -75,6 +104,8 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     `wgmma.RANGES`."""
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
+    if rows >= MANY_FROM and features % _STEP == 0:
+        return cut_of_many(rows, weights, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
     return make_cut(rows, features, gated, columns, ranges, clusters[cuda_wgmma.RANGES.index(ranges)], 2 if two else 1)
 
@@ -123,6 +154,19 @@ def make_cut(
     )
 
 
+def cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> Cut:
+    """weights: rows of the weight. at_once: clusters of two blocks."""
+    pairs = -(-rows // (_PAIR * _MANY_TOKENS))
+
+    def cost(features: int) -> tuple[int, int]:
+        """Of turns of clusters, and the larger tiles the better."""
+        return -(-pairs * -(-weights // features) // at_once) * (features + _EPILOGUE), -features
+
+    features = min(_MANY_FEATURES[ranges], key=cost)
+    size, tiles = ManySize(features, ranges), pairs * -(-weights // features)
+    return Cut(size, _MANY_TOKENS, features, size.stages, 0, _PAIR, 1, (_PAIR * min(at_once, tiles), 1))
+
+
 class DenseGemm:
     """The kernels of one device. A row of a result has the same bits among any number."""
 
@@ -130,9 +174,10 @@ class DenseGemm:
         self._device = device
 
     @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
-    def _kernel(self, size: Size) -> Kernel:
+    def _kernel(self, size: Size | ManySize) -> Kernel:
         """Not before a product needs it: while weights load, another process compiles it."""
-        return self._module(size.groups).kernel(size.name, size.threads, SHARED[1])
+        groups = size.groups if isinstance(size, Size) else MANY
+        return self._module(groups).kernel(size.name, size.threads, SHARED[1])
 
     @functools.cache  # noqa: B019
     def _module(self, groups: int) -> Module:
@@ -164,27 +209,34 @@ class DenseGemm:
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
         x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
-        w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
+        # Of many rows, a copy brings half of a tile's weights to both blocks of a cluster.
+        box = (cut.rows // 2, 1) if isinstance(cut.size, ManySize) else (cut.rows // parts, parts)
+        w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, *box))
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
-            cut.ahead, int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
+            cut.ahead, int(gated), overlap=not fresh, cluster=cut.cluster, shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
 
 
 def read_source(groups: int) -> str:
-    """Returns what is compiled for so many groups of 64 rows of x."""
-    return cuda_wgmma.read_source(["gemm_dense.cu"], "k16.f32.bf16.bf16", PARTS[groups], kernel_lines(groups))
+    """Returns what is compiled for so many groups of 64 rows of x, or `MANY`."""
+    many = groups == MANY
+    files = ["gemm_dense.cu", *(("gemm_many.cu", "gemm_dense_many.cu") if many else ())]
+    features = [size.features for size in MANY_SIZES] if many else PARTS[groups]
+    return cuda_wgmma.read_source(files, "k16.f32.bf16.bf16", features, kernel_lines(groups))
 
 
 def kernel_lines(groups: int) -> list[str]:
     """Returns lines of the source: kernels."""
+    if groups == MANY:
+        return [f"DENSE_MANY({size.name}, {size.features}, {size.ranges}, {size.threads})\n" for size in MANY_SIZES]
     sizes = [Size(groups, part) for part in PARTS[groups]]
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
 def compile_ahead(groups: int, capability: tuple[int, int]) -> None:
-    """Puts what `DenseGemm` compiles for so many groups of 64 rows of x into the user's cache folder, for devices of
+    """Puts what `DenseGemm` compiles for so many groups of 64 rows of x, or `MANY`, into the user's cache folder, for devices of
     this compute capability."""
     compile_source(read_source(groups), options_for(torch.bfloat16), capability)
 
