@@ -466,19 +466,47 @@ static void take_turn(int group) {
 struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
 static void prefetch_map(const TensorMap* map) {}
 static void prefetch_box(const TensorMap* map, int column, int row) {}
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, int first = 0) {
-    if ((map->result && !waited[me]) || map->box[0] != 64 || (uintptr_t)to % 1024) abort();
+static char* swizzled_box(const void* start, const TensorMap* map, int at) {  // bytes from a box's start
+    const int bits = map->box[0] == 64 ? 7 : 3;  // rows of 128 or of 64 bytes
+    const uintptr_t place = (uintptr_t)start + at;
+    return (char*)(place ^ (place >> 7 & bits) << 4);
+}
+// Of each 16 bytes of a box of one matrix or more: where they are in shared and, unless they are outside, global memory.
+template <class EACH>
+static void each_piece(const void* start, const TensorMap* map, int column, int row, int first, EACH each) {
     const auto [columns, rows, matrices] = map->box;
-    Open& open = barriers.at(barrier);
-    for (int i = 0; i < matrices * rows * 8; ++i) {
-        const int at_column = column + i % 8 * 8, at_row = row + i / 8 % rows, matrix = first + i / 8 / rows;
+    if ((columns != 64 && columns != 32) || (uintptr_t)start % (columns * 16)) abort();
+    for (int i = 0; i < matrices * rows * columns / 8; ++i) {
+        const int wide = columns / 8, at_column = column + i % wide * 8, at_row = row + i / wide % rows;
+        const int matrix = first + i / wide / rows;
         const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
         const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
-        open.copies.push_back({(void*)swizzled((uintptr_t)to >> 4, 0, i * 16), inside ? from : nullptr, 16});
+        each(swizzled_box(start, map, i * 16), inside ? from : nullptr);
     }
-    open.bulk += matrices * rows * 128, ++steps;
+}
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, int first = 0) {
+    if (map->result && !waited[me]) abort();
+    Open& open = barriers.at(barrier);
+    each_piece(to, map, column, row, first, [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); });
+    open.bulk += map->box[0] * map->box[1] * map->box[2] * 2, ++steps;
     if (early) opens(open);
 }
+static std::vector<std::vector<Copy>> stores;  // by thread: boxes that are on their way
+static void store_box(const TensorMap* map, const void* from, int column, int row) {
+    each_piece(from, map, column, row, 0, [&](char* at, const u16* to) {
+        if (to) stores[me].push_back({(void*)to, at, 16});
+    });
+}
+static void wait_for_reads() {
+    for (const Copy& copy : stores[me]) finish(copy);
+    stores[me].clear();
+}
+static void end_stores() {
+    if (early) wait_for_reads();
+}
+static void show_writes() {}
+static std::vector<int> group_arrived;  // by block and warp group
+static void sync_group(int group) { meet(group_arrived[me / threads * 2 + group], 128); }
 static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
     for (int rank = 0; rank < 2; ++rank)
         copy_box(at_rank((char*)to, rank), map, column, row, at_rank(barrier, rank), matrix);
@@ -550,11 +578,13 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 
 #ifdef DENSE
 using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
+using DenseManyKernel = void (*)(TensorMap, TensorMap, TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int,
+                                 int, int);
 static struct {  // of the next run besides what `job` has
-    int x_rows, rows, stages, gated, many;
+    int x_rows, rows, stages, gated, boxes;
 } dense;
-extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int many) {
-    dense = {x_rows, rows, stages, gated, many};
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int boxes) {  // boxes: 0 for few rows
+    dense = {x_rows, rows, stages, gated, boxes};
 }
 #endif
 
@@ -563,7 +593,11 @@ static void body() {
 #ifdef DENSE
     const int parts = dense.gated ? 2 : 1;
     const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
-    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / (dense.many ? 2 : parts), dense.many ? 1 : parts}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / (dense.boxes ? 2 : parts), dense.boxes ? 1 : parts}};
+    if (dense.boxes) {
+        const TensorMap more = {job.extra, true, {job.N, job.M, 1}, {32, 64, 1}}, to = {job.y, true, {job.N, job.M, 1}, {32, 64, 1}};
+        ((DenseManyKernel)job.kernel)(x, w, more, to, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.stages, dense.boxes);
+    } else
     ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
                               dense.stages, 2, dense.gated);
 #elif defined(FP8)
@@ -637,6 +671,10 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             products_open.assign(fibers.size(), {});
             consumers_arrived.assign(cluster, 0);
             cluster_here = 0;
+#endif
+#ifdef DENSE
+            stores.assign(fibers.size(), {});
+            group_arrived.assign(cluster * 2, 0);
 #endif
 #ifdef FP8
             given.assign(cluster * 2, 0);

@@ -42,7 +42,7 @@ def test_dense_cuts(gated: bool) -> None:
             if isinstance(cut.size, cuda_dense.ManySize):
                 assert tokens >= cuda_dense.MANY_FROM and cut.size.ranges == cuda_dense.ranges_of(rows, columns)
                 assert cut.grid[0] % 2 == 0 and cut.grid[0] <= 132 and cut.cluster == 2
-                assert cut.stages >= 3 and cut.stages * (128 + cut.rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[1]
+                assert cut.stages >= 4 and cut.stages * cut.size.stage + cut.size.boxes * 8192 < (227 << 10) - 1024
                 continue
             assert own % 8 == 0 and cut.rows % 16 == 0
             assert cut.rows <= cut.size.features * (1 if cut.size.groups == 2 else 2)
@@ -129,10 +129,14 @@ class DenseHost:
     ) -> Tensor:
         features = len(weight) // (2 if gated else 1)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
-        many = isinstance(cut.size, cuda_dense.ManySize)
-        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), int(many))
+        boxes, shared = (
+            (cut.size.boxes, 227 << 10)
+            if isinstance(cut.size, cuda_dense.ManySize)
+            else (0, cuda_dense.SHARED[cut.blocks])
+        )
+        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), boxes)
         launch(
-            self.library, cut.size.name, (cut.size.threads, cut.cluster, cuda_dense.SHARED[cut.blocks]),
+            self.library, cut.size.name, (cut.size.threads, cut.cluster, shared),
             (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *cut.grid), early,
         )  # fmt: skip
         return out
@@ -142,7 +146,8 @@ class DenseHost:
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
     files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_many.cu", "gemm_dense_many.cu")
-    source = "".join([*read_files(files), *lines, *cuda_dense.kernel_lines(cuda_dense.MANY)])
+    many = [line for ranges in (1, 2, 4) for line in cuda_dense.kernel_lines(cuda_dense.Program(ranges=ranges))]
+    source = "".join([*read_files(files), *lines, *many])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
 
 
@@ -190,7 +195,7 @@ def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: 
     ])  # fmt: skip
     for tokens, at_once in ((len(x), 1), (7, 3)):
         some = None if extra is None else extra[:tokens]
-        cut = cuda_dense.cut_of_many(tokens, rows, ranges, at_once)
+        cut = cuda_dense.cut_of_many(tokens, rows, gated, ranges, at_once)
         assert torch.equal(run_dense(x[:tokens], weight, bias, some, gated, cut, early), expected[:tokens])
 
 

@@ -229,8 +229,8 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
         yield gemm.compile_ahead, job.dtype, job.capability, shapes
     if cuda_wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
-        for groups in cuda_dense.GROUPS:
-            yield cuda_dense.compile_ahead, groups, job.capability
+        for program in cuda_dense.PROGRAMS:
+            yield cuda_dense.compile_ahead, program, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for made, of in ((cuda_groups, widths | _width_of_lm_head(job, config)), (cuda_tall, widths)):
         for width in of:

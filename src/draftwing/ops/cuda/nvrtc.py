@@ -24,7 +24,8 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttr
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
-_BFLOAT16_MAP, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # of CUtensorMapDataType, ...Swizzle, ...L2promotion
+_BFLOAT16_MAP, _PROMOTE_256B = 9, 3  # of CUtensorMapDataType, ...L2promotion
+_SWIZZLES = {64: 2, 128: 3}  # of CUtensorMapSwizzle, by bytes of a row of a box
 TensorMap = ctypes.Array[ctypes.c_uint64]
 Arg = Tensor | TensorMap | int | float | None
 
@@ -137,7 +138,7 @@ def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> Te
     driver, words, longs = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
     code = driver.cuTensorMapEncodeTiled(
         ctypes.byref(room, skip * 8), _BFLOAT16_MAP, rank, ctypes.c_void_p(address), longs(*shape), longs(*strides),
-        words(*box), words(*[1] * rank), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+        words(*box), words(*[1] * rank), 0, _SWIZZLES[2 * box[0]], _PROMOTE_256B, 0,
     )  # fmt: skip
     _check(driver, code)
     return (ctypes.c_uint64 * 16)(*room[skip : skip + 16])

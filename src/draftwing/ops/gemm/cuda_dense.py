@@ -18,7 +18,6 @@ TOKENS = 64  # rows of x that a warp group takes
 _HALVES = (32, 48, 56, 64, 72, 88, 112, 128)
 PARTS = {1: _HALVES, 2: tuple(2 * half for half in _HALVES), 3: _HALVES[:-1]}  # as many sums as registers hold
 GROUPS = tuple(PARTS)
-MANY = 0  # in the place of a number of groups: kernels for many rows
 MOST = GROUPS[-1] * TOKENS  # rows of x that one block takes
 # Bytes of a block, by how many a multiprocessor has. Of one what is left is room for a small kernel's. Of two the next
 # one comes up, and asks for weights, while the other ends.
@@ -35,7 +34,11 @@ _MOST_STAGES = 31  # there is room for their barriers
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 MANY_FROM = MOST + 1  # rows of x from which the kernels of many rows multiply
-_MANY_FEATURES = {1: (256, 224, 192, 160), 2: (192, 160), 4: (192, 160)}  # by ranges of K, whose sums take registers, too
+# Features of a tile by ranges of K, whose sums take registers, too: of gates and ups as many of either.
+_MANY_FEATURES = {1: (256, 224, 192, 160, 128), 2: (192, 176, 160, 144, 128), 4: (192, 176, 160, 144, 128)}
+_MANY_GATED = {1: (256, 224, 192), 2: (192, 128), 4: (192, 128)}
+_MANY_SHARED, _MANY_STAGES = 227 << 10, 4  # bytes of a block; stages that there are at least
+_BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
 _MANY_TOKENS = 128  # rows of x that a block takes
 _PAIR = 2  # blocks of a cluster
 _EPILOGUE = 16  # features whose products take as long as to end a tile
@@ -62,6 +65,7 @@ class ManySize(NamedTuple):
 
     features: int  # of a tile, and of an instruction
     ranges: int  # of K
+    gated: bool
 
     @property
     def threads(self) -> int:
@@ -69,15 +73,31 @@ class ManySize(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"dense_many_{self.features}_{self.ranges}"
+        return f"dense_many_{self.features}_{self.ranges}_{int(self.gated)}"
+
+    @property
+    def stage(self) -> int:
+        """Returns the bytes of one."""
+        return (_MANY_TOKENS + self.features) * PANEL * 2
+
+    @property
+    def boxes(self) -> int:
+        """Returns for how many boxes of results there is room: all of a tile's, if the ring has stages enough then."""
+        width = self.features // 2 if self.gated else self.features
+        return min(-(-width // 32), (_MANY_SHARED - _BEFORE_RINGS - _MANY_STAGES * self.stage) // _BOX)
 
     @property
     def stages(self) -> int:
         """Returns those of the ring."""
-        return (SHARED[1] - _BEFORE_RINGS) // ((_MANY_TOKENS + self.features) * PANEL * 2)
+        return (_MANY_SHARED - _BEFORE_RINGS - self.boxes * _BOX) // self.stage
 
 
-MANY_SIZES = [ManySize(features, ranges) for ranges, sizes in _MANY_FEATURES.items() for features in sizes]
+MANY_SIZES = [
+    ManySize(features, ranges, gated)
+    for gated, sizes in ((False, _MANY_FEATURES), (True, _MANY_GATED))
+    for ranges in sizes
+    for features in sizes[ranges]
+]
 
 
 class Cut(NamedTuple):
@@ -105,7 +125,7 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
     if rows >= MANY_FROM and features % _STEP == 0:
-        return cut_of_many(rows, weights, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
+        return cut_of_many(rows, weights, gated, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
     return make_cut(rows, features, gated, columns, ranges, clusters[cuda_wgmma.RANGES.index(ranges)], 2 if two else 1)
 
@@ -154,17 +174,17 @@ def make_cut(
     )
 
 
-def cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> Cut:
+def cut_of_many(rows: int, weights: int, gated: bool, ranges: int, at_once: int) -> Cut:
     """weights: rows of the weight. at_once: clusters of two blocks."""
     pairs = -(-rows // (_PAIR * _MANY_TOKENS))
 
-    def cost(features: int) -> tuple[int, int]:
+    def cost(size: ManySize) -> tuple[int, int]:
         """Of turns of clusters, and the larger tiles the better."""
-        return -(-pairs * -(-weights // features) // at_once) * (features + _EPILOGUE), -features
+        return -(-pairs * -(-weights // size.features) // at_once) * (size.features + _EPILOGUE), -size.features
 
-    features = min(_MANY_FEATURES[ranges], key=cost)
-    size, tiles = ManySize(features, ranges), pairs * -(-weights // features)
-    return Cut(size, _MANY_TOKENS, features, size.stages, 0, _PAIR, 1, (_PAIR * min(at_once, tiles), 1))
+    size = min((size for size in MANY_SIZES if size.ranges == ranges and size.gated == gated), key=cost)
+    grid = _PAIR * min(at_once, pairs * -(-weights // size.features)), 1
+    return Cut(size, _MANY_TOKENS, size.features, size.stages, 0, _PAIR, 1, grid)
 
 
 class DenseGemm:
@@ -176,12 +196,13 @@ class DenseGemm:
     @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
     def _kernel(self, size: Size | ManySize) -> Kernel:
         """Not before a product needs it: while weights load, another process compiles it."""
-        groups = size.groups if isinstance(size, Size) else MANY
-        return self._module(groups).kernel(size.name, size.threads, SHARED[1])
+        if isinstance(size, ManySize):
+            return self._module(Program(ranges=size.ranges)).kernel(size.name, size.threads, _MANY_SHARED)
+        return self._module(Program(size.groups)).kernel(size.name, size.threads, SHARED[1])
 
     @functools.cache  # noqa: B019
-    def _module(self, groups: int) -> Module:
-        return Module(read_source(groups), options_for(torch.bfloat16), self._device)
+    def _module(self, program: Program) -> Module:
+        return Module(read_source(program), options_for(torch.bfloat16), self._device)
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
@@ -209,9 +230,20 @@ class DenseGemm:
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
         x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
+        many = isinstance(cut.size, ManySize)
         # Of many rows, a copy brings half of a tile's weights to both blocks of a cluster.
-        box = (cut.rows // 2, 1) if isinstance(cut.size, ManySize) else (cut.rows // parts, parts)
+        box = (cut.rows // 2, 1) if many else (cut.rows // parts, parts)
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, *box))
+        if isinstance(cut.size, ManySize):
+            to, more = (
+                tensor_map(each.data_ptr(), (features, rows, 1), (32, 64, 1))
+                for each in (out, out if residual is None else residual)
+            )
+            self._kernel(cut.size)(
+                cut.grid, x_map, w_map, more, to, bias, residual, out, rows, features, columns, cut.stages,
+                cut.size.boxes, overlap=not fresh, cluster=cut.cluster,
+            )  # fmt: skip
+            return out
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
             cut.ahead, int(gated), overlap=not fresh, cluster=cut.cluster, shared=SHARED[cut.blocks],
@@ -219,26 +251,39 @@ class DenseGemm:
         return out
 
 
-def read_source(groups: int) -> str:
-    """Returns what is compiled for so many groups of 64 rows of x, or `MANY`."""
-    many = groups == MANY
+class Program(NamedTuple):
+    """Kernels that are compiled together."""
+
+    groups: int = 0  # of 64 rows of x, of the kernels for few rows
+    ranges: int = 0  # of K, of those for many
+
+
+PROGRAMS = [*(Program(groups) for groups in GROUPS), *(Program(ranges=ranges) for ranges in _MANY_FEATURES)]
+
+
+def read_source(program: Program) -> str:
+    """Returns what is compiled."""
+    many = [size for size in MANY_SIZES if size.ranges == program.ranges]
     files = ["gemm_dense.cu", *(("gemm_many.cu", "gemm_dense_many.cu") if many else ())]
-    features = [size.features for size in MANY_SIZES] if many else PARTS[groups]
-    return cuda_wgmma.read_source(files, "k16.f32.bf16.bf16", features, kernel_lines(groups))
+    features = {size.features for size in many} or PARTS[program.groups]
+    return cuda_wgmma.read_source(files, "k16.f32.bf16.bf16", features, kernel_lines(program))
 
 
-def kernel_lines(groups: int) -> list[str]:
+def kernel_lines(program: Program) -> list[str]:
     """Returns lines of the source: kernels."""
-    if groups == MANY:
-        return [f"DENSE_MANY({size.name}, {size.features}, {size.ranges}, {size.threads})\n" for size in MANY_SIZES]
-    sizes = [Size(groups, part) for part in PARTS[groups]]
+    if program.ranges:
+        return [
+            f"DENSE_MANY({size.name}, {size.features}, {size.ranges}, {int(size.gated)}, {size.threads})\n"
+            for size in MANY_SIZES
+            if size.ranges == program.ranges
+        ]
+    sizes = [Size(program.groups, part) for part in PARTS[program.groups]]
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
-def compile_ahead(groups: int, capability: tuple[int, int]) -> None:
-    """Puts what `DenseGemm` compiles for so many groups of 64 rows of x, or `MANY`, into the user's cache folder, for devices of
-    this compute capability."""
-    compile_source(read_source(groups), options_for(torch.bfloat16), capability)
+def compile_ahead(program: Program, capability: tuple[int, int]) -> None:
+    """Puts what `DenseGemm` compiles into the user's cache folder, for devices of this compute capability."""
+    compile_source(read_source(program), options_for(torch.bfloat16), capability)
 
 
 def takes(weight: Tensor) -> bool:
