@@ -26,6 +26,8 @@ class DenseCache(Attend):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
         scores = torch.einsum("mhd,thd->hmt", q, k) * (kind.scalar or q.shape[-1]) ** -0.5
+        if kind.cap:
+            scores = kind.cap * (scores / kind.cap).tanh()
         seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
         if kind.window:
             seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)

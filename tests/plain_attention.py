@@ -24,6 +24,7 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> 
     heads, dim = q.shape
     k, v = (x[-kind.window :].double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("hd,shd->hs", q.double(), k) / math.sqrt(kind.scalar or dim)
+    scores = kind.cap * (scores / kind.cap).tanh() if kind.cap else scores
     sinks = scores.new_full((heads,), -torch.inf) if kind.sinks is None else kind.sinks.to(scores)
     weights = torch.cat((scores, sinks[:, None]), 1).softmax(1)[:, :-1]
     return torch.einsum("hs,shd->hd", weights, v).flatten()

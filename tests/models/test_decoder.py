@@ -76,6 +76,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": PLAIN}),
     "qwen2.5": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": PLAIN}),
     "gemma": ("Gemma", {"head_dim": 32, "rope_parameters": PLAIN}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "gemma2-defaults": ("Gemma2", {"head_dim": 32, "layer_types": MIXED, "sliding_window": 60}),
     "gemma3": (
         "Gemma3",
         {

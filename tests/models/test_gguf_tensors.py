@@ -191,7 +191,6 @@ def test_unsupported_metadata_is_refused_by_name(
     ("arch", "missing"),
     [
         ("glm-dsa", "sparse latent attention (DSA)"),
-        ("gemma2", "capped attention scores"),
         ("falcon-h1", "state-space layers (Mamba)"),
         ("gptneox", "layer norms with a mean (LayerNorm)"),
         ("ernie4_5-moe", "rotary embeddings that turn neighbours"),

@@ -124,8 +124,9 @@ def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         bound=40, chunks=(ChunkSpan(0, 0, 0, 7),), prefix_len=NONE,
     )  # fmt: skip
     kept = made.floats(dtype, 7, 1, 64)
-    kind = AttentionKind(scalar=40, values=40)
-    yield ops.attention(pool).bind(chunk, 0)(0, made.floats(dtype, 7, 3, 64), kept, kept[..., :40], kind)
+    for cap in (0.0, 1.5):
+        kind = AttentionKind(scalar=40, cap=cap, values=40)
+        yield ops.attention(pool).bind(chunk, 0)(0, made.floats(dtype, 7, 3, 64), kept, kept[..., :40], kind)
 
 
 @case

@@ -230,11 +230,12 @@ def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
     wide = [replace(layer, norm=NormConfig(wide=True)) for layer in CONFIG.layers]
     scaled = [replace(layer, residual_scale=0.5) for layer in CONFIG.layers]
     after = [replace(layer, in_norms=False, out_norms=True) for layer in CONFIG.layers]
-    queries = [
-        replace(layer, mixer=replace(layer.mixer, scaled_queries=True))  # type: ignore[type-var]
-        for layer in CONFIG.layers
-    ]
-    for model in (tiny(activation="gelu"), *(tiny(layers=tuple(kind)) for kind in (wide, scaled, after, queries))):
+    queries, capped = (
+        [replace(layer, mixer=replace(layer.mixer, **own)) for layer in CONFIG.layers]  # type: ignore[type-var]
+        for own in ({"scaled_queries": True}, {"cap": 30.0})
+    )
+    kinds = wide, scaled, after, queries, capped
+    for model in (tiny(activation="gelu"), *(tiny(layers=tuple(kind)) for kind in kinds)):
         assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 
 

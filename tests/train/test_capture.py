@@ -91,18 +91,19 @@ def test_features_are_those_that_serving_feeds_a_head(
 
 
 @pytest.mark.parametrize("window", [0, 1, 5])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_targets_with_windows_and_sinks(window: int, sinks: bool) -> None:
+@pytest.mark.parametrize(("sinks", "cap"), [(False, 0.0), (True, 0.0), (True, 1.5)])
+def test_targets_with_windows_sinks_and_caps(window: int, sinks: bool, cap: float) -> None:
     """What they attend to while they are captured, by brute force in float64."""
     rng, count, length = torch.Generator().manual_seed(1), 2, 12
     q, k, v = (torch.randn(count * length, heads, 8, generator=rng) for heads in (4, 2, 2))
-    kind = AttentionKind(window, torch.randn(4, generator=rng) if sinks else None, 20)
+    kind = AttentionKind(window, torch.randn(4, generator=rng) if sinks else None, 20, cap)
     found = Causal(count, length)(0, q, k, v, kind)
     for row in range(count * length):
         start = row // length * length
         seen = slice(max(start, row + 1 - window) if window else start, row + 1)
         for head in range(4):
             scores = k[seen, head // 2].double() @ q[row, head].double() * 20**-0.5
+            scores = cap * (scores / cap).tanh() if cap else scores
             every = torch.cat((scores, kind.sinks[head, None].double())) if kind.sinks is not None else scores
             expected = every.softmax(0)[: len(scores)] @ v[seen, head // 2].double()
             torch.testing.assert_close(found.view(-1, 4, 8)[row, head].double(), expected, atol=1e-5, rtol=1e-5)

@@ -25,10 +25,10 @@ from draftwing.parallel.ranks import Ranks, Share
 class AttentionConfig(MixerConfig):
     """Grouped-query attention of one layer, with the sizes of this rank.
 
-    rope: which of `ModelConfig.ropes` turns its heads.  window, scalar: as `AttentionKind` has them.  sinks: whether
-    heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms are of
-    all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it; then it
-    makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
+    rope: which of `ModelConfig.ropes` turns its heads.  window, scalar, cap: as `AttentionKind` has them.  sinks:
+    whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms
+    are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it;
+    then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
     queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
     are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
@@ -56,6 +56,7 @@ class AttentionConfig(MixerConfig):
     interleaved: bool = False
     fused: bool = False
     scaled_queries: bool = False
+    cap: float = 0.0
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -213,13 +214,13 @@ class Attention(Mixer):
         self.o = place.out(q_rows, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
-        self._window, self._scalar = config.window, config.scalar
+        self._window, self._scalar, self._cap = config.window, config.scalar, config.cap
         self.scaled_queries = config.scaled_queries
 
     @property
     def kind(self) -> AttentionKind:
         """Returns what the injected attention is told of this layer."""
-        return AttentionKind(self._window, self.sinks, self._scalar, reads=self.reads_others)
+        return AttentionKind(self._window, self.sinks, self._scalar, self._cap, reads=self.reads_others)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]

@@ -81,8 +81,8 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
-        GELU, wide norms or four of them, with a factor of what it adds, with something behind its MLP, or a mixer that
-        is no attention with keys and values of its own, no gate and no norms but those of heads of queries and
+        GELU, wide norms or four of them, capped scores, a factor of what it adds, something behind its MLP, or a mixer
+        that is no attention with keys and values of its own, no gate and no norms but those of heads of queries and
         keys."""
         attention, mlp = self.mixer, self.mlp
         if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms:
@@ -93,7 +93,7 @@ class DecoderLayer(nn.Module):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
-        if attention.scaled_queries:
+        if attention.scaled_queries or attention.kind.cap:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features

@@ -248,6 +248,7 @@ def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
         rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
         interleaved=family.rope_interleaved,
         fused=family.fused_qkv,
+        cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )
 
 

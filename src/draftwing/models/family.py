@@ -148,6 +148,7 @@ class Family:
     attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key
     tied: bool = False  # `tie_word_embeddings` when the config has none
     soft_cap: bool = False  # whether it reads `final_logit_softcapping`
+    score_cap: bool = False  # whether it reads `attn_logit_softcapping`
     gated: bool = False  # whether attention has gates
     turns_parts: bool = False  # whether a part of each head may be turned
     rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none

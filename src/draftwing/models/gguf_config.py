@@ -129,6 +129,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         interleaved=family.rope_interleaved,
         fused=family.fused_qkv,
         scalar=query_scalar(fields, "attention.scale", 0.0) if family.multipliers else 0,
+        cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )
 
 

@@ -131,9 +131,13 @@ class Causal(DenseAttend):
         mask = None if kind.is_full else _mask(kind, length, q)
         if kind.sinks is not None:  # the last key has no value, and its score is that of the mask
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=kind.scale(q.shape[3]), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        scale, grouped = kind.scale(q.shape[3]), q.shape[1] != k.shape[1]
+        if kind.cap and mask is not None:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            scores = (q @ k.mT).float() * (scale / kind.cap)
+            out = (kind.cap * scores.tanh() + mask).softmax(-1).to(v.dtype) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(math.prod(self._shape), -1)
 
     def fused(

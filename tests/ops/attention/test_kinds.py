@@ -25,7 +25,8 @@ KINDS = {
     "window 40": AttentionKind(window=40),
     "longer than all": AttentionKind(window=400),
     "sinks": AttentionKind(sinks=SINKS),
-    "all": AttentionKind(window=128, sinks=SINKS, scalar=40),
+    "cap": AttentionKind(cap=1.5),
+    "all": AttentionKind(window=128, sinks=SINKS, scalar=40, cap=3.0),
     "latents": AttentionKind(scalar=40, values=VALUES),  # and 8 elements behind them that are turned
 }
 PREFIXES = [2, 41, 127, 128, 201]

@@ -1,4 +1,5 @@
-"""Gemma 1; and Gemma 3, with five layers with a window for each without one, and norms before and after each part."""
+"""Gemma 1; Gemma 2, with capped scores and logits, windows in every other layer, and norms before and after each part;
+and Gemma 3, with these norms and five layers with a window for each without one."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.models.family import Family, InGGUF, Whole
 from draftwing.models.fields import Fields
 
-_OF_27B = 62  # layers of the one model whose scale is not that of its heads' size, which GGUF files do not say
+_OF_27B = 46, 62  # layers of the models whose scale is not that of their heads' size, which GGUF files do not say
 
 
 def _scalar(attention: AttentionConfig, hidden: int, layers: int) -> int:
-    return hidden // attention.heads if layers == _OF_27B else attention.head_dim
+    return hidden // attention.heads if layers in _OF_27B else attention.head_dim
 
 
 _SIZES = {
@@ -27,34 +28,46 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh" if named == "gelu" else named}
 
 
+def _capped(fields: Fields) -> dict[str, Any]:
+    """Says what Gemma 2 is where a config, or a file from before the keys, has none of them."""
+    usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return {key: value for key, value in usual.items() if not fields.has(key)}
+
+
+def _metadata(fields: Fields) -> Fields:
+    window = {} if fields.has("attention.sliding_window") else {"attention.sliding_window": 4096}
+    return fields.overruled(_capped(fields) | window)
+
+
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256, "wide_norms": True, "norm_offset": 1.0, "activation": "gelu", "scaled_embeddings": True,
+    "tied": True,
+}  # fmt: skip
 FAMILIES = {
-    "GemmaForCausalLM": Family(
-        "gemma",
-        head_dim=256,
-        wide_norms=True,
-        norm_offset=1.0,
-        activation="gelu",
-        scaled_embeddings=True,
-        tied=True,
-        keys=_keys,
-        neutral={"hidden_act": None},
-        gguf=InGGUF("gemma"),
+    "GemmaForCausalLM": Family("gemma", **_GEMMA, keys=_keys, neutral={"hidden_act": None}, gguf=InGGUF("gemma")),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        **_GEMMA,
+        sliding_window=4096,
+        window_pattern=2,
+        out_norms=True,
+        attention_scalar=256,
+        score_cap=True,
+        soft_cap=True,
+        keys=_capped,
+        neutral={"hidden_act": None, "sliding_window_size": None},  # beside keys that are read
+        gguf=InGGUF("gemma2", scalar=_scalar, fields=_metadata),
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
+        **_GEMMA,
         qk_norm=True,
-        head_dim=256,
         sliding_window=4096,
         window_pattern=6,
         theta=1e6,
         local_theta=1e4,
-        wide_norms=True,
-        norm_offset=1.0,
         out_norms=True,
-        activation="gelu",
-        scaled_embeddings=True,
         attention_scalar=256,
-        tied=True,
         neutral={"sliding_window_pattern": None},  # beside `layer_types`
         wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES)},
         gguf=InGGUF("gemma3", scalar=_scalar),

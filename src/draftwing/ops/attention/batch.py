@@ -38,6 +38,7 @@ class AttentionKind(NamedTuple):
     sinks [heads] float32: logits of a key without a value, which is in the denominator of every query's softmax; as
     they are, without the scale.
     scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
+    cap: scores s, scaled, are cap * tanh(s / cap); 0: as they are.
     values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
     reads: whether the layer makes queries alone, over the keys and values that an earlier call had for this layer.
     """
@@ -45,6 +46,7 @@ class AttentionKind(NamedTuple):
     window: int = 0
     sinks: Tensor | None = None
     scalar: int = 0
+    cap: float = 0.0
     values: int = 0
     reads: bool = False
 
@@ -55,7 +57,7 @@ class AttentionKind(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Returns whether queries attend as with `FULL`, whoever wrote the keys."""
-        return not self.window and self.sinks is None and not self.scalar and not self.values
+        return not self.window and self.sinks is None and not (self.scalar or self.cap or self.values)
 
 
 FULL = AttentionKind()  # to everything before, as in Llama

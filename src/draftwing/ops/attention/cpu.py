@@ -188,7 +188,7 @@ class CpuAttend(KernelAttend):
         out = q.new_empty(q.shape[0], heads * (kind.values or dim))
         self._raw.attend(
             out, q, kv, q.stride(0), heads, kv_heads, dim, self._half(q), self._kv_type, *self._how,
-            *numbers_of_kind(kind), kv.shape[2], kind.values,
+            *numbers_of_kind(kind), kv.shape[2], kind.values, kind.cap,
         )  # fmt: skip
         return out
 

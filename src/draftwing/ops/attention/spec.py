@@ -160,6 +160,9 @@ def _attend(queries: Queries, q: Tensor, kind: AttentionKind) -> None:
     log2e = math.log2(math.e)  # for exp2, which is several times faster than exp
     scale = kind.scale(dim) * log2e
     torch.baddbmm(queries.scores, queries.left, queries.keys, beta=0, alpha=scale, out=queries.scores)
+    if kind.cap:  # cap - 2 * cap / (1 + exp2(2 * s / cap)), s in powers of 2
+        cap = kind.cap * log2e
+        queries.scores.mul_(2 * log2e / cap).exp2_().add_(1).reciprocal_().mul_(-2 * cap).add_(cap)
     queries.masked.add_(queries.mask)
     top = queries.by_block.amax((1, 4), keepdim=True)  # [B, 1, kv_heads, tall, 1]
     sink = None

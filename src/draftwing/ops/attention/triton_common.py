@@ -219,11 +219,15 @@ def _widened(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scores(q, k):
-    """q, k: parts of queries [ROWS, ..] and keys [K, ..] -> [ROWS, K]"""
+def scores(q, k, scale, CAP: tl.constexpr):
+    """q, k: parts of queries [ROWS, ..] and keys [K, ..] -> [ROWS, K], without the scale. CAP: as `AttentionKind` has
+    it, of scores with the scale."""
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     if len(k) > 1:
         s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
+    if CAP > 0:  # cap * tanh(x) = cap - 2 * cap / (1 + exp2(2 * log2(e) * x)), divided by the scale, in powers of 2
+        cap = CAP * LOG2E / scale
+        s = cap - 2.0 * cap / (1.0 + tl.exp2(s * (2.0 * LOG2E / cap)))
     return s
 
 

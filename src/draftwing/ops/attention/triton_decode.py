@@ -182,7 +182,7 @@ def tree_attention(
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
             WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
-            LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase,
+            LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),

@@ -39,11 +39,11 @@ def _prefill_kernel(
     q, kv, table, rows, tiles, sinks, out, scale, v_scale, q_stride, table_stride,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr,
-    LONG: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    LONG: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV_HEADS). tiles [T, 6] int32: as of `prefill_tiles`; rows are (query of the chunk, head of the
-    group). The first piece of a tile does all of it. WINDOW, sinks: as `AttentionKind` has them. EXACT: in splits, as
-    decode."""
+    group). The first piece of a tile does all of it. WINDOW, CAP, sinks: as `AttentionKind` has them. EXACT: in splits,
+    as decode."""
     start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tiles += tl.program_id(0) * 6
@@ -77,7 +77,7 @@ def _prefill_kernel(
         seen = place[None, :] <= last[:, None]
         if WINDOW > 0:
             seen = seen & (place[None, :] > last[:, None] - WINDOW)
-        s = tl.where(seen, scores(q_tile, k), float("-inf"))
+        s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
         top, den, acc = with_unit(s, scale, v, top, den, acc)
     all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
     own_head = head * GROUP + flat % GROUP
@@ -129,7 +129,7 @@ def prefill_attention(
         q, kv, table, rows, tiles, kind.sinks, out, scale, v_scale,
         q.stride(0), table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
         DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long,
-        EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,
+        EXACT=exact, CAP=kind.cap, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,
         **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)

@@ -187,7 +187,7 @@ def _with_mixed_unit(
     queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
-    STEPS: tl.constexpr, EXACT: tl.constexpr,
+    STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
@@ -209,20 +209,20 @@ def _with_mixed_unit(
                 kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
                 DIM, MORE, FRONT, q_tile[0].dtype,
             )  # fmt: skip
-        s = tl.where(seen, scores(q_tile, k), float("-inf"))
-        own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
+        s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
+        own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
         top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         den, acc = added(own_s, scale, base, own_v, den, acc)
     else:
-        s = tl.where(seen, scores(q_tile, k), float("-inf"))
+        s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
         best = tl.max(s, 1)
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
                 WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
             )  # fmt: skip
-            best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
+            best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
         top, base, fade = raised(top, best, scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         for step in range(STEPS):
@@ -230,7 +230,7 @@ def _with_mixed_unit(
                 kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
                 WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
             )  # fmt: skip
-            own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
+            own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
             den, acc = added(own_s, scale, base, own_v, den, acc)
     return top, den, acc
 
@@ -273,8 +273,9 @@ def tree_kernel(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, PHASE: tl.constexpr,
+    ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
+    INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
@@ -289,7 +290,7 @@ def tree_kernel(
     PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
     split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
 
-    WINDOW, sinks: as `AttentionKind` has them; `window`: of the batch.
+    WINDOW, CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
     EXACT: FRONT, STEP, STEPS say how a node's own chunks are gathered. Else FRONT is the window, padded, whose keys
     all rows read under a mask, as part of the unit that the committed positions end in.
@@ -395,11 +396,11 @@ def tree_kernel(
                 slot = tl.load(table_row + place, mask=place < prefix, other=0)
                 slot = tl.where(place < prefix, slot, own_slot)
                 k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
-                s = tl.where((place < end)[None, :], scores(q_tile, k), float("-inf"))
+                s = tl.where((place < end)[None, :], scores(q_tile, k, scale, CAP), float("-inf"))
             else:
                 slot = tl.load(table_row + place)
                 k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
-                s = scores(q_tile, k)
+                s = scores(q_tile, k, scale, CAP)
             if WINDOW > 0:
                 s = tl.where(place[None, :] >= low[:, None], s, float("-inf"))
             top, den, acc = with_unit(s, scale, v, top, den, acc)
@@ -415,7 +416,7 @@ def tree_kernel(
             top, den, acc = _with_mixed_unit(
                 q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale,
                 window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM, MORE, ROWS, UNIT, FRONT, STEP,
-                STEPS, EXACT,
+                STEPS, EXACT, CAP,
             )  # fmt: skip
 
     if PHASE == 1:

@@ -160,7 +160,23 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
 static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     (t->a->kv_type == INT8 ? score_block_8 : score_block_float)(t, from, end, scores, ld, count);
 }
+/* Scores, times `scale` for exp2, to cap * tanh(score / cap) as `cap_row` has it; before `low` they are anybody's. */
+static void cap_scores(float *s, int64_t low, int64_t count, float scale, float cap) {
+    const float factor = 2.88539008f * scale / cap;
+    for (int64_t j = low / LANES * LANES; j < count; j += LANES) {
+        const vf x = loadf(s + j);
+        vf power = x * splat(factor);
+        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
+        const vf capped = cap - 2 * cap / (1.0f + exp2_16(power));
+        storef(s + j, select_f(at_least(x, splat(-INFINITY)), capped, x));
+    }
+}
 static float weigh(const Tile *t, float *scores, int64_t low, int64_t count, float *top) {
+    if (t->a->cap) {
+        const int half = t->a->kv_type == HALF;
+        cap_scores(scores, low, count, half ? t->scale : 1, t->a->cap * 1.44269504f);
+        return half ? softmax(scores, low, count, top, 1, 1) : softmax(scores, low, count, top, 1, 0);
+    }
     if (t->a->kv_type == HALF) return softmax(scores, low, count, top, t->scale, 1);
     return softmax(scores, low, count, top, 1, 0);
 }
@@ -534,8 +550,10 @@ static void attend(Attention *a) {
 }
 static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[ATTENTION];
-    if (!numbers(args, given, ATTENTION, n)) return NULL;
+    if (!numbers(args, given - 1, ATTENTION, n)) return NULL;
     Attention a = attention_of(n);
+    a.cap = (float)PyFloat_AsDouble(args[ATTENTION]);
+    if (PyErr_Occurred()) return NULL;
     RELEASE_GIL
     attend(&a);
     TAKE_GIL

@@ -426,6 +426,7 @@ typedef struct {
     int64_t window, scalar; /* as `AttentionKind` has them */
     int64_t parts;          /* of what a head keeps: 2, key and value; 1: its value is its key */
     int64_t values;         /* elements of a value that come out, from the first on: dim or fewer */
+    float cap;              /* of scores, 0: there is none */
     const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
     int64_t padded;         /* dim up to 16s */
