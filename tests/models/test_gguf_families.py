@@ -26,6 +26,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "cohere": ("command-r", False), "cohere2": ("cohere2", False),
     "dots1": ("dots1", False),
 }  # fmt: skip
 # What files do not say: windows of some layers, a scale that is that of the heads' size.
@@ -45,7 +46,11 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":

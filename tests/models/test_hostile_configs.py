@@ -199,6 +199,7 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     """Each value of each key, or each fifth: others of each architecture."""
 
     def more(writer: gguf_package.GGUFWriter) -> None:
+        writer.add_layer_norm_eps(1e-5)  # which most read under another name
         writer.add_float32(f"{arch}.rope.scale_linear", 2.0)
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
 

@@ -74,6 +74,7 @@ def norms(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     for size in (48, 576, 1000):
         x, delta, weight = made.floats(dtype, 7, size), made.floats(dtype, 7, size), made.floats(dtype, size)
         yield ops.rms_norm(x, weight, 1e-5)
+        yield ops.layer_norm(x, weight, 1e-5)
         yield from ops.add_rms_norm(x, delta, weight, 1e-6)
 
 

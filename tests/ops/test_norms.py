@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layer_numbers import SIZES, close, cuts, made, norm64
 
 from draftwing.ops.table import TorchOps
@@ -50,6 +51,18 @@ def test_rms_norm_rounds_as_its_device_does(ops: TorchOps) -> None:
     unit = norm64(x, torch.ones_like(weight), 1e-2).bfloat16()
     # The same but where float32 and float64 fall to two sides of a tie.
     assert (ops.rms_norm(x, weight, 1e-2) != unit * weight).float().mean() < 1e-3
+
+
+@pytest.mark.further(ops="triton", size=576)
+@pytest.mark.parametrize("size", SIZES)
+def test_layer_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x, weight = made(ops, dtype, 7, size) + 2, made(ops, dtype, size, seed=1)
+    x[2] *= 100
+    found = ops.layer_norm(x, weight, 1e-5)
+    assert found.dtype == dtype and ops.layer_norm(x[:0], weight, 1e-5).shape == (0, size)
+    close(found, F.layer_norm(x.double(), (size,), weight.double(), eps=1e-5), ops, floor=1.0)
+    for rows in (1, 3):
+        assert torch.equal(ops.layer_norm(x[2 : 2 + rows], weight, 1e-5), found[2 : 2 + rows])
 
 
 @pytest.mark.further(ops="triton", size=576)

@@ -227,14 +227,18 @@ def test_a_model_with_two_rotary_embeddings_goes_layer_by_layer() -> None:
 
 
 def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
-    wide = [replace(layer, norm=NormConfig(wide=True)) for layer in CONFIG.layers]
+    wide, centred = (
+        [replace(layer, norm=norm) for layer in CONFIG.layers]
+        for norm in (NormConfig(wide=True), NormConfig(centred=True))
+    )
+    parallel = [replace(layer, parallel=True) for layer in centred]
     scaled = [replace(layer, residual_scale=0.5) for layer in CONFIG.layers]
     after = [replace(layer, in_norms=False, out_norms=True) for layer in CONFIG.layers]
     queries, capped = (
         [replace(layer, mixer=replace(layer.mixer, **own)) for layer in CONFIG.layers]  # type: ignore[type-var]
         for own in ({"scaled_queries": True}, {"cap": 30.0})
     )
-    kinds = wide, scaled, after, queries, capped
+    kinds = wide, centred, parallel, scaled, after, queries, capped
     for model in (tiny(activation="gelu"), *(tiny(layers=tuple(kind)) for kind in kinds)):
         assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 

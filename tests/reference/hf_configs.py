@@ -151,6 +151,23 @@ GEMMA3_1B: dict[str, Any] = {  # as it was published
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
+COMMAND_R7B: dict[str, Any] = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "cache_implementation": "hybrid",
+    "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192,
+    "model_type": "cohere2", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rope_scaling": None,
+    "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16", "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+    "use_parallel_embedding": True, "use_qk_norm": False, "vocab_size": 256000,
+}  # fmt: skip
+COMMAND_R: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"], "attention_bias": False, "eos_token_id": 255001, "hidden_act": "silu",
+    "hidden_size": 8192, "intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625,
+    "max_position_embeddings": 8192, "model_max_length": 131072, "model_type": "cohere", "num_attention_heads": 64,
+    "num_hidden_layers": 40, "num_key_value_heads": 64, "rope_theta": 8000000.0, "torch_dtype": "float16",
+    "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
 GEMMA2_2B: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
     "cache_implementation": "hybrid", "eos_token_id": [1, 107], "final_logit_softcapping": 30.0, "head_dim": 256,

@@ -28,9 +28,10 @@ class AttentionConfig(MixerConfig):
     rope: which of `ModelConfig.ropes` turns its heads.  window, scalar, cap: as `AttentionKind` has them.  sinks:
     whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms
     are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it;
-    then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the matrix of
-    queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0: all. They
-    are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the second.
+    then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the
+    matrix of queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0:
+    all. They are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the
+    second.
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
     matrix for keys, before their norm, and values.  interleaved: whether elements that are turned lie in pairs in a
     checkpoint.  fused: whether it has one matrix for queries, keys and values.  scaled_queries: whether the rotary

@@ -25,15 +25,17 @@ from draftwing.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class NormConfig:
-    """RMS norms of a model.
+    """Norms of a model.
 
     wide: whether weights are in float32, and what they are multiplied with is not rounded before.  offset: what is
-    added to a weight as checkpoints store it.
+    added to a weight as checkpoints store it.  centred: whether a row's mean is taken from it first, so that they are
+    LayerNorm without a bias, which is rounded once; else they are RMS norms.
     """
 
     eps: float = 1e-6
     wide: bool = False
     offset: float = 0.0
+    centred: bool = False
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns that of the weights in a model in `dtype`, which is what float64 stays in tests."""
@@ -108,7 +110,8 @@ class LayerConfig:
 
     mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
     or beside it.  activation: of the MLP's gate.  in_norms, out_norms: whether there are norms before mixer and MLP,
-    and behind them, before the residual stream is added.  residual_scale: of what mixer and MLP give, before it is
+    and behind them, before the residual stream is added.  parallel: whether the MLP reads what the mixer reads, and has
+    no norm of its own.  residual_scale: of what mixer and MLP give, before it is
     added.  per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
     none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
@@ -122,6 +125,7 @@ class LayerConfig:
     activation: Literal["silu", "gelu"] = "silu"
     in_norms: bool = True
     out_norms: bool = False
+    parallel: bool = False
     residual_scale: float = 1.0
     per_layer: int = 0
     scaled: bool = False

@@ -15,7 +15,7 @@ from draftwing.layers.experts import ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.mlp import GatedMLP
-from draftwing.layers.norm import RMSNorm
+from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -23,7 +23,8 @@ from draftwing.ops.whole_layers.contract import LayerWeights, WholeLayers
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm mixer and MLP, each of which adds the residual stream to what it gives, some after a norm behind it."""
+    """Pre-norm mixer and MLP, one after the other or beside each other, each of which adds the residual stream to what
+    it gives, some after a norm behind it."""
 
     def __init__(
         self,
@@ -37,18 +38,20 @@ class DecoderLayer(nn.Module):
         """pool_layer: where the mixer finds its entries, counted from the model's first (`pool_layers`).  in_size: of
         what the mixer reads, 0: the hidden size.  norms_input: whether there is a norm before it."""
         super().__init__()
-        norm = partial(RMSNorm, config.hidden, config.norm.eps, config.norm.dtype(dtype), device)
+        norm = partial(norm_of, config.norm, config.hidden, dtype, device)
         self.attn_norm = norm() if norms_input and config.in_norms else None
         at = -1 if pool_layer is None else pool_layer
         self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
-        self.mlp_norm = norm() if config.in_norms else None
+        self.mlp_norm = norm() if config.in_norms and not config.parallel else None
         self.mlp_out_norm = norm() if config.out_norms else None
         beside = config.experts is not None and config.experts.beside
         self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
         self.beside = ExpertsBeside(config, dtype, device) if beside else None
         self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms, self._scale = config.norm.wide, config.residual_scale
+        self._parallel, self._centred = config.parallel, config.norm.centred
+        assert not self._parallel or (self._centred and self.attn_norm is not None and not config.out_norms)
         assert self._scale == 1 or (config.experts is None and not config.out_norms)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
@@ -58,6 +61,8 @@ class DecoderLayer(nn.Module):
         """Lets the device do the layer in one call where it can; when the parts are packed."""
         self.use(ops)
         mixer, mlp = self.mixer, self.mlp
+        if self._centred:  # which gives no activations in fp8
+            return
         first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
         self._quantises = any(linear.takes_fp8 for linear in first), isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
         self._whole = whole_layers(ops, [self.weights()])
@@ -81,11 +86,11 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
-        GELU, wide norms or four of them, capped scores, a factor of what it adds, something behind its MLP, or a mixer
-        that is no attention with keys and values of its own, no gate and no norms but those of heads of queries and
-        keys."""
+        GELU, wide norms, LayerNorm or four norms, capped scores, a factor of what it adds, something behind its MLP, or
+        a mixer that is no attention with keys and values of its own, no gate and no norms but those of heads of queries
+        and keys."""
         attention, mlp = self.mixer, self.mlp
-        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms:
+        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self._centred:
             return None
         if self.mlp_norm is None or self.mlp_out_norm is not None:
             return None
@@ -151,6 +156,9 @@ class DecoderLayer(nn.Module):
                 x, normed = self.mlp_norm.of_sum(x, out)
             made = self.mlp(normed)
             return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
+        if self._parallel:
+            assert isinstance(normed, Tensor)
+            return self.mlp(normed, residual=self.mixer(normed, cos, sin, attend, residual=x))
         quantises, norm = self._quantises[1], self.mlp_norm
         assert norm is not None
         if self._scale != 1:

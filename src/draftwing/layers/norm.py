@@ -1,10 +1,11 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467), and LayerNorm."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.config import NormConfig
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
@@ -40,3 +41,21 @@ class RMSNorm(nn.Module):
     def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x, delta [M, size] -> x + delta, and its norm."""
         return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight over the last axis, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.layer_norm(x, self.weight, self.eps)
+
+    __call__ = forward
+
+    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        total = self._ops.add_scaled(x, delta)
+        return total, self(total)
+
+
+def norm_of(config: NormConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    """Returns the norm of a stream of this size in a model in `dtype`, its weight not filled."""
+    return (LayerNorm if config.centred else RMSNorm)(size, config.eps, config.dtype(dtype), device)

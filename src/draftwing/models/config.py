@@ -172,7 +172,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts, family.query_scale)
     max_positions = context(rope, trained)
-    norm = NormConfig(fields.number("rms_norm_eps", 0, 1, family.eps), family.wide_norms, family.norm_offset)
+    eps = fields.number("rms_norm_eps", 0, 1, family.eps)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
     rope = replace(rope, dims=attention.rotary)
     attention = replace(attention, scaled_queries=rope.query_beta > 0)
     layer = LayerConfig(
@@ -185,6 +186,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         activation=family.activation,
         in_norms=family.in_norms,
         out_norms=family.out_norms,
+        parallel=family.parallel,
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
     )
     dense = () if family.dense_layers is None else family.dense_layers(fields, layers)

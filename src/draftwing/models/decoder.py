@@ -22,7 +22,7 @@ from draftwing.layers.latent import LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
-from draftwing.layers.norm import RMSNorm
+from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
@@ -57,7 +57,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm.eps, config.norm.dtype(dtype), device)
+        self.norm = norm_of(config.norm, config.hidden_size, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         self.kv_scales = KVScales()
         # Which layer writes each pool layer, and what it keeps there of this rank.

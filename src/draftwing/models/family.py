@@ -142,6 +142,8 @@ class Family:
     norm_offset: float = 0.0
     in_norms: bool = True
     out_norms: bool = False
+    centred: bool = False  # whether norms are LayerNorm
+    parallel: bool = False  # whether mixer and MLP are beside each other
     activation: Literal["silu", "gelu"] = "silu"
     scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
     multipliers: bool = False  # whether it reads factors of embeddings and of what layers add, and a divisor of logits

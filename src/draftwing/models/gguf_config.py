@@ -65,7 +65,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     theta = family.theta if form.theta is None else form.theta
     rope = replace(_rope(file, fields, form, theta), dims=attention.rotary)
     positions = context(rope, size("context_length"))
-    norm = NormConfig(fields.number("attention.layer_norm_rms_epsilon", 0, 1), family.wide_norms, family.norm_offset)
+    eps = fields.number("attention.layer_norm_rms_epsilon", 0, 1)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
     layer = LayerConfig(
         hidden,
         attention,
@@ -76,6 +77,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         activation=family.activation,
         in_norms=family.in_norms,
         out_norms=family.out_norms,
+        parallel=family.parallel,
         residual_scale=_multiplier(fields, family, "residual_scale"),
     )
     dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}

@@ -68,6 +68,8 @@ def layer_names(
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+    if layer.parallel:
+        norms.clear()
     if not layer.in_norms:
         norms.pop("pre_feedforward_layernorm")
     elif attn_norm is not None:

@@ -92,6 +92,7 @@ class LayerOps:
 
         self.norm_adds_residual = norms.norm_adds_residual
         self.rms_norm, self.add_rms_norm = norms.rms_norm, norms.add_rms_norm
+        self.layer_norm = norms.layer_norm
         self.rms_norm_fp8, self.add_rms_norm_fp8 = norms.rms_norm_fp8, norms.add_rms_norm_fp8
         self.fuse_inputs = norms.fuse_inputs
 

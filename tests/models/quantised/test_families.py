@@ -19,6 +19,7 @@ FAMILIES = [
     "llama-biases",
     "mistral-window",
     "qwen2.5",
+    "cohere2",
     "gemma2",
     "gemma3",
     "granite",

@@ -13,6 +13,8 @@ from draftwing.ops.elementwise.cpu import CpuElementwiseOps
 from draftwing.ops.norms.spec import NormOps
 from draftwing.ops.rows.cpu import CpuRowOps
 
+LANES = 16  # of the kernels' vectors
+
 
 @functools.cache
 def _steps(count: int) -> Tensor:
@@ -35,6 +37,14 @@ class CpuNormOps(NormOps):
         """Computes what torch does, with the same roundings."""
         if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
+        return self._normed(x, weight, eps, False)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype or len(weight) % LANES:
+            return super().layer_norm(x, weight, eps)
+        return self._normed(x, weight, eps, True)
+
+    def _normed(self, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
         x = x if x.is_contiguous() or x.dim() != 2 else self._rows.concat_columns(x)  # which is no operation of torch's
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -42,7 +52,7 @@ class CpuNormOps(NormOps):
         assert x.shape[-1] == size
         self.raw.rms_norm(
             out, x, weight, x.numel() // size, size, x.dtype == torch.bfloat16, self.workers.address,
-            weight.dtype != x.dtype, eps,
+            weight.dtype != x.dtype, centred, eps,
         )  # fmt: skip
         return out
 

@@ -15,18 +15,24 @@ static void some_rows(void *data) {
 }
 
 /* x / sqrt(mean(x^2) + eps), rounded to the storage, times weight: rounded twice, as in transformers; once where the
-   weight is wide. */
+   weight is wide. Where it is centred, a multiple of 16 values, the mean is taken from x first, and that is rounded once,
+   too. */
 INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     const int64_t n = r->size, at = i * n;
-    vf squares = {0};
+    vf squares = {0}, total = {0};
+    for (int64_t c = 0; r->centred && c < n; c += LANES) total += load(r->x, at + c, n - c, half);
+    const vf mean = splat(r->centred ? sum_lanes(total) / (float)n : 0.0f);
     for (int64_t c = 0; c < n; c += LANES) {
         vf x = load(r->x, at + c, n - c, half);
+        if (r->centred) x -= mean;
         squares += x * x;
     }
     const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)n + (float)r->eps));
     for (int64_t c = 0; c < n; c += LANES) {
-        vf x = load(r->x, at + c, n - c, half) * factor;
+        vf x = load(r->x, at + c, n - c, half);
+        x = (r->centred ? x - mean : x) * factor;
         if (!r->weight) {}
+        else if (r->centred) x *= load(r->weight, c, n - c, half);
         else if (half && r->wide) x *= load(r->weight, c, n - c, 0);
         else x = rounded(x, half) * load(r->weight, c, n - c, half);
         store(r->out, at + c, n - c, half, x);
@@ -144,10 +150,10 @@ static PyObject *go(Rows *r, void *workers, int64_t elements) {
     Py_RETURN_NONE;
 }
 
-/* out, x, weight, rows, size, half, workers, wide; eps */
+/* out, x, weight, rows, size, half, workers, wide, centred; eps */
 static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given - 1, 8, n)) return NULL;
+    int64_t n[9];
+    if (!numbers(args, given - 1, 9, n)) return NULL;
     Rows r = {.row = n[5] ? norm_half : norm_float,
               .out = POINTER(n[0]),
               .x = POINTER(n[1]),
@@ -155,7 +161,8 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t g
               .rows = n[3],
               .size = n[4],
               .wide = n[7],
-              .eps = PyFloat_AsDouble(args[8])};
+              .centred = n[8],
+              .eps = PyFloat_AsDouble(args[9])};
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[6]), n[3] * n[4]);
 }
 

@@ -1,0 +1,48 @@
+"""Command R and R7B: LayerNorm, and attention beside the MLP; R7B with windows, where other layers turn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from draftwing.models.family import Family, InGGUF
+from draftwing.models.fields import Fields
+
+_SCALE = "logit_scale"  # which others divide by
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    scale = fields.number(_SCALE, 1e-3, 1e3, 0.0625)
+    return {"rms_norm_eps": fields.number("layer_norm_eps", 0, 1, 1e-5), "logits_scaling": 1 / scale}
+
+
+def _metadata(fields: Fields) -> Fields:
+    eps = fields.number("attention.layer_norm_epsilon", 0, 1)
+    return fields.overruled(
+        {"attention.layer_norm_rms_epsilon": eps, _SCALE: 1 / fields.number(_SCALE, 1e-3, 1e3, 1.0)}
+    )
+
+
+def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+    return {i for i, window in enumerate(windows) if not window}
+
+
+_COHERE: dict[str, Any] = {
+    "centred": True, "parallel": True, "rope_interleaved": True, "multipliers": True, "tied": True, "keys": _keys,
+    "neutral": {
+        "use_parallel_block": (True,), "use_gated_activation": (True,), "position_embedding_type": ("rope_gptj",),
+        "order_of_interleaved_layers": ("local_attn_first",),
+        **dict.fromkeys(("layer_switch", "sliding_window_pattern", "use_parallel_embedding", "use_embedding_sharing")),
+    },
+}  # fmt: skip
+FAMILIES = {
+    "CohereForCausalLM": Family("cohere", **_COHERE, theta=5e5, gguf=InGGUF("command-r", fields=_metadata)),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        **_COHERE,
+        sliding_window=4096,
+        window_pattern=4,
+        nope=_nope,
+        gguf=InGGUF("cohere2", fields=_metadata),
+    ),
+}
