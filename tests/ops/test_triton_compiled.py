@@ -24,7 +24,7 @@ ATTENTION = """
 from draftwing.ops.attention.batch import FULL, AttentionKind, Ragged
 from draftwing.ops.attention import triton_common, triton_decode as attention
 every = sys.argv[4] == "every"
-windowed = AttentionKind(128, empty(32, dtype=torch.float32))
+windowed = AttentionKind(128, empty(32, dtype=torch.float32), cap=30.0)
 kinds = [(1, 32, 6, True, FULL)]
 if every:
     kinds += [(*case, FULL) for case in ((1, 1, 1, True), (1, 4, 4, True), (1, 7, 4, False), (16, 32, 6, False))]
