@@ -447,6 +447,7 @@ static u32 of_neighbour(u32 value) {
 #endif
 
 #ifdef FP8
+static u32 load_pair(const u16* p) { return p[0] | (u32)p[1] << 16; }
 static void copy_bulk_to_both(void* to, const void* from, int bytes, Barrier* barrier) {
     for (int rank = 0; rank < 2; ++rank) copy_bulk(at_rank((char*)to, rank), from, bytes, at_rank(barrier, rank));
 }
@@ -473,27 +474,27 @@ static char* swizzled_box(const void* start, const TensorMap* map, int at) {  //
 }
 // Of each 16 bytes of a box of one matrix or more: where they are in shared and, unless they are outside, global memory.
 template <class EACH>
-static void each_piece(const void* start, const TensorMap* map, int column, int row, int first, EACH each) {
+static void each_piece(const void* start, const TensorMap* map, int column, int row, EACH each) {
     const auto [columns, rows, matrices] = map->box;
     if ((columns != 64 && columns != 32) || (uintptr_t)start % (columns * 16)) abort();
     for (int i = 0; i < matrices * rows * columns / 8; ++i) {
         const int wide = columns / 8, at_column = column + i % wide * 8, at_row = row + i / wide % rows;
-        const int matrix = first + i / wide / rows;
+        const int matrix = i / wide / rows;
         const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
         const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
         each(swizzled_box(start, map, i * 16), inside ? from : nullptr);
     }
 }
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, int first = 0) {
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     if (map->result && !waited[me]) abort();
     Open& open = barriers.at(barrier);
-    each_piece(to, map, column, row, first, [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); });
+    each_piece(to, map, column, row, [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); });
     open.bulk += map->box[0] * map->box[1] * map->box[2] * 2, ++steps;
     if (early) opens(open);
 }
 static std::vector<std::vector<Copy>> stores;  // by thread: boxes that are on their way
 static void store_box(const TensorMap* map, const void* from, int column, int row) {
-    each_piece(from, map, column, row, 0, [&](char* at, const u16* to) {
+    each_piece(from, map, column, row, [&](char* at, const u16* to) {
         if (to) stores[me].push_back({(void*)to, at, 16});
     });
 }
@@ -507,9 +508,8 @@ static void end_stores() {
 static void show_writes() {}
 static std::vector<int> group_arrived;  // by block and warp group
 static void sync_group(int group) { meet(group_arrived[me / threads * 2 + group], 128); }
-static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
-    for (int rank = 0; rank < 2; ++rank)
-        copy_box(at_rank((char*)to, rank), map, column, row, at_rank(barrier, rank), matrix);
+static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank) copy_box(at_rank((char*)to, rank), map, column, row, at_rank(barrier, rank));
 }
 static void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     copy_box(to, map, column, row, barrier);
@@ -579,12 +579,12 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 #ifdef DENSE
 using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
 using DenseManyKernel = void (*)(TensorMap, TensorMap, TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int,
-                                 int, int);
+                                 int);
 static struct {  // of the next run besides what `job` has
-    int x_rows, rows, stages, gated, boxes;
+    int x_rows, rows, stages, gated, many;
 } dense;
-extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int boxes) {  // boxes: 0 for few rows
-    dense = {x_rows, rows, stages, gated, boxes};
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int many) {
+    dense = {x_rows, rows, stages, gated, many};
 }
 #endif
 
@@ -592,11 +592,11 @@ static void body() {
     const int fiber = me;
 #ifdef DENSE
     const int parts = dense.gated ? 2 : 1;
-    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.x_rows, 1}};
-    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / (dense.boxes ? 2 : parts), dense.boxes ? 1 : parts}};
-    if (dense.boxes) {
+    const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.many ? 64 : dense.x_rows, 1}};
+    const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
+    if (dense.many) {
         const TensorMap more = {job.extra, true, {job.N, job.M, 1}, {32, 64, 1}}, to = {job.y, true, {job.N, job.M, 1}, {32, 64, 1}};
-        ((DenseManyKernel)job.kernel)(x, w, more, to, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.stages, dense.boxes);
+        ((DenseManyKernel)job.kernel)(x, w, more, to, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.stages);
     } else
     ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
                               dense.stages, 2, dense.gated);

@@ -42,7 +42,9 @@ def test_dense_cuts(gated: bool) -> None:
             if isinstance(cut.size, cuda_dense.ManySize):
                 assert tokens >= cuda_dense.MANY_FROM and cut.size.ranges == cuda_dense.ranges_of(rows, columns)
                 assert cut.grid[0] % 2 == 0 and cut.grid[0] <= 132 and cut.cluster == 2
-                assert cut.stages >= 4 and cut.stages * cut.size.stage + cut.size.boxes * 8192 < (227 << 10) - 1024
+                width = cut.rows // 2 if gated else cut.rows
+                ring = cut.stages * (128 + cut.rows) * cuda_dense.PANEL * 2
+                assert cut.stages >= 4 and ring + -(-width // 32) * 8192 < (227 << 10) - 1024
                 continue
             assert own % 8 == 0 and cut.rows % 16 == 0
             assert cut.rows <= cut.size.features * (1 if cut.size.groups == 2 else 2)
@@ -129,12 +131,9 @@ class DenseHost:
     ) -> Tensor:
         features = len(weight) // (2 if gated else 1)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
-        boxes, shared = (
-            (cut.size.boxes, 227 << 10)
-            if isinstance(cut.size, cuda_dense.ManySize)
-            else (0, cuda_dense.SHARED[cut.blocks])
-        )
-        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), boxes)
+        many = isinstance(cut.size, cuda_dense.ManySize)
+        shared = 227 << 10 if many else cuda_dense.SHARED[cut.blocks]
+        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), int(many))
         launch(
             self.library, cut.size.name, (cut.size.threads, cut.cluster, shared),
             (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *cut.grid), early,
@@ -145,7 +144,7 @@ class DenseHost:
 @pytest.fixture(scope="module")
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
-    files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_many.cu", "gemm_dense_many.cu")
+    files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_dense_many.cu")
     many = [line for ranges in (1, 2, 4) for line in cuda_dense.kernel_lines(cuda_dense.Program(ranges=ranges))]
     source = "".join([*read_files(files), *lines, *many])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
@@ -316,7 +315,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_many.cu", "gemm_fp8_many.cu"))
+    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
     source = "".join([*files, *cuda_fp8.kernel_lines([*cuda_fp8.SIZES, *MANY_SIZES])])
     return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
 

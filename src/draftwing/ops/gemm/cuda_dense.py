@@ -34,10 +34,9 @@ _MOST_STAGES = 31  # there is room for their barriers
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 MANY_FROM = MOST + 1  # rows of x from which the kernels of many rows multiply
-# Features of a tile by ranges of K, whose sums take registers, too: of gates and ups as many of either.
-_MANY_FEATURES = {1: (256, 224, 192, 160, 128), 2: (192, 176, 160, 144, 128), 4: (192, 176, 160, 144, 128)}
-_MANY_GATED = {1: (256, 224, 192), 2: (192, 128), 4: (192, 128)}
-_MANY_SHARED, _MANY_STAGES = 227 << 10, 4  # bytes of a block; stages that there are at least
+# Features of a tile: as many as registers hold sums twice. Of gates and ups as many of either.
+_MANY_FEATURES, _MANY_GATED = (192, 176, 160, 144, 128), (192, 160, 128)
+_MANY_SHARED = 227 << 10  # bytes of a block
 _BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
 _MANY_TOKENS = 128  # rows of x that a block takes
 _PAIR = 2  # blocks of a cluster
@@ -76,27 +75,18 @@ class ManySize(NamedTuple):
         return f"dense_many_{self.features}_{self.ranges}_{int(self.gated)}"
 
     @property
-    def stage(self) -> int:
-        """Returns the bytes of one."""
-        return (_MANY_TOKENS + self.features) * PANEL * 2
-
-    @property
-    def boxes(self) -> int:
-        """Returns for how many boxes of results there is room: all of a tile's, if the ring has stages enough then."""
-        width = self.features // 2 if self.gated else self.features
-        return min(-(-width // 32), (_MANY_SHARED - _BEFORE_RINGS - _MANY_STAGES * self.stage) // _BOX)
-
-    @property
     def stages(self) -> int:
-        """Returns those of the ring."""
-        return (_MANY_SHARED - _BEFORE_RINGS - self.boxes * _BOX) // self.stage
+        """Returns those of the ring: all that results leave room for."""
+        width = self.features // 2 if self.gated else self.features
+        room = _MANY_SHARED - _BEFORE_RINGS - -(-width // 32) * _BOX
+        return room // ((_MANY_TOKENS + self.features) * PANEL * 2)
 
 
 MANY_SIZES = [
     ManySize(features, ranges, gated)
+    for ranges in sorted(cuda_wgmma.RANGES)
     for gated, sizes in ((False, _MANY_FEATURES), (True, _MANY_GATED))
-    for ranges in sizes
-    for features in sizes[ranges]
+    for features in sizes
 ]
 
 
@@ -134,7 +124,7 @@ def make_cut(
     rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
 ) -> Cut:
     """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
-    groups = min(-(-rows // TOKENS), GROUPS[-1])
+    groups = -(-(-(-rows // TOKENS)) // -(-rows // MOST))  # blocks of equal rows
     token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
 
     def tiles(taken: int) -> int:
@@ -176,14 +166,17 @@ def make_cut(
 
 def cut_of_many(rows: int, weights: int, gated: bool, ranges: int, at_once: int) -> Cut:
     """weights: rows of the weight. at_once: clusters of two blocks."""
-    pairs = -(-rows // (_PAIR * _MANY_TOKENS))
+    token_blocks = -(-rows // _MANY_TOKENS)
+
+    def tiles(size: ManySize) -> int:
+        return token_blocks * -(-weights // (_PAIR * size.features))
 
     def cost(size: ManySize) -> tuple[int, int]:
         """Of turns of clusters, and the larger tiles the better."""
-        return -(-pairs * -(-weights // size.features) // at_once) * (size.features + _EPILOGUE), -size.features
+        return -(-tiles(size) // at_once) * (size.features + _EPILOGUE), -size.features
 
     size = min((size for size in MANY_SIZES if size.ranges == ranges and size.gated == gated), key=cost)
-    grid = _PAIR * min(at_once, pairs * -(-weights // size.features)), 1
+    grid = _PAIR * min(at_once, tiles(size)), 1
     return Cut(size, _MANY_TOKENS, size.features, size.stages, 0, _PAIR, 1, grid)
 
 
@@ -229,11 +222,9 @@ class DenseGemm:
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
-        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
-        many = isinstance(cut.size, ManySize)
-        # Of many rows, a copy brings half of a tile's weights to both blocks of a cluster.
-        box = (cut.rows // 2, 1) if many else (cut.rows // parts, parts)
-        w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, *box))
+        x_rows = cut.x_rows // (_PAIR if isinstance(cut.size, ManySize) else 1)  # that a block asks for
+        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, x_rows, 1))
+        w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
         if isinstance(cut.size, ManySize):
             to, more = (
                 tensor_map(each.data_ptr(), (features, rows, 1), (32, 64, 1))
@@ -241,7 +232,7 @@ class DenseGemm:
             )
             self._kernel(cut.size)(
                 cut.grid, x_map, w_map, more, to, bias, residual, out, rows, features, columns, cut.stages,
-                cut.size.boxes, overlap=not fresh, cluster=cut.cluster,
+                overlap=not fresh, cluster=cut.cluster,
             )  # fmt: skip
             return out
         self._kernel(cut.size)(
@@ -258,13 +249,13 @@ class Program(NamedTuple):
     ranges: int = 0  # of K, of those for many
 
 
-PROGRAMS = [*(Program(groups) for groups in GROUPS), *(Program(ranges=ranges) for ranges in _MANY_FEATURES)]
+PROGRAMS = [*(Program(groups) for groups in GROUPS), *(Program(ranges=ranges) for ranges in sorted(cuda_wgmma.RANGES))]
 
 
 def read_source(program: Program) -> str:
     """Returns what is compiled."""
     many = [size for size in MANY_SIZES if size.ranges == program.ranges]
-    files = ["gemm_dense.cu", *(("gemm_many.cu", "gemm_dense_many.cu") if many else ())]
+    files = ["gemm_dense.cu", *(("gemm_dense_many.cu",) if many else ())]
     features = {size.features for size in many} or PARTS[program.groups]
     return cuda_wgmma.read_source(files, "k16.f32.bf16.bf16", features, kernel_lines(program))
 

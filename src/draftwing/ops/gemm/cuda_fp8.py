@@ -209,7 +209,7 @@ class Fp8Gemm:
 def read_source(many: bool) -> str:
     """Returns what is compiled, for few rows or for many."""
     sizes: Sequence[Size | ManySize] = MANY_SIZES if many else SIZES
-    files = ["gemm_fp8.cu", *(["gemm_many.cu", "gemm_fp8_many.cu"] if many else [])]
+    files = ["gemm_fp8.cu", *(["gemm_fp8_many.cu"] if many else [])]
     return cuda_wgmma.read_source(files, "k32.f32.e4m3.e4m3", (size.part for size in sizes), kernel_lines(sizes))
 
 

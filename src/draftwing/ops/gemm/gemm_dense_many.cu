@@ -1,33 +1,36 @@
-// Follows gemm_dense.cu and gemm_many.cu: the same products with the same bits, for many rows of x.
+// Follows gemm_dense.cu: the same products with the same bits, for many rows of x. Here tensor cores count, and copies
+// from the L2 cache.
 //
-// Results go to shared memory and from there by the copy engine, while the next tile's products begin; what is added to
-// them comes the same way, while products are made.
+// A cluster's two blocks have the same 128 rows of x, of which each copies a half to both, and features side by side.
+// Blocks stay and take one tile after the other. Where few rows have K in ranges, a block sums one range after the other
+// and adds the ranges in the same order. A tile's results leave while the next one's first products are made: in turn
+// with them, by way of shared memory and the copy engine, which also brings what is added to results.
 
-#define WAY 32  // columns of a box of results: rows of 64 bytes
+#define MANY 128    // rows of x of a block
+#define TOGETHER 16  // of which all features are done before others begin: x and weights stay in the L2 cache
+#define WAY 32      // columns of a box of results: rows of 64 bytes
 
 #ifndef ON_HOST
-// A box of one of the map's matrices, to the same place in both blocks of the cluster, whose barriers at the same place
-// expect it.
-__device__ __forceinline__ void copy_box_to_both(void* to, const TensorMap* map, int column, int row, int matrix,
-                                                 Barrier* barrier) {
+// A box to the same place in both blocks of the cluster, whose barriers at the same place expect it.
+__device__ __forceinline__ void copy_box_to_both(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_at(to)),
-        "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_at(barrier)), "h"((u16)3)
+        "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier)), "h"((u16)3)
         : "memory");
 }
 
-// A box from shared memory to where the map has it. What threads wrote has to be shown by `show_writes` before.
+// A box from shared memory to where the map has it, of what `show_writes` has shown.
 __device__ __forceinline__ void store_box(const TensorMap* map, const void* from, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(column),
-                 "r"(row), "r"(0), "r"(shared_at(from))
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(column), "r"(row), "r"(0), "r"(shared_at(from))
                  : "memory");
 }
 
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Boxes that this thread stores since it did so last are a group; `wait_for_reads` waits until shared memory may be
-// written again that all groups come from.
+// Boxes that this thread stores are a group when it says so. `wait_for_reads` waits until the shared memory that all
+// groups come from may be written again.
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
@@ -39,92 +42,90 @@ struct ManyTask {
     Result result;
     int K;
     int stages;  // of the ring
-    int boxes;   // of results that a warp group has room for
 };
 
-// The end of a warp group's part of a tile: 64 rows of WIDTH results, by boxes.
+// Of the tiles of a product, which clusters take in turn, the part of a block.
+struct ManyTile {
+    int token0, feature0;
+
+    // own: results of a row. features: tiles of them.
+    __device__ __forceinline__ ManyTile(int M, int own, int features, int number, int rank) {
+        const int blocks = (M + MANY - 1) / MANY, first = number / (TOGETHER * features) * TOGETHER;
+        const int some = min(TOGETHER, blocks - first), within = number - first * features;
+        token0 = (first + within % some) * MANY, feature0 = (within / some * 2 + rank) * own;
+    }
+};
+
+// How a warp group's results leave: 64 rows by boxes, of which the last may overlap with the one before.
 template <int FEATURES, bool GATED>
-struct Ending {
+struct Results {
     static constexpr int WIDTH = GATED ? FEATURES / 2 : FEATURES, BOXES = (WIDTH + WAY - 1) / WAY, BYTES = 64 * WAY * 2;
     const ManyTask& task;
-    char* const room;  // [boxes][64][WAY], in the order of 64-byte swizzling
-    Barrier* const there;  // opens when boxes of what is added have come
+    char* const room;      // [BOXES][64][WAY], in the order of 64-byte swizzling
+    Barrier* const there;  // opens when what is added has come
     const int group, lane, warp;  // warp: of the group
-    int parity = 0;
+    int parity;
 
     __device__ __forceinline__ bool leads() const { return warp == 0 && lane == 0; }
-
-    // Of the tile's boxes from `first` on as many as there is room for: where the last one overlaps, it has the same.
-    __device__ __forceinline__ int boxes_from(int first) const { return min(task.boxes, BOXES - first); }
     __device__ __forceinline__ static int column_of(int box) { return min(box * WAY, WIDTH - WAY); }
 
-    // Lets what is added come.
-    __device__ __forceinline__ void ask(const Tile& tile, int first) const {
-        if (!leads()) return;
+    // Lets what is added to a tile's results come, when those of the tile before have left.
+    __device__ __forceinline__ void ask(const ManyTile& tile) const {
+        if (!task.result.extra || !leads()) return;
         wait_for_reads();
-        if (!task.result.extra) return;
-        expect_bytes(there, boxes_from(first) * BYTES);
-        for (int b = 0; b < boxes_from(first); ++b)
-            copy_box(room + b * BYTES, task.extra, tile.at[0] + column_of(first + b), tile.token0 + group * 64, there);
+        expect_bytes(there, BOXES * BYTES);
+        for (int box = 0; box < BOXES; ++box)
+            copy_box(room + box * BYTES, task.extra, tile.feature0 + column_of(box), tile.token0 + group * 64, there);
     }
 
-    // sum: of the features a thread has of two rows, as `Product` leaves them.
-    __device__ __forceinline__ void store(const Tile& tile, const float (&sum)[FEATURES / 2]) {
-        const int row = warp * 16 + lane / 4, swizzle = row / 2 % 4;
-#pragma unroll
-        for (int box = 0; box < BOXES; ++box) {
-            const int b = box % task.boxes;
-            if (box && b == 0) ask(tile, box);
-            if (b == 0) {
-                sync_group(group);  // room is there
-                if (task.result.extra) wait_barrier(there, parity), parity ^= 1;
+    // sum: as `Product` leaves it, of two rows.
+    __device__ __forceinline__ void store(const ManyTile& tile, const float (&sum)[FEATURES / 2], int box) {
+        const int row = warp * 16 + lane / 4, swizzle = row / 2 % 4, column = column_of(box);
+        if (box == 0) {
+            if (task.result.extra) {
+                wait_barrier(there, parity);
+                parity ^= 1;
+            } else {
+                if (leads()) wait_for_reads();
+                sync_group(group);
             }
-            const int column = min(box * WAY, WIDTH - WAY);
-#pragma unroll
-            for (int j = 0; j < WAY / 8; ++j) {
-                const int n = tile.at[0] + column + j * 8 + lane % 4 * 2, at = (column / 8 + j) * 4;
-                float bias[2] = {0.f, 0.f}, up_bias[2] = {0.f, 0.f};
-                if (task.result.bias && n < task.result.features) {
-                    bias[0] = to_float(task.result.bias[n]), bias[1] = to_float(task.result.bias[n + 1]);
-                    if (GATED) {
-                        const u16* const up = task.result.bias + task.result.features + n;
-                        up_bias[0] = to_float(up[0]), up_bias[1] = to_float(up[1]);
-                    }
-                }
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    u32* const its = (u32*)(room + b * BYTES + (row + h * 8) * (WAY * 2) + ((j ^ swizzle) * 16) + lane % 4 * 4);
-                    const u32 before = task.result.extra ? *its : 0u;
-                    float out[2];
-#pragma unroll
-                    for (int v = 0; v < 2; ++v) {
-                        out[v] = 0.f + sum[at + h * 2 + v];  // as few rows begin with
-                        if (task.result.bias) out[v] += bias[v];
-                        if (GATED) {
-                            float up = 0.f + sum[(GATED ? FEATURES / 4 : 0) + at + h * 2 + v];
-                            if (task.result.bias) up += up_bias[v];
-                            out[v] = silu_times(out[v], up);
-                        }
-                        if (task.result.extra) out[v] += to_float((u16)(v ? before >> 16 : before));
-                    }
-                    *its = pair_of(out[0], out[1]);
-                }
-            }
-            if (b + 1 < task.boxes && box + 1 < BOXES) continue;
-            show_writes();
-            sync_group(group);
-            if (!leads()) continue;
-            for (int i = 0; i <= b; ++i)
-                store_box(task.y, room + i * BYTES, tile.at[0] + column_of(box - b + i), tile.token0 + group * 64);
-            end_stores();
         }
+#pragma unroll
+        for (int j = 0; j < WAY / 8; ++j) {
+            const int n = tile.feature0 + column + j * 8 + lane % 4 * 2, at = (column / 8 + j) * 4;
+            const u16* const bias = task.result.bias && n < task.result.features ? task.result.bias + n : nullptr;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                u32* const its = (u32*)(room + box * BYTES + (row + h * 8) * (WAY * 2) + ((j ^ swizzle) * 16) + lane % 4 * 4);
+                const u32 before = task.result.extra ? *its : 0u;
+                float out[2];
+#pragma unroll
+                for (int v = 0; v < 2; ++v) {
+                    out[v] = 0.f + sum[at + h * 2 + v];  // as few rows begin with
+                    if (bias) out[v] += to_float(bias[v]);
+                    if (GATED) {
+                        float up = 0.f + sum[(GATED ? FEATURES / 4 : 0) + at + h * 2 + v];
+                        if (bias) up += to_float(bias[task.result.features + v]);
+                        out[v] = silu_times(out[v], up);
+                    }
+                    if (task.result.extra) out[v] += to_float((u16)(v ? before >> 16 : before));
+                }
+                *its = pair_of(out[0], out[1]);
+            }
+        }
+        show_writes();
+        sync_group(group);
+        if (!leads()) return;
+        store_box(task.y, room + box * BYTES, tile.feature0 + column, tile.token0 + group * 64);
+        end_stores();
     }
 };
 
-// FEATURES: of an instruction, which are a tile's, a multiple of 32. RANGES: of K.
+// FEATURES: of an instruction, which are a block's of a tile, a multiple of 16. RANGES: of K.
 template <int FEATURES, int RANGES, bool GATED>
 __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
-    constexpr int PART = FEATURES / 2, CONSUMERS = 256;
+    using Out = Results<FEATURES, GATED>;
+    constexpr int CONSUMERS = 256;
     extern __shared__ float sums[];  // barriers, then rings, then results
     const int rank = rank_in_cluster(), stages = task.stages, steps = task.K / PANEL;
     Barrier* const full = (Barrier*)sums;
@@ -133,7 +134,8 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);  // [stages][MANY][PANEL]
     u16* const w_ring = x_ring + stages * MANY * PANEL;                                      // [stages][FEATURES][PANEL]
     char* const results = (char*)(w_ring + stages * FEATURES * PANEL);
-    const Tiles tiles(task.result, task.result.M, PART);
+    const int features = (task.result.features + 2 * Out::WIDTH - 1) / (2 * Out::WIDTH);  // tiles
+    const int tiles = (task.result.M + MANY - 1) / MANY * features;
     const int number0 = blockIdx.x / 2, step = gridDim.x / 2;
     launch_dependents();
 
@@ -156,21 +158,21 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     if (threadIdx.x >= CONSUMERS) {
         leave_registers();
         if (threadIdx.x == CONSUMERS) {  // asks for copies
-            auto ask_weights = [&](const Tile& tile, int i, int stage) {
+            auto ask_weights = [&](const ManyTile& tile, int i, int stage) {
                 expect_bytes(full + stage, (MANY + FEATURES) * (PANEL * 2));
-                copy_box_to_both(w_ring + (stage * 2 + rank) * PART * PANEL, task.w, i * PANEL,
-                                 GATED ? tile.at[0] : tile.at[0] + rank * PART, GATED ? rank : 0, full + stage);
+                copy_box(w_ring + stage * FEATURES * PANEL, task.w, i * PANEL, tile.feature0, full + stage);
             };
-            auto ask_x = [&](const Tile& tile, int i, int stage) {
-                copy_box(x_ring + stage * MANY * PANEL, task.x, i * PANEL, tile.token0, full + stage);
+            auto ask_x = [&](const ManyTile& tile, int i, int stage) {
+                copy_box_to_both(x_ring + (stage * 2 + rank) * (MANY / 2) * PANEL, task.x, i * PANEL,
+                                 tile.token0 + rank * (MANY / 2), full + stage);
             };
-            const int early = number0 < tiles.all ? min(stages, steps) : 0;
-            const Tile first(task.result, task.result.M, PART, tiles.features, number0, rank);
+            const int early = number0 < tiles ? min(stages, steps) : 0;
+            const ManyTile first(task.result.M, Out::WIDTH, features, number0, rank);
             for (int i = 0; i < early; ++i) ask_weights(first, i, i);
             wait_for_earlier_kernels();
             for (int i = 0; i < early; ++i, next_stage()) ask_x(first, i, i);
-            for (int number = number0; number < tiles.all; number += step) {
-                const Tile tile(task.result, task.result.M, PART, tiles.features, number, rank);
+            for (int number = number0; number < tiles; number += step) {
+                const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
                 for (int i = number == number0 ? early : 0; i < steps; ++i, next_stage()) {
                     wait_barrier(empty + s, parity ^ 1);
                     ask_weights(tile, i, s);
@@ -181,55 +183,74 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     } else {  // a warp group has 64 of the block's rows
         take_registers<240>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
-        Ending<FEATURES, GATED> ending{task, results + group * task.boxes * Ending<FEATURES, GATED>::BYTES, there + group,
-                                       group, lane, warp % 4};
-        auto give_back = [&](int stage) {
-            if (lane < 2) arrive_at_rank(empty + stage, lane);
+        Out out{task, results + group * Out::BOXES * Out::BYTES, there + group, group, lane, warp % 4, 0};
+        float d[FEATURES / 2], whole[FEATURES / 2];
+        int last = -1;  // the stage whose products may be under way
+        auto begin_stage = [&] {
+            wait_barrier(full + s, parity);
+            const u64 a = rows_at(x_ring + (s * MANY + group * 64) * PANEL), b = rows_at(w_ring + s * FEATURES * PANEL);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Product<FEATURES>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
+            end_products();
+        };
+        auto give_back = [&] {
+            if (last >= 0 && lane < 2) arrive_at_rank(empty + last, lane);
+        };
+        auto end_stage_before = [&] {
+            wait_for_products<1>();
+            give_back();
+            last = s;
+            next_stage();
         };
         wait_for_earlier_kernels();  // one of them may have written what is added at the end
-        for (int number = number0; number < tiles.all; number += step) {
-            const Tile tile(task.result, task.result.M, PART, tiles.features, number, rank);
-            ending.ask(tile, 0);
-            float d[FEATURES / 2], whole[FEATURES / 2];
-#pragma unroll
-            for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
+        ManyTile before(task.result.M, Out::WIDTH, features, number0, rank);
+        for (int number = number0; number < tiles; number += step) {
+            const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
             for (int range = 0, i = 0; range < RANGES; ++range) {
                 const int end = steps * (range + 1) / RANGES;
-                int last = -1;  // the stage whose products may be under way
 #pragma unroll
                 for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
-                for (; i < end; ++i, next_stage()) {
-                    wait_barrier(full + s, parity);
-                    const u64 a = rows_at(x_ring + (s * MANY + group * 64) * PANEL);
-                    const u64 b = rows_at(w_ring + s * FEATURES * PANEL);
-                    begin_products();
+                if (range == 0) {
+                    if (number != number0) {  // results of the tile before leave
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) Product<FEATURES>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
-                    end_products();
-                    if (last >= 0) {
-                        wait_for_products<1>();
-                        give_back(last);
+                        for (int box = 0; box < Out::BOXES; ++box) {
+                            const bool more = i < end;
+                            if (more) begin_stage();
+                            out.store(before, whole, box);
+                            if (more) end_stage_before(), ++i;
+                        }
                     }
-                    last = s;
+#pragma unroll
+                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
+                    out.ask(tile);
+                }
+                for (; i < end; ++i) {
+                    begin_stage();
+                    end_stage_before();
                 }
                 wait_for_products<0>();
                 keep_here(d);
-                if (last >= 0) give_back(last);
+                give_back();
+                last = -1;
 #pragma unroll
                 for (int k = 0; k < FEATURES / 2; ++k) whole[k] += d[k];
             }
-            ending.store(tile, whole);
+            before = tile;
         }
-        if (ending.leads()) wait_for_reads();  // before shared memory is another block's
+        if (number0 < tiles) {
+#pragma unroll
+            for (int box = 0; box < Out::BOXES; ++box) out.store(before, whole, box);
+        }
+        if (out.leads()) wait_for_reads();  // before shared memory is another block's
     }
     sync_whole_cluster();  // no block leaves while others write to it
 }
 
-#define DENSE_MANY(NAME, FEATURES, RANGES, GATED, THREADS)                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
-        NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                 \
-             const __grid_constant__ TensorMap more, const __grid_constant__ TensorMap to, const u16* bias,            \
-             const u16* extra, u16* y, int M, int features, int K, int stages, int boxes) {                            \
-        dense_gemm_many<FEATURES, RANGES, GATED>(                                                                      \
-            {&x, &w, &more, &to, {bias, extra, y, M, features, GATED}, K, stages, boxes});                             \
+#define DENSE_MANY(NAME, FEATURES, RANGES, GATED, THREADS)                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                          \
+        NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                \
+             const __grid_constant__ TensorMap more, const __grid_constant__ TensorMap to, const u16* bias,           \
+             const u16* extra, u16* y, int M, int features, int K, int stages) {                                      \
+        dense_gemm_many<FEATURES, RANGES, GATED>({&x, &w, &more, &to, {bias, extra, y, M, features, GATED}, K, stages}); \
     }

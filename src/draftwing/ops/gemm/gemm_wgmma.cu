@@ -64,6 +64,19 @@ __device__ __forceinline__ int blocks_of_cluster() {
     return blocks;
 }
 
+__device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; "
+                 "mbarrier.arrive.shared::cluster.b64 _, [at];}" ::"r"(shared_at(barrier)),
+                 "r"(rank)
+                 : "memory");
+}
+
+__device__ __forceinline__ u32 pair_of(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
