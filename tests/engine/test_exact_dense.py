@@ -21,6 +21,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "granite": ("cpu", "blocks", RANKS), "olmo3": ("cpu", RANKS), "exaone4": ("cpu",), "smollm3": ("blocks",),
     "phi3": ("blocks",), "phi3-longrope": (RANKS,), "glm4": ("cpu", RANKS), "ministral3": ("cpu", "blocks"),
     "gemma2": ("cpu", "blocks", RANKS), "cohere2": ("cpu", "blocks", RANKS),
+    "hunyuan": ("cpu", "blocks", RANKS),
 }  # fmt: skip
 PAIRS = [
     pytest.param(*(place.values if hasattr(place, "values") else (place,)), family, marks=getattr(place, "marks", ()))

@@ -89,6 +89,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2-defaults": ("Cohere2", {"sliding_window": 60, "layer_types": MIXED}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan-defaults": ("HunYuanDenseV1", {"head_dim": 16}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"head_dim": 32, "num_experts": 4, "moe_topk": 2, "rope_parameters": PLAIN}),
     "gemma2": (
         "Gemma2",
         {

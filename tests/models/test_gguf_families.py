@@ -26,6 +26,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
     "dots1": ("dots1", False),
 }  # fmt: skip
@@ -59,7 +60,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
 
 def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
     rope, head_dim = config.rope_parameters, _head_dim(config)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (head_dim / (head_dim - 2)))
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
@@ -79,6 +80,10 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+        return
     writer.add_expert_weights_norm(config.norm_topk_prob)
     if config.model_type == "dots1":
         writer.add_expert_shared_count(config.n_shared_experts)

@@ -151,6 +151,21 @@ GEMMA3_1B: dict[str, Any] = {  # as it was published
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
+HUNYUAN_7B: dict[str, Any] = {
+    "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
+    "cla_share_factor": 2, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "mlp_bias": False, "model_type": "hunyuan_v1_dense",
+    "norm_type": "rms", "num_attention_heads": 32, "num_experts": 1, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0,
+                                            "mscale": 1.0, "mscale_all_dim": 0.0, "type": "dynamic"},
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cla": False,
+    "use_qk_norm": True, "use_rotary_pos_emb": True, "vocab_size": 128167,
+}  # fmt: skip
+HUNYUAN_A13B: dict[str, Any] = {
+    **HUNYUAN_7B, "architectures": ["HunYuanMoEV1ForCausalLM"], "intermediate_size": 3072, "model_type": "hunyuan",
+    "moe_drop_tokens": False, "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "moe_topk": [8] * 32,
+    "norm_topk_prob": True, "num_experts": 64, "num_shared_expert": [1] * 32, "use_mixed_mlp_moe": True,
+}  # fmt: skip
 COMMAND_R7B: dict[str, Any] = {
     "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "cache_implementation": "hybrid",
     "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,

@@ -35,7 +35,8 @@ class AttentionConfig(MixerConfig):
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
     matrix for keys, before their norm, and values.  interleaved: whether elements that are turned lie in pairs in a
     checkpoint.  fused: whether it has one matrix for queries, keys and values.  scaled_queries: whether the rotary
-    embedding scales queries by their position, see `RopeConfig.query_beta`.
+    embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are normed when
+    they are turned, not before.
     """
 
     heads: int
@@ -58,6 +59,7 @@ class AttentionConfig(MixerConfig):
     fused: bool = False
     scaled_queries: bool = False
     cap: float = 0.0
+    norms_after: bool = False
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -216,7 +218,8 @@ class Attention(Mixer):
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._scalar, self._cap = config.window, config.scalar, config.cap
-        self.scaled_queries = config.scaled_queries
+        self.scaled_queries, self.norms_after = config.scaled_queries, config.norms_after
+        assert not self.norms_after or not (self.whole_norms or self.v_norm or self.reads_others)
 
     @property
     def kind(self) -> AttentionKind:
@@ -253,11 +256,12 @@ class Attention(Mixer):
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms, cos, sin = self.head_norms(), cos[:, :1], sin[:, :1]
-        if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
+        fuses = norms is None or (attend.norms_heads and not self.norms_after)
+        if fuses and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
-        k = k if self.k_norm is None or self.whole_norms else self.k_norm(k)
-        attend.write(self.pool_layer, rotate(k, cos, sin), self._normed_values(v))
+        k_norm = None if self.whole_norms else self.k_norm
+        attend.write(self.pool_layer, self._turned(k, cos, sin, k_norm), self._normed_values(v))
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -306,7 +310,8 @@ class Attention(Mixer):
         """qkv [M, heads + 2 * kv_heads, head_dim], or the queries alone of a layer that reads what another one wrote;
         may be overwritten -> [M, heads * head_dim]"""
         norms = self.head_norms()
-        if (norms is None or attend.norms_heads) and cos.shape[1] == 1:
+        fuses = norms is None or (attend.norms_heads and not self.norms_after)
+        if fuses and cos.shape[1] == 1:
             out = attend.fused(self.pool_layer, qkv, cos, sin, norms, self.kind)
             if out is not None:
                 return out
@@ -314,12 +319,16 @@ class Attention(Mixer):
         if cos.shape[1] > 1:
             return self._attend_scaled(qkv, cos, sin, attend)
         if self.reads_others:
-            return attend.read(self.pool_layer, rotate(qkv if q_norm is None else q_norm(qkv), cos, sin), self.kind)
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        if q_norm is not None and k_norm is not None:
-            qk = torch.cat((q_norm(qk[:, : self.heads]), k_norm(qk[:, self.heads :])), 1)
-        qk = rotate(qk, cos, sin)
-        return attend(self.pool_layer, qk[:, : self.heads], qk[:, self.heads :], self._normed_values(v), self.kind)
+            return attend.read(self.pool_layer, self._turned(qkv, cos, sin, q_norm), self.kind)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        q, k = self._turned(q, cos, sin, q_norm), self._turned(k, cos, sin, k_norm)
+        return attend(self.pool_layer, q, k, self._normed_values(v), self.kind)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor, norm: RMSNorm | None) -> Tensor:
+        """x [M, some heads, head_dim] -> the same, turned, and before or after that normed"""
+        if norm is None:
+            return rotate(x, cos, sin)
+        return norm(rotate(x, cos, sin)) if self.norms_after else rotate(norm(x), cos, sin)
 
     def _attend_scaled(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Attends as `_attend`, where queries are turned by other factors than keys: cos, sin [M, 2, head_dim]."""

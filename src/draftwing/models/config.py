@@ -246,6 +246,7 @@ def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
         o_bias=bias(family.o_bias),
         qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
+        norms_after=family.norms_after,
         gated=family.gated,
         rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
         interleaved=family.rope_interleaved,

@@ -125,6 +125,7 @@ class Family:
     o_bias: bool | str = "attention_bias"
     mlp_bias: str = "mlp_bias"  # the key
     qk_norm: bool | Literal["key", "whole"] = False  # "key": `use_qk_norm`, "whole": of whole projections
+    norms_after: bool = False  # whether heads are normed when they are turned
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
     sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
     window_switch: WindowSwitch = ""

@@ -126,6 +126,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         o_bias="blk.0.attn_output.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
+        norms_after=family.norms_after,
         gated=family.gated,
         rotary=rotary,
         interleaved=family.rope_interleaved,

@@ -89,14 +89,17 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "minimax-m2": _O200K,
     "deepseek-llm": _DEEPSEEK_LLM,  # V2's, too
     "deepseek-v3": _DEEPSEEK_V3,
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "hunyuan": _QWEN2,  # with experts
     "seed-coder": _SEED_CODER,
     "smollm": _GPT2,
     "refact": _GPT2,  # of Granite 3
+    "command-r": _GPT2,
     "exaone4": _GPT2,
     "gpt-2": _GPT2,
     "default": _GPT2,
 }
-_SINGLE_DIGITS = frozenset({"smollm", "refact"})
+_SINGLE_DIGITS = frozenset({"smollm", "refact", "command-r"})
 _COMPOSED = frozenset({"qwen2", "qwen35"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})

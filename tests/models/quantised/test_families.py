@@ -22,6 +22,7 @@ FAMILIES = [
     "cohere2",
     "gemma2",
     "gemma3",
+    "hunyuan",
     "granite",
     "glm4",
     "phi3",

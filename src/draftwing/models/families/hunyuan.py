@@ -1,0 +1,90 @@
+"""Hunyuan, dense and with experts: Llama whose heads are normed when they are turned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftwing.layers.config import ExpertConfig
+from draftwing.models.family import SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
+from draftwing.models.fields import WIDEST, Fields, Values
+from draftwing.models.positions import rope_fields
+
+_PER_LAYER = "moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"  # may be lists
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    """Reads the factor of NTK-aware scaling as the base that it makes."""
+    given = rope_fields(fields)
+    alpha = given.number("alpha", 0, 1e6, 0.0)
+    if not alpha or given.text("rope_type", given.text("type", "default")) != "dynamic":
+        return {}
+    heads = fields.whole("num_attention_heads", high=WIDEST)
+    dim = fields.whole("head_dim", 4, WIDEST, fields.whole("hidden_size", high=WIDEST) // heads)
+    theta = given.number("rope_theta", 1, 1e15, fields.number("rope_theta", 1, 1e15, 10000.0))
+    kept = {key: value for key, value in given.items() if key not in ("alpha", "type")}
+    stretched = theta * alpha ** (dim / (dim - 2))
+    made = {"rope_parameters": {**kept, "rope_type": "default", "rope_theta": stretched}}
+    return made if fields.get("rope_parameters") else {**made, "rope_scaling": None}
+
+
+def _of_all(fields: Fields) -> dict[str, Any]:
+    """Reads numbers of each layer as one."""
+    said = {}
+    for key in _PER_LAYER:
+        value = fields.get(key)
+        if isinstance(value, list):
+            if any(one != value[0] for one in value):
+                raise fields.unsupported(key, value)
+            said[key] = value[0] if value else None
+    one = fields.overruled(said)
+    one.check("num_shared_expert", (1,))
+    one.check("moe_intermediate_size", (one.get("intermediate_size"),))
+    return {**said, **_keys(fields), "num_experts_per_tok": one.whole("moe_topk", default=1)}
+
+
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    ffn = fields.whole("intermediate_size", high=WIDEST)
+    return softmax_experts(fields, layers, "num_experts", "intermediate_size", shared=ffn, wide_router=True)
+
+
+_HUNYUAN: dict[str, Any] = {
+    "qk_norm": True, "norms_after": True, "eps": 1e-5,
+    "layer_names": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+}  # fmt: skip
+_NEUTRAL: dict[str, Values] = {
+    "use_qk_norm": (True,), "use_cla": (False,), "use_rotary_pos_emb": (True,), "norm_type": ("rms", "hf_rms"),
+    "add_classification_head": (False,), "position_embedding_xdrope": (False,), "mlp_bias": (False,),
+    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_newline_id",
+                     "im_start_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id",
+                     "text_start_id")),
+}  # fmt: skip
+_OF_EXPERTS: dict[str, Values] = {
+    "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,), "moe_layer_num_skipped": (0,), "moe_drop_tokens": (False,),
+    "moe_random_routing_dropped_token": (False,),
+}  # fmt: skip
+FAMILIES = {
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense",
+        **_HUNYUAN,
+        keys=_keys,
+        neutral={**_NEUTRAL, "num_experts": (1,)},
+        gguf=InGGUF("hunyuan-dense"),
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        "hunyuan_v1_moe",
+        **_HUNYUAN,
+        keys=_of_all,
+        experts=_experts,
+        neutral=_NEUTRAL | _OF_EXPERTS,
+        expert_names=ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp"),
+        gguf=InGGUF(
+            "hunyuan-moe",
+            experts=ExpertMetadata(
+                gating=(UNSAID, SOFTMAX),
+                neutral={"expert_shared_count": (0, 1), "expert_weights_scale": (0, 1)},
+                shared=True,
+                more={"wide_router": True},
+            ),
+        ),
+    ),
+}
