@@ -176,7 +176,7 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 @on_host
 @pytest.mark.further(kind="plain", rows=[32, 544])
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
-@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 256, 1), (32, 64, 1), (416, 1024, 4)])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 384, 1), (32, 384, 1), (416, 1536, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
 def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int) -> None:
     """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""

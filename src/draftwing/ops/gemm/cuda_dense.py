@@ -34,8 +34,11 @@ _MOST_STAGES = 31  # there is room for their barriers
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 MANY_FROM = MOST + 1  # rows of x from which the kernels of many rows multiply
-# Features of a tile: as many as registers hold sums twice. Of gates and ups as many of either.
+# Features of a block: as many as registers hold sums twice, and of several ranges a little more. Of gates and ups as many
+# of either.
 _MANY_FEATURES, _MANY_GATED = (192, 176, 160, 144, 128), (192, 160, 128)
+_MANY_MOST = {1: 192, 2: 176, 4: 176}  # by ranges of K
+_MANY_STEPS = 6  # stages of a range at least: results leave with as many
 _MANY_SHARED = 227 << 10  # bytes of a block
 _BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
 _MANY_TOKENS = 128  # rows of x that a block takes
@@ -87,6 +90,7 @@ MANY_SIZES = [
     for ranges in sorted(cuda_wgmma.RANGES)
     for gated, sizes in ((False, _MANY_FEATURES), (True, _MANY_GATED))
     for features in sizes
+    if features <= _MANY_MOST[ranges]
 ]
 
 
@@ -114,7 +118,7 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     `wgmma.RANGES`."""
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
-    if rows >= MANY_FROM and features % _STEP == 0:
+    if rows >= MANY_FROM and features % _STEP == 0 and columns >= _MANY_STEPS * ranges * PANEL:
         return cut_of_many(rows, weights, gated, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
     return make_cut(rows, features, gated, columns, ranges, clusters[cuda_wgmma.RANGES.index(ranges)], 2 if two else 1)
@@ -124,7 +128,8 @@ def make_cut(
     rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
 ) -> Cut:
     """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
-    groups = -(-(-(-rows // TOKENS)) // -(-rows // MOST))  # blocks of equal rows
+    most = -(-rows // TOKENS)  # groups of all blocks, each of which has as many
+    groups = -(-most // -(-most // GROUPS[-1]))
     token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
 
     def tiles(taken: int) -> int:

@@ -64,14 +64,16 @@ struct Results {
     char* const room;      // [BOXES][64][WAY], in the order of 64-byte swizzling
     Barrier* const there;  // opens when what is added has come
     const int group, lane, warp;  // warp: of the group
+    bool asked;
     int parity;
 
     __device__ __forceinline__ bool leads() const { return warp == 0 && lane == 0; }
     __device__ __forceinline__ static int column_of(int box) { return min(box * WAY, WIDTH - WAY); }
 
     // Lets what is added to a tile's results come, when those of the tile before have left.
-    __device__ __forceinline__ void ask(const ManyTile& tile) const {
-        if (!task.result.extra || !leads()) return;
+    __device__ __forceinline__ void ask(const ManyTile& tile) {
+        asked = task.result.extra;
+        if (!asked || !leads()) return;
         wait_for_reads();
         expect_bytes(there, BOXES * BYTES);
         for (int box = 0; box < BOXES; ++box)
@@ -82,12 +84,11 @@ struct Results {
     __device__ __forceinline__ void store(const ManyTile& tile, const float (&sum)[FEATURES / 2], int box) {
         const int row = warp * 16 + lane / 4, swizzle = row / 2 % 4, column = column_of(box);
         if (box == 0) {
-            if (task.result.extra) {
+            if (leads()) wait_for_reads();
+            sync_group(group);
+            if (asked) {
                 wait_barrier(there, parity);
-                parity ^= 1;
-            } else {
-                if (leads()) wait_for_reads();
-                sync_group(group);
+                asked = false, parity ^= 1;
             }
         }
 #pragma unroll
@@ -183,7 +184,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     } else {  // a warp group has 64 of the block's rows
         take_registers<240>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
-        Out out{task, results + group * Out::BOXES * Out::BYTES, there + group, group, lane, warp % 4, 0};
+        Out out{task, results + group * Out::BOXES * Out::BYTES, there + group, group, lane, warp % 4, false, 0};
         float d[FEATURES / 2], whole[FEATURES / 2];
         int last = -1;  // the stage whose products may be under way
         auto begin_stage = [&] {
@@ -204,7 +205,12 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
             next_stage();
         };
         wait_for_earlier_kernels();  // one of them may have written what is added at the end
+        // Results of the tile before; of none at first, whose rows are outside. Nothing depends on which: else ptxas would
+        // let each instruction end before the next begins.
         ManyTile before(task.result.M, Out::WIDTH, features, number0, rank);
+        before.token0 = task.result.M;
+#pragma unroll
+        for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
         for (int number = number0; number < tiles; number += step) {
             const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
             for (int range = 0, i = 0; range < RANGES; ++range) {
@@ -212,14 +218,11 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
 #pragma unroll
                 for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
                 if (range == 0) {
-                    if (number != number0) {  // results of the tile before leave
 #pragma unroll
-                        for (int box = 0; box < Out::BOXES; ++box) {
-                            const bool more = i < end;
-                            if (more) begin_stage();
-                            out.store(before, whole, box);
-                            if (more) end_stage_before(), ++i;
-                        }
+                    for (int box = 0; box < Out::BOXES; ++box, ++i) {
+                        begin_stage();
+                        out.store(before, whole, box);
+                        end_stage_before();
                     }
 #pragma unroll
                     for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
@@ -238,10 +241,8 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
             }
             before = tile;
         }
-        if (number0 < tiles) {
 #pragma unroll
-            for (int box = 0; box < Out::BOXES; ++box) out.store(before, whole, box);
-        }
+        for (int box = 0; box < Out::BOXES; ++box) out.store(before, whole, box);
         if (out.leads()) wait_for_reads();  // before shared memory is another block's
     }
     sync_whole_cluster();  // no block leaves while others write to it
