@@ -33,6 +33,11 @@ class DeltaSteps:
             make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(), make(heads).float(),
             make(spec.value_dim).float(), 1e-6,
         )  # fmt: skip
+        if not spec.corrects:
+            self.weights = self.weights._replace(
+                norm=make(heads * spec.value_dim).float(), conv_bias=make(spec.channels).float(),
+                skip=make(heads).float(),
+            )  # fmt: skip
         table = 1 + torch.arange(ROWS * LONGEST).view(LONGEST, ROWS).t()
         self.table = torch.cat((table, torch.zeros(1, LONGEST, dtype=torch.int64)))
         self.kv_len = torch.zeros(ROWS, dtype=torch.int64)

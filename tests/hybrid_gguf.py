@@ -11,12 +11,12 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from moe_models import add_yarn, quantised
-from tiny_gguf import finish
+from tiny_gguf import finish, permuted
 from torch import Tensor
 
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
-    "lfm2_moe": "lfm2moe",
+    "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -35,6 +35,10 @@ LFM2 = {
     "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
     "conv.conv": "shortconv.conv", "feed_forward.gate": "ffn_gate_inp",
+}  # fmt: skip
+MAMBA = {
+    "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out", "A_log": "ssm_a",
+    "D": "ssm_d", "dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 NEXTN = {
     "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -70,7 +74,7 @@ def write(
             continue
         for theirs, made in _converted(name, value.detach().float(), arch, config, joined_experts, joined_inputs):
             wide = made.dim() == 1 or made.shape[-1] % GGML_QUANT_SIZES[kind][0] != 0
-            wide |= any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd"))
+            wide |= any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd", "ssm_norm", "ssm_d"))
             own = Type.F32 if wide else kind
             writer.add_tensor(theirs, quantised(made.contiguous().numpy(), own), raw_dtype=own)
     finish(writer)
@@ -83,9 +87,12 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(wide)
     writer.add_head_count(heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
+    if arch == "granitehybrid":
+        _of_granite(writer, config)
+        return
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch.startswith("lfm2"):
         writer.add_head_count_kv([0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types])
         writer.add_layer_norm_rms_eps(config.norm_eps)
@@ -128,12 +135,68 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         writer.add_feed_forward_length(config.intermediate_size)
 
 
+def _of_granite(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * one for one in attends])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    experts = config.num_local_experts
+    writer.add_feed_forward_length(config.intermediate_size if experts else config.shared_intermediate_size)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config.num_experts_per_tok * (experts > 0))
+    _add_mamba(writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads,
+               config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
+
+
+def _add_mamba(writer: gguf_package.GGUFWriter, taps: int, state: int, groups: int, heads: int, inner: int) -> None:
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(heads)
+
+
+def _granite(block: str, part: str, suffix: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    experts = config.num_local_experts > 0
+    shared = "_shexp" if experts else ""
+    if part == "mamba":
+        return _mamba(block, suffix, "", value, config.mamba_n_groups)
+    if part.startswith("mamba."):
+        return _mamba(block, part[6:], suffix, value, config.mamba_n_groups)
+    if part.endswith("mlp.input_linear") or suffix == "gate_up_proj":
+        kind = shared if part.startswith("shared") else "_exps"
+        halves = value.tensor_split(2, -2)
+        return [(f"{block}.ffn_{one}{kind}.weight", half) for one, half in zip(("gate", "up"), halves, strict=True)]
+    if part == "shared_mlp.output_linear" or suffix == "down_proj":
+        return [(f"{block}.ffn_down{shared if part.startswith('shared') else '_exps'}.weight", value)]
+    names = {**QWEN, "block_sparse_moe.router": "ffn_gate_inp", "post_attention_layernorm": "ffn_norm"}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names[part])
+    value = torch.from_numpy(permuted(value.numpy(), heads)) if heads else value
+    return [(f"{block}.{names[part]}.{suffix}", value)]
+
+
+def _mamba(block: str, part: str, suffix: str, value: Tensor, groups: int) -> list[tuple[str, Tensor]]:
+    name = f"{block}.{MAMBA[part]}{'.' if suffix else ''}{suffix}"
+    if part in ("A_log", "D"):
+        return [(name, (-value.exp() if part == "A_log" else value).view(-1, 1))]
+    if part == "norm":
+        return [(name, value.view(groups, -1))]
+    return [(name, value.squeeze(1) if part == "conv1d" and suffix == "weight" else value)]
+
+
 def _converted(
     name: str, value: Tensor, arch: str, config: Any, joined_experts: bool, joined_inputs: bool
 ) -> list[tuple[str, Tensor]]:
     module, _, suffix = name.rpartition(".")
     is_norm = name.endswith("norm.weight") or (module in NEXTN and module != "mtp.fc")
-    if not arch.startswith("lfm2") and is_norm and not name.endswith("linear_attn.norm.weight"):
+    if arch.startswith("qwen") and is_norm and not name.endswith("linear_attn.norm.weight"):
         value = value + 1
     if name in ("model.embed_tokens.weight", "model.norm.weight", "model.embedding_norm.weight", "lm_head.weight"):
         named = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
@@ -143,6 +206,8 @@ def _converted(
     parts = name.split(".")
     number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
     block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
+    if arch == "granitehybrid":
+        return _granite(block, part, suffix, value, config)
     if suffix == "expert_bias":
         return [(f"{block}.exp_probs_b.bias", value)]
     if arch.startswith("lfm2") and ".experts" not in name:

@@ -44,6 +44,12 @@ CONVS = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
+GRANITE = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "rms_norm_eps": 1e-5,
+    "shared_intermediate_size": 80, "attention_multiplier": 0.125, "embedding_multiplier": 3, "logits_scaling": 2,
+    "residual_multiplier": 0.4, "mamba_n_heads": 8, "mamba_d_state": 32, "position_embedding_type": "nope",
+    "num_local_experts": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -60,6 +66,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5Moe", {**NET, **EXPERTS}),
     "qwen3-next": ("Qwen3Next", {**NET, **EXPERTS}),
     "qwen3-next-mixed": ("Qwen3Next", {**NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "granite4": ("GraniteMoeHybrid", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granite4-dense": ("GraniteMoeHybrid", GRANITE),
+    "granite4-rope": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),

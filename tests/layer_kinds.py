@@ -15,6 +15,7 @@ from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
+from draftwing.layers.mamba import Mamba2Config
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig
@@ -193,7 +194,13 @@ DELTA = (
     DeltaConfig(DeltaSpec(2, 2, 16, 32, 4)),
 )
 KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": BY_TOKEN}
-HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA}
+MAMBA = (
+    Mamba2Config(2, 4, 16, 32, 4),
+    ATTENTION,
+    Mamba2Config(1, 4, 32, 16, 3, gates_first=False, conv_bias=False),
+    Mamba2Config(4, 4, 16, 16, 4, norm=False),
+)
+HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA}
 # All that run beside others, and from graphs.
 RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 

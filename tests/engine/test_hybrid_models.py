@@ -46,7 +46,7 @@ def texts(
 def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind != "lfm2"
+    predicts = kind.startswith("qwen")
     if predicts:
         with_layer(folder, theirs, layer_weights(theirs))
     else:
@@ -73,8 +73,9 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2"], dtype="bfloat16")
+@pytest.mark.further(kind="granite4", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4"])
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
     folder, drafters = made(kind)
     expected = plain(folder, dtype)
@@ -87,14 +88,14 @@ CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_n
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"], algorithm="EAGLE3")
+@pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2", "granite4"], algorithm="EAGLE3")
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], algorithm="DFLASH")
 @pytest.mark.further(shape=CHAIN, algorithm="EAGLE3")
-@pytest.mark.further(shape=CHAIN, kind="lfm2")
+@pytest.mark.further(shape=CHAIN, kind=["lfm2", "granite4"])
 @pytest.mark.further(shape=TREE, kind="qwen3.5", algorithm="DFLASH")
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4"])
 def test_published_heads_draft_for_it(
     made: Made, tmp_path: Path, kind: str, algorithm: str, shape: dict[str, int]
 ) -> None:

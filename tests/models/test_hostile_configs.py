@@ -58,7 +58,7 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
 
 
 HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
-           "lfm2moe": "Lfm2Moe"}  # fmt: skip
+           "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid"}  # fmt: skip
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:

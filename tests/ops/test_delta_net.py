@@ -23,6 +23,7 @@ SPECS = {
     "grouped": DeltaSpec(2, 6, 16, 32, 4),
     "tiled": DeltaSpec(2, 6, 32, 16, 4, tiled=True),
     "two taps": DeltaSpec(1, 2, 16, 16, 2),
+    "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=False),
 }
 ROWS, NODES, TOKENS, LAYER = 3, 8, 40, 1
 # Parents of nodes, and the path that is accepted.
@@ -40,26 +41,37 @@ def plain(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor
     """[T, value_heads * value_dim] float64: the layer over a whole text, token by token."""
     qkv, z, b, a = (part.double() for part in inputs)
     conv, decay, bias, norm = (part.double() for part in weights[:4])
+    conv_bias, skip = (0 if part is None else part.double() for part in (weights.conv_bias, weights.skip))
     count, wide, taps = len(qkv), spec.key_heads * spec.key_dim, spec.conv_width
     padded = torch.cat((qkv.new_zeros(taps - 1, qkv.shape[1]), qkv))
-    u = torch.stack([padded[j : j + count] * conv[:, j] for j in range(taps)]).sum(0)
+    u = torch.stack([padded[j : j + count] * conv[:, j] for j in range(taps)]).sum(0) + conv_bias
     c = u * u.sigmoid()  # [T, channels]
     heads = torch.arange(spec.value_heads, device=qkv.device)
     theirs = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
     q, k = (part.view(count, -1, spec.key_dim)[:, theirs] for part in c[:, : 2 * wide].split(wide, 1))  # [T, H, dk]
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    if spec.corrects:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q = q * spec.key_dim**-0.5
     v = c[:, 2 * wide :].view(count, -1, spec.value_dim)  # [T, H, dv]
-    fade, beta = (decay * torch.log1p((a + bias).exp())).exp(), b.sigmoid()  # [T, H]
+    dt = torch.log1p((a + bias).exp())  # [T, H]
+    fade, beta = (decay * dt).exp(), b.sigmoid() if spec.corrects else dt
     state = qkv.new_zeros(spec.value_heads, spec.key_dim, spec.value_dim)
     out = []
     for t in range(count):
         state = state * fade[t, :, None, None]
-        seen = (state * k[t, :, :, None]).sum(1)  # [H, dv]: what the key finds
+        seen = (state * k[t, :, :, None]).sum(1) * spec.corrects  # [H, dv]: what the key finds
         state = state + k[t, :, :, None] * (beta[t, :, None] * (v[t] - seen))[:, None]
-        out.append((state * q[t, :, :, None]).sum(1) * spec.key_dim**-0.5)
-    o, gate = torch.stack(out), z.view(count, -1, spec.value_dim)
+        out.append((state * q[t, :, :, None]).sum(1))
+    o, gate = torch.stack(out), (z * z.sigmoid()).view(count, -1, spec.value_dim)
+    if not spec.corrects:
+        o = o + torch.as_tensor(skip).view(-1, 1) * v  # which goes past the state
+        if not norm.numel():
+            return (o * gate).flatten(1)
+        o, gate, norm = (x.reshape(-1, spec.key_heads, norm.numel() // spec.key_heads) for x in (o, gate, norm))
+    first = weights.gates_first and not spec.corrects
+    o = o * gate if first else o
     o = o / (o.square().mean(-1, keepdim=True) + weights.eps).sqrt() * norm
-    return (o * gate * gate.sigmoid()).flatten(1)
+    return (o if first else o * gate).flatten(1)
 
 
 class Bench:
@@ -73,6 +85,11 @@ class Bench:
             self.made(spec.channels, spec.conv_width) / 2, -self.made(heads).exp(), self.made(heads),
             1 + self.made(spec.value_dim) / 8, 1e-6,
         )  # fmt: skip
+        if not spec.corrects:
+            self.weights = self.weights._replace(
+                norm=1 + self.made(heads * spec.value_dim) / 8, conv_bias=self.made(spec.channels),
+                skip=self.made(heads),
+            )  # fmt: skip
         self.pool = KVPool([KVSpec(1, 16), spec], (ROWS + 1) * 2 * TOKENS, dtype, self.device)
         self.states = RowStates({LAYER: spec}, 2 * ROWS + 4, ROWS, NODES, dtype, self.device)
         self.pool.states = self.states
@@ -207,7 +224,7 @@ def joined(parts: list[DeltaInputs]) -> DeltaInputs:
 
 def few_specs(test: Callable[..., None]) -> Callable[..., None]:
     """Slow implementations have some of the cases."""
-    few = dict(triton=["as many heads", "tiled", "two taps"], torch=["as many heads", "two taps"])
+    few = dict(triton=["as many heads", "tiled", "two taps"], torch=["as many heads", "two taps", "mamba"])
     for ops, specs in few.items():
         test = pytest.mark.further(ops=ops, spec=specs)(test)
         test = pytest.mark.further(ops=ops, kind=[kind for kind in TREES if kind != "tree"])(test)
@@ -372,6 +389,16 @@ def steps_of(ops: TorchOps, spec: DeltaSpec, dtype: torch.dtype = torch.bfloat16
     )
 
 
+@pytest.mark.parametrize("norm", ["behind gates", "before gates", "none"])
+def test_norms_of_state_space_layers(ops: TorchOps, norm: str) -> None:
+    """And without a bias of the convolution."""
+    bench = Bench(ops, SPECS["mamba"])
+    weights = bench.weights._replace(conv_bias=None, gates_first=norm == "behind gates")
+    bench.weights = weights._replace(norm=weights.norm[:0]) if norm == "none" else weights
+    bench.close(bench.prefill({1: 12}), bench.expected(1, 12))
+    bench.step({1: TREES["tree"]})
+
+
 @pytest.mark.slow
 @pytest.mark.further(ops="triton", name=["grouped", "tiled", "even"])  # as the tests above have them
 @pytest.mark.further(ops="triton", dtype=[torch.float32, torch.float16])
@@ -482,7 +509,10 @@ def kept(steps: DeltaSteps) -> list[Tensor]:
 
 # -- Triton -----------------------------------------------------------------------------------------------------------
 
-LARGE = [DeltaSpec(16, heads, 128, 128, 4) for heads in (16, 32, 48)] if GPU else [DeltaSpec(1, 2, 32, 16, 4)]
+LARGE = [DeltaSpec(1, 2, 32, 16, 4), DeltaSpec(1, 2, 32, 16, 4, corrects=False)]
+if GPU:
+    LARGE = [DeltaSpec(16, heads, 128, 128, 4) for heads in (16, 32, 48)]
+    LARGE += [DeltaSpec(8, 64, 128, 64, 4, corrects=False), DeltaSpec(1, 24, 256, 128, 4, corrects=False)]
 
 
 def test_softplus_of_decays_that_are_all_but_one(triton_ops: TorchOps) -> None:

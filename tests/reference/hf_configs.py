@@ -231,6 +231,18 @@ GRANITE33_8B: dict[str, Any] = {
     "mlp_bias": False, "model_type": "granite", "num_hidden_layers": 40, "num_key_value_heads": 8,
     "residual_multiplier": 0.22, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49159,
 }  # fmt: skip
+GRANITE4_TINY: dict[str, Any] = {  # Granite-4.0-H-Tiny
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 1536,
+    "intermediate_size": 512, "layer_types": ["mamba"] * 5 + [*["attention"], *["mamba"] * 9] * 3 + ["attention"]
+    + ["mamba"] * 4, "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4,
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48,
+    "mamba_proj_bias": False, "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm", "num_attention_heads": 12, "num_experts_per_tok": 6, "num_hidden_layers": 40,
+    "num_key_value_heads": 4, "num_local_experts": 64, "position_embedding_type": "nope", "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000, "shared_intermediate_size": 1024, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "vocab_size": 100352,
+}  # fmt: skip
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,

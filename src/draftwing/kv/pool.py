@@ -5,9 +5,9 @@ else layers have a `SlotSpec` for. Slot s holds "token s" for all of them: the d
 the same pool, so one allocator, one prefix match and one memory formula serve both. Slot 0 is a dummy that padding rows
 write to; it is never owned.
 
-**States of rows** are those of recurrent layers (gated delta nets). A state lies in a *state slot*: of each layer the
-matrix S after a number of tokens, and the convolution's last inputs. A running row has two, and reads one while a step
-writes the other. The step that verifies a tree
+**States of rows** are those of recurrent layers (gated delta nets, Mamba-2). A state lies in a *state slot*: of each
+layer the matrix S after a number of tokens, and the convolution's last inputs. A running row has two, and reads one
+while a step writes the other. The step that verifies a tree
 
 1. reads the state, which is that of the row's first `length` tokens;
 2. replays the tokens that were accepted since, from their *records*: the inputs that the step before left of each node;
@@ -87,6 +87,8 @@ class DeltaSpec(NamedTuple):
     In the slots of tokens it keeps nothing.
 
     tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
+    corrects: whether what the state already has of a key is taken from the value that it gets; a state-space layer
+    (Mamba-2) does not, see `ops.delta_net.spec`.
     """
 
     key_heads: int
@@ -95,6 +97,7 @@ class DeltaSpec(NamedTuple):
     value_dim: int
     conv_width: int  # taps of the convolution
     tiled: bool = False
+    corrects: bool = True
 
     @property
     def channels(self) -> int:
@@ -200,7 +203,7 @@ class LayerStates(NamedTuple):
     state [slots + 2, value_heads, key_dim, value_dim] float32.  conv [slots + 2, conv_width - 1, channels] in the
     model's dtype: the convolution's inputs of the newest tokens, the oldest first.  inputs
     [rows + 1, 2, nodes, channels] in the model's dtype: records of nodes by row and page: what goes into the
-    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta.
+    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta, or step sizes.
     """
 
     spec: DeltaSpec

@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
         self._wide_norms, self._scale = config.norm.wide, config.residual_scale
         self._parallel, self._centred = config.parallel, config.norm.centred
         assert not self._parallel or (self._centred and self.attn_norm is not None and not config.out_norms)
-        assert self._scale == 1 or (config.experts is None and not config.out_norms)
+        assert self._scale == 1 or not (config.out_norms or beside)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
         self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
@@ -140,7 +140,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
         for it."""
-        if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
+        plain = self.mlp_out_norm is None and self._scale == 1
+        if plain and isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms:
             assert self.mlp_norm is not None
             x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
             return self.mlp.under(norm, normed, x)

@@ -172,6 +172,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts, family.query_scale)
     max_positions = context(rope, trained)
+    if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
+        rope = NOPE
     eps = fields.number("rms_norm_eps", 0, 1, family.eps)
     norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
     rope = replace(rope, dims=attention.rotary)

@@ -64,7 +64,7 @@ def fill_random(
 def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, generator: torch.Generator) -> Tensor:
     """Those of a parameter that is called `leaf`. scale: of a matrix, whose variance is its square over its columns."""
     values = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if leaf == "bias":
+    if leaf in ("bias", "conv_bias"):
         values.zero_()
     elif leaf == "decay":  # of a delta net's state, whose half is left after a token
         values.fill_(-1.0)

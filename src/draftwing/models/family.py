@@ -3,9 +3,11 @@ functions of families have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
@@ -96,7 +98,7 @@ class InGGUF:
     theta: of the rotary embedding where a file has none.  scalar: of attention, by itself, the hidden size and the
     number of layers.  yarn_log: the key that says that scores are scaled in place of heads.  yarn_truncates: as
     `RopeConfig.truncate`.  permuted: whether rows of queries and keys are in pairs for rotation.
-    longrope: whether files have its factors.
+    longrope: whether files have its factors.  turns: whether any layer turns its heads.
     """
 
     architecture: str
@@ -114,6 +116,7 @@ class InGGUF:
     yarn_truncates: bool = True
     permuted: bool = False
     longrope: bool = False
+    turns: Callable[[Fields], bool] | bool = True
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Family:
     # The same of `rope_local_base_freq`, 0: it is that of all, not scaled; None: all layers have one rotary embedding.
     local_theta: float | None = None
     nope: Callable[[Fields, Sequence[int]], Collection[int]] | None = None  # by windows: which layers turn nothing
+    turns: Callable[[Fields], bool] | bool = True  # whether any layer does
     query_scale: bool = False  # whether it reads `llama_4_scaling_beta`
     sinks: bool = False
     wide_norms: bool = False
@@ -173,6 +177,8 @@ class Family:
     expert_names: ExpertNames = _EXPERT_NAMES
     layer_names: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
+    # Yields name and value of a folder's tensor as they are here, where it has another name there or is several in one.
+    apart: Callable[[str, Any], Iterable[tuple[str, Any]]] | None = None
     # Whether tensors of all experts have a gate, its up and so on, transposed, and may be in MXFP4.
     interleaved: bool = False
     # How prediction layers are named: `model.mtp_layers.N`; `mtp`, of which there is one, that reads the embedding
@@ -249,6 +255,17 @@ def layers_by_kind(
         raise CheckpointError(f"{fields.where}: expected a layer with attention, found none")
     of_kind = {kind: replace(layer, mixer=mixer) for kind, mixer in mixers.items()}
     return tuple(of_kind[kind] for kind in kinds)
+
+
+def attends_by_heads(fields: Fields, count: int) -> list[bool]:
+    """Returns which layers of a GGUF file attend: all but those for which it lists no heads of keys."""
+    key = "attention.head_count_kv"
+    named = fields.get(key)
+    if not isinstance(named, np.ndarray):
+        return [True] * count
+    if len(named) < count:
+        raise fields.unlike(key, f"one for each of {count} layers")
+    return [bool(one) for one in named[:count].tolist()]
 
 
 def layers_by_attention(

@@ -65,6 +65,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     theta = family.theta if form.theta is None else form.theta
     rope = replace(_rope(file, fields, form, theta), dims=attention.rotary)
     positions = context(rope, size("context_length"))
+    if not (form.turns if isinstance(form.turns, bool) else form.turns(fields)):
+        rope = NOPE
     eps = fields.number("attention.layer_norm_rms_epsilon", 0, 1)
     norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
     layer = LayerConfig(
@@ -72,7 +74,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         attention,
         ffn=size("feed_forward_length", high=WIDEST, default=experts.ffn if experts is not None else None),
         norm=norm,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        mlp_bias=_has(file, "ffn_down.bias"),
         experts=experts,
         activation=family.activation,
         in_norms=family.in_norms,
@@ -122,9 +124,9 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         kv_heads=_kv_heads(fields, heads),
         head_dim=head_dim,
         sinks=family.sinks,
-        qkv_bias=f"blk.0.attn_{'qkv' if family.fused_qkv else 'q'}.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors if family.qk_norm == "key" else bool(family.qk_norm),
+        qkv_bias=_has(file, f"attn_{'qkv' if family.fused_qkv else 'q'}.bias"),
+        o_bias=_has(file, "attn_output.bias"),
+        qk_norm=_has(file, "attn_q_norm.weight") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
         norms_after=family.norms_after,
         gated=family.gated,
@@ -134,6 +136,11 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         scalar=query_scalar(fields, "attention.scale", 0.0) if family.multipliers else 0,
         cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )
+
+
+def _has(file: GGUFFile, part: str) -> bool:
+    """Returns whether a block has such a tensor; the first may be of another kind than others."""
+    return any(name.startswith("blk.") and name.endswith(f".{part}") for name in file.tensors)
 
 
 def _multiplier(fields: Fields, family: Family, key: str) -> float:

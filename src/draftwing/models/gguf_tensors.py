@@ -166,9 +166,11 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _as_in_folders(name: str, values: Tensor) -> Tensor:
     """Returns a tensor as a folder's checkpoint has it: converters have done some of the arithmetic. name: there."""
     if name.endswith(".A_log"):
-        return (-values).log()
+        return (-values.flatten()).log()
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return values.unsqueeze(1)
+    if name.endswith((".D", "norm.weight")):  # of state-space layers one row for each head, or group
+        return values.flatten()
     return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values
 
 
@@ -221,6 +223,10 @@ BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "layer_output_scale": "layer_scalar",
 }
 # Of layers with norms before and after each part.
 _OUT_NORM_NAMES = {
@@ -235,11 +241,7 @@ _NEXTN_NAMES = {
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
 }
-# Without what their names end with.
-WHOLE_NAMES = {
-    "attn_sinks": "self_attn.sinks", "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
-    "layer_output_scale": "layer_scalar",
-}  # fmt: skip
+_BARE = {"attn_sinks", "ssm_a", "ssm_dt", "ssm_d", "layer_output_scale"}  # in folders without `.weight` or `.bias`
 
 
 def layer_name(block: int, own: int) -> str:
@@ -264,10 +266,8 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     shared = re.fullmatch("ffn_(gate|up|down)_shexp", part)
     if shared is not None and experts is not None and experts.shared:
         return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
-    if part in WHOLE_NAMES:
-        return f"{layer}.{WHOLE_NAMES[part]}"
     if part in _NEXTN_NAMES:
         return f"{MTP}{_NEXTN_NAMES[part]}{suffix}"
     if part not in names:
         return name
-    return f"{layer}.{family.layer_names.get(names[part], names[part])}{suffix}"
+    return f"{layer}.{family.layer_names.get(names[part], names[part])}{'' if part in _BARE else suffix}"

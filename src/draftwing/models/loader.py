@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,6 +221,8 @@ def open_checkpoint(
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
+    if config.family.apart is not None:
+        matrices = _apart(matrices, config.family.apart, cuts)  # type: ignore[assignment]
     latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
     if latent is not None:
         matrices = without_latents(matrices, latent, cuts)  # type: ignore[assignment]
@@ -242,6 +244,15 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
             yield name, value
     if aside:
         logger.info("%d tensors for images or sound are not loaded, %.2f GB", aside, size / 1e9)
+
+
+def _apart(
+    tensors: Tensors, apart: Callable[[str, Stored], Iterable[tuple[str, Stored]]], cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, Stored]]:
+    """Yields what `Family.apart` makes of each, of which this rank has the part that `cuts` says."""
+    for name, value in tensors:
+        for own, part in apart(name, value):
+            yield own, cuts[own].of(own, part) if own != name and own in cuts else part
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:

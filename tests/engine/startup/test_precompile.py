@@ -182,17 +182,25 @@ HYBRID = {
 }  # fmt: skip
 
 
+MAMBA = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 3,
+    "head_dim": None, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_heads": 8, "mamba_d_state": 32,
+    "num_local_experts": 0, "shared_intermediate_size": 96,
+}  # fmt: skip
+
+
 @pytest.mark.exhaustive  # the others show that launches of an engine are found
+@pytest.mark.parametrize(("own", "norm"), [(HYBRID, "_norm_kernel"), (MAMBA, "_group_norm_kernel")])
 def test_gated_delta_nets_have_the_same_kernels_for_chunks_and_trees(
-    job: Job, tmp_path: Path, printed_by: Printed
+    own: dict[str, Any], norm: str, job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
     """But for how they are launched, and stages of the recurrence; plans of both are made on the device."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | HYBRID))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | own))
     from draftwing.ops.delta_net import triton as delta_net
 
     found = [(name, json.loads(how)) for name, how in json.loads(printed_by(CHILD, job)[-1])]
     names = [name for name, _ in found]
-    for kernel, count in ((delta_net._inputs_kernel, 2), (delta_net._walk_kernel, 2), (delta_net._norm_kernel, 1)):
+    for kernel, count in ((delta_net._inputs_kernel, 2), (delta_net._walk_kernel, 2), (getattr(delta_net, norm), 1)):
         ways = [how for name, how in found if name == kernel.__name__]
         assert len(ways) == count
         for how in ways:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.short_conv import ShortConvConfig
@@ -20,6 +18,7 @@ from draftwing.models.family import (
     Family,
     InGGUF,
     Whole,
+    attends_by_heads,
     layers_by_attention,
     layers_by_kind,
 )
@@ -27,7 +26,6 @@ from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.ops.experts.routing import Routing
 
 _CONV = "conv"
-_HEADS = "attention.head_count_kv"  # a number for each layer, 0 of those without attention
 
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
@@ -54,11 +52,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
 
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     conv = ShortConvConfig(layer.hidden, fields.whole("shortconv.l_cache", high=MOST_TAPS))
-    named = fields.get(_HEADS)
-    if isinstance(named, np.ndarray) and len(named) < count:
-        raise fields.unlike(_HEADS, f"one for each of {count} layers")
-    attends = [bool(one) for one in named[:count].tolist()] if isinstance(named, np.ndarray) else [True] * count
-    return layers_by_attention(file, layer, attends, conv)
+    return layers_by_attention(file, layer, attends_by_heads(fields, count), conv)
 
 
 def _renamed(fields: Fields) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class DeltaInputs(NamedTuple):
 
     qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
     z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
-    b: Tensor  # [M, value_heads]: of which beta is the sigmoid
+    b: Tensor  # [M, value_heads]: of which beta is the sigmoid; nobody reads it where `DeltaSpec.corrects` is off
     a: Tensor  # [M, value_heads]: of which the decay is made
 
 
@@ -78,10 +78,14 @@ class DeltaWeights(NamedTuple):
     conv: Tensor  # [channels, conv_width], the newest token's tap last
     decay: Tensor  # [value_heads]: -exp(A_log)
     dt_bias: Tensor  # [value_heads]
-    norm: Tensor  # [value_dim]
+    norm: Tensor  # [value_dim]; of a state-space layer [value_heads * value_dim], or nothing: then there is none
     eps: float
     spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them
     fp8: bool = False  # whether what comes of it is for products with activations in fp8, and may come so
+    # Of a state-space layer:
+    conv_bias: Tensor | None = None  # [channels]
+    skip: Tensor | None = None  # [value_heads]: D, what of a value goes past the state
+    gates_first: bool = True  # whether gates come before the norm
 
 
 class ChunkSpan(NamedTuple):

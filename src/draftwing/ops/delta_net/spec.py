@@ -2,6 +2,14 @@
 
 Of each value head, with q and k of unit length and q scaled, S [key_dim, value_dim] float32 and log decay g:
 S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q.
+
+Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) is the same without the correction (`DeltaSpec.corrects`), so it is no
+operation of its own: states, records, walks over trees and chunks, convolution and decay are shared. With C, B and x
+of its papers as q, k and v, a group of heads as a key head, and dt = softplus(a + dt_bias):
+S <- exp(A dt) S + B (dt x)^T;  y = S^T C + D x.
+C and B are as the convolution, which has a bias, leaves them. The norm is over all heads of a group, behind the gates
+or before them, or there is none.
+
 Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.pool`). Between
 what is kept in float32 it is computed in float64: torch's functions, and the order of its sums, depend in the last bits
 on where in a tensor a value stands.
@@ -30,30 +38,31 @@ class _State(NamedTuple):
     window: Tensor  # [B, conv_width - 1, channels]
 
 
-def gates(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-    """Returns log decay and beta [M, 2, value_heads] float32."""
-    log_decay = weights.decay * F.softplus(inputs.a.double() + weights.dt_bias)
-    return torch.stack((log_decay, inputs.b.double().sigmoid()), 1).float()
+def gates(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+    """Returns log decay, and beta or dt, [M, 2, value_heads] float32."""
+    dt = F.softplus(inputs.a.double() + weights.dt_bias)
+    return torch.stack((weights.decay * dt, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
     """Computes what `Attend.delta` returns; layer: of the pool."""
-    kept, gate = states.layers[layer], gates(inputs, weights)
-    run = _chunks if batch.chunks else _tree
-    return _gated_norm(run(states, kept, batch, inputs.qkv, gate, weights), inputs.z, weights)
+    kept = states.layers[layer]
+    gate, run = gates(kept.spec, inputs, weights), _chunks if batch.chunks else _tree
+    return gated_norm(kept.spec, run(states, kept, batch, inputs.qkv, gate, weights), inputs.z, weights)
 
 
 def over_sequences(inputs: DeltaInputs, weights: DeltaWeights, sequences: int) -> Tensor:
     """Computes a gated delta net over so many whole sequences of one length, without a pool."""
     assert weights.spec is not None
-    spec, gate = weights.spec, gates(inputs, weights).unflatten(0, (sequences, -1))
+    spec = weights.spec
+    gate = gates(spec, inputs, weights).unflatten(0, (sequences, -1))
     qkv = inputs.qkv.unflatten(0, (sequences, -1))
     s = torch.zeros(sequences, spec.value_heads, spec.key_dim, spec.value_dim, device=qkv.device)
     state, out = _State(s, qkv.new_zeros(sequences, spec.conv_width - 1, spec.channels)), []
     for token in range(qkv.shape[1]):
         state, o = _step(spec, state, qkv[:, token], gate[:, token], weights)
         out.append(o)
-    return _gated_norm(torch.stack(out, 1).flatten(0, 1), inputs.z, weights)
+    return gated_norm(spec, torch.stack(out, 1).flatten(0, 1), inputs.z, weights)
 
 
 def _chunks(
@@ -118,18 +127,23 @@ def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: De
     """One token of each of B states: qkv [B, channels], gate [B, 2, value_heads] -> what it is then, and o
     [B, value_heads, value_dim]"""
     window = torch.cat((state.window, qkv[:, None]), 1)  # [B, conv_width, channels]
-    made = F.silu((window.double() * weights.conv.T).sum(1))
+    made = (window.double() * weights.conv.T).sum(1)
+    made = F.silu(made if weights.conv_bias is None else made + weights.conv_bias)
     wide = spec.key_heads * spec.key_dim
     q, k, v = made.split((wide, wide, spec.value_heads * spec.value_dim), 1)
-    q, k = (_unit(part.unflatten(1, (spec.key_heads, spec.key_dim))) for part in (q, k))
+    q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
+    if spec.corrects:
+        q, k = _unit(q) * spec.key_dim**-0.5, _unit(k)
     head = torch.arange(spec.value_heads, device=qkv.device)
     theirs = head % spec.key_heads if spec.tiled else head // (spec.value_heads // spec.key_heads)
-    q, k = q[:, theirs] * spec.key_dim**-0.5, k[:, theirs]  # [B, value_heads, key_dim]
+    q, k = q[:, theirs], k[:, theirs]  # [B, value_heads, key_dim]
     v, gate = v.unflatten(1, (spec.value_heads, spec.value_dim)), gate.double()
     s = state.s * gate[:, 0, :, None, None].exp()
-    d = gate[:, 1, :, None] * (v - (s * k[..., None]).sum(2))
+    d = gate[:, 1, :, None] * (v - (s * k[..., None]).sum(2) if spec.corrects else v)
     s = s + k[..., None] * d[:, :, None]
-    return _State(s.float(), window[:, 1:]), (s * q[..., None]).sum(2).float()
+    o = (s * q[..., None]).sum(2)
+    o = o if weights.skip is None else o + weights.skip[:, None] * v
+    return _State(s.float(), window[:, 1:]), o.float()
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -141,8 +155,15 @@ def _write(kept: LayerStates, slots: Tensor, state: _State) -> None:
     kept.conv.index_copy_(0, slots, state.window)
 
 
-def _gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
+def gated_norm(spec: DeltaSpec, o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     """o [M, value_heads, value_dim] float32, z [M, value_heads * value_dim] -> as z"""
-    o = o.double()
-    normed = o * (o.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
-    return (normed.flatten(1) * F.silu(z.double())).to(z.dtype)
+    o, gate = o.double(), F.silu(z.double())
+    if not spec.corrects:
+        o = o.flatten(1)
+        if not weights.norm.numel():
+            return (o * gate).to(z.dtype)
+        if weights.gates_first:
+            o, gate = o * gate, torch.ones_like(gate)
+        o = o.unflatten(1, (spec.key_heads, -1))  # the heads of a group
+    normed = o * (o.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.view(-1, o.shape[2])
+    return (normed.flatten(1) * gate).to(z.dtype)

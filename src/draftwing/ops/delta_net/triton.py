@@ -3,7 +3,8 @@
 Three launches a layer: what goes into the recurrence, for all tokens at once (`_inputs_kernel`); the recurrence, walk
 by walk (`ops.delta_net.triton_plan`), of each head in slices of value_dim that know nothing of each other; the
 gated norm. With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d;
-S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting.
+S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting. Of a state-space layer
+d = dt v, and o gets D v besides.
 
 A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
 that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
@@ -86,8 +87,9 @@ def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):
+    taps, weights, bias, windows, inputs, keep, save, record, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
     windows, where state slots say so."""
     total = tl.zeros(channel.shape, tl.float32)
@@ -98,6 +100,8 @@ def _convolved(
             tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (keep >= 0))
             tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (save >= 0))
     tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
+    if bias is not None:
+        total += tl.load(bias + channel, mask=mask, other=0.0)
     return total * _sigmoid(total)
 
 
@@ -107,25 +111,28 @@ def _unit(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _gates(a, b, decay, dt_bias, head, mask):
-    """Returns log decay and beta of a query."""
+def _gates(a, b, decay, dt_bias, head, mask, CORRECTS: tl.constexpr):
+    """Returns log decay, and beta or dt, of a query."""
     x = tl.load(a + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=mask, other=0.0)
-    log_decay = tl.load(decay + head, mask=mask, other=0.0) * _softplus(x)
-    return log_decay, _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32))
+    dt = _softplus(x)
+    log_decay = tl.load(decay + head, mask=mask, other=0.0) * dt
+    beta = _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
+    return log_decay, beta
 
 
 @triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
 def _inputs_kernel(
-    made, numbers, qkv, b, a, conv, decay, dt_bias, windows, inputs, gates, sources, tokens,
+    made, numbers, qkv, b, a, conv, conv_bias, decay, dt_bias, windows, inputs, gates, sources, tokens,
     qkv_stride, b_stride, a_stride, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    TILED: tl.constexpr, CORRECTS: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
     BY_TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
-    and keys of unit length, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the product of query and
-    key; all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
+    and keys, of unit length where the net corrects, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the
+    product of query and key; all float32. All loads come before the first use and the first store: each would cost a
+    wait of its own."""
     let_next_come(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
@@ -153,10 +160,11 @@ def _inputs_kernel(
         wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
         k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
-        q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
-        q = _unit(q, EPS) * SCALE
-        k = _convolved(k_taps, k_weights, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
-        k = _unit(k, EPS)
+        q = _convolved(taps, weights, conv_bias, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
+        k = _convolved(k_taps, k_weights, conv_bias, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
+        if CORRECTS:
+            q = _unit(q, EPS) * SCALE
+            k = _unit(k, EPS)
         tl.store(made + token64 * CHANNELS + of_q, q, mask=mask)
         tl.store(made + token64 * CHANNELS + of_k, k, mask=mask)
         dot = tl.sum(q * k, 1)
@@ -171,14 +179,15 @@ def _inputs_kernel(
         weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
         wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
-        v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
+        v = _convolved(taps, weights, conv_bias, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
         tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
         wait(PDL)
         if is_query:
-            log_decay, beta = _gates(a + token64 * a_stride, b + token64 * b_stride, decay, dt_bias, head, mask)
+            own_a, own_b = a + token64 * a_stride, b + token64 * b_stride
+            log_decay, beta = _gates(own_a, own_b, decay, dt_bias, head, mask, CORRECTS)
             its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
             tl.store(its, log_decay, mask=mask & (record >= 0))
             tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
@@ -213,9 +222,10 @@ def _one(numbers, index, which: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
 def _walk_kernel(
-    out, made, numbers, state, steps, walks, segments, queries,
+    out, made, numbers, state, skip, steps, walks, segments, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, CORRECTS: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
     let_next_come(PDL)
@@ -255,11 +265,13 @@ def _walk_kernel(
             v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
             number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
             decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
-            by_key, by_query = _over_keys(s * k[:, :, :, None]), _over_keys(s * q[:, :, :, None])
+            by_query = _over_keys(s * q[:, :, :, None])
             # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
-            d = beta * tl.fma(-decay, by_key, v)
+            d = beta * (tl.fma(-decay, _over_keys(s * k[:, :, :, None]), v) if CORRECTS else v)
             s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
             o = tl.fma(dot, d, decay * by_query)
+            if skip is not None:
+                o = tl.fma(tl.load(skip + head), v, o)
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
@@ -292,6 +304,32 @@ def _norm_kernel(
         store_fp8(codes, scales, result.to(tl.float32), query + 0 * head, head, head < HEADS, padded)
 
 
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _group_norm_kernel(
+    out, o, z, norm, tokens, z_stride,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (queries * GROUPS). Of a state-space layer: SIZE, values of a group; norm: None where there is none.
+    FIRST: whether gates come before it. Dead nodes get zeros."""
+    query, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+    lane = tl.arange(0, PAD)
+    at, mask = group * SIZE + lane, lane < SIZE
+    let_next_come(PDL)
+    live = tl.load(tokens + query * 4) > 0
+    wait(PDL)
+    x = tl.load(o + query * (GROUPS * SIZE) + at, mask=mask & live, other=0.0)
+    gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
+    gate = gate * _sigmoid(gate)
+    if FIRST:
+        x = x * gate
+    if norm is not None:
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * tl.load(norm + at, mask=mask, other=0.0)
+    if not FIRST:
+        x = x * gate
+    tl.store(out + query * (GROUPS * SIZE) + at, x.to(z.dtype.element_ty), mask=mask)
+
+
 def _heads(heads: int, dim_pad: int) -> int:
     """Returns how many heads a program takes."""
     return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
@@ -320,12 +358,12 @@ def delta_net(
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options, ordinary = launch_options(device), ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](
-        made, numbers, qkv, b, a, conv, weights.decay, weights.dt_bias, kept.conv, kept.inputs, kept.gates,
-        plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count, KEY_HEADS=spec.key_heads,
-        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value,
-        HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5, EPS=L2_EPS,
-        BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
+        made, numbers, qkv, b, a, conv, weights.conv_bias, weights.decay, weights.dt_bias, kept.conv, kept.inputs,
+        kept.gates, plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
+        TILED=spec.tiled, CORRECTS=spec.corrects, WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad,
+        KEYS=keys, VALUES=per_value, HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5,
+        EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
     walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
@@ -334,10 +372,19 @@ def delta_net(
     best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
-        o, made, numbers, kept.state, plan.steps, plan.walks, plan.segments, count, KEY_HEADS=spec.key_heads,
-        VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, TILED=spec.tiled,
-        KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best, num_warps=1, **launched,
+        o, made, numbers, kept.state, weights.skip, plan.steps, plan.walks, plan.segments, count,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
+        TILED=spec.tiled, CORRECTS=spec.corrects, KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best,
+        num_warps=1, **launched,
     )  # fmt: skip
+    if not spec.corrects:
+        result, size = z.new_empty(count, values), values // spec.key_heads
+        pad, norm = triton.next_power_of_2(size), weights.norm if weights.norm.numel() else None
+        _group_norm_kernel[(count * spec.key_heads,)](
+            result, o, z, norm, plan.tokens, z.stride(0), SIZE=size, GROUPS=spec.key_heads, PAD=pad, EPS=weights.eps,
+            FIRST=weights.gates_first, num_warps=min(max(pad // 512, 1), 8), **options,
+        )  # fmt: skip
+        return result
     fp8 = weights.fp8 and spec.value_dim == WIDE
     out: Tensor | Fp8Rows = empty_rows((count, values), device) if fp8 else z.new_empty(count, values)
     _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](

@@ -1,0 +1,157 @@
+"""State-space layers (Mamba-2: Dao and Gu 2024, arXiv 2405.21060) in place of a layer's attention.
+
+They run on the operation of gated delta nets, without the correction (`ops.delta_net.spec`): C, B and x are its
+queries, keys and values, and a group of heads that share C and B is a key head. Checkpoints have x, B, C in this order;
+here C and B come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import DeltaSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
+from draftwing.ops.table import LayerOps
+from draftwing.parallel.cut import Cut, ordered
+from draftwing.parallel.ranks import Ranks, Share
+
+Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
+
+
+@dataclass(frozen=True)
+class Mamba2Config(MixerConfig):
+    """A state-space layer with the sizes of this rank.
+
+    groups: of heads that share B and C.  norm: whether there is one, over the heads of a group; gates_first: behind the
+    gates, else before them.  conv_bias: whether the convolution has biases.
+    """
+
+    groups: int
+    heads: int
+    head_dim: int
+    state_size: int
+    conv_width: int
+    norm: bool = True
+    gates_first: bool = True
+    conv_bias: bool = True
+
+    def keeps(self) -> DeltaSpec:
+        return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=False)
+
+    @property
+    def inner(self) -> int:
+        """Values of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def made(self) -> int:
+        """Outputs of the first matrix."""
+        return self.keeps().channels + self.inner + self.heads
+
+    def weights(self, hidden: int) -> int:
+        return hidden * (self.made + self.inner)
+
+    def check(self) -> None:
+        for name in ("groups", "heads", "head_dim", "state_size"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} of a state-space layer must be at least 1, found {getattr(self, name)}")
+        if self.heads % self.groups:
+            raise CheckpointError(
+                "the number of a state-space layer's heads must be a multiple of the number of its groups, found "
+                f"{self.heads} and {self.groups}"
+            )
+        if self.conv_width < 2:
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+
+    def spread(self, ranks: Ranks) -> Mamba2Config:
+        """Returns the sizes of one rank: some groups, with their heads."""
+        if self.groups % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the {self.groups} groups of the model's "
+                f"state-space layers; found {ranks.size}"
+            )
+        return replace(self, groups=self.groups // ranks.size, heads=self.heads // ranks.size)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own = self.spread(ranks)
+        groups = range(ranks.rank * own.groups, (ranks.rank + 1) * own.groups)
+        channels, whole = self.keeps().channels, self.made
+        runs = [*self._channels(groups, self.inner), *self._heads(groups, self.head_dim)]
+        runs += self._heads(groups, 1, self.inner + channels)
+        into, conv = ordered(0, runs, whole), ordered(0, self._channels(groups), channels)
+        values = Cut(0, Share(ranks.rank * own.inner, own.inner, self.inner))
+        per_head = Cut(0, Share(ranks.rank * own.heads, own.heads, self.heads)) if ranks.size > 1 else None
+        some = values if ranks.size > 1 else None
+        return [
+            StoredMatrix("mamba.in_proj", "into", 0, own.made, False, Cut(0, Share(0, whole, whole)), into),
+            StoredMatrix("mamba.out_proj", "out", 0, hidden, False, values._replace(axis=1)),
+            StoredVector("mamba.conv1d.weight", "conv", own.keeps().channels, order=conv),
+            StoredVector("mamba.A_log", "decay", own.heads, per_head, is_log=True),
+            StoredVector("mamba.dt_bias", "dt_bias", own.heads, per_head),
+            StoredVector("mamba.D", "skip", own.heads, per_head),
+            *([StoredVector("mamba.norm.weight", "norm", own.inner, some)] if self.norm else []),
+            *([StoredVector("mamba.conv1d.bias", "conv_bias", own.keeps().channels, order=conv)] * self.conv_bias),
+        ]
+
+    def _channels(self, groups: range, at: int = 0) -> Runs:
+        """Yields where C, B and x of these groups lie, x of all of them beginning at `at`."""
+        for first in (self.inner + self.groups * self.state_size, self.inner):
+            yield at + first + groups.start * self.state_size, len(groups) * self.state_size
+        yield from self._heads(groups, self.head_dim, at)
+
+    def _heads(self, groups: range, size: int, at: int = 0) -> Runs:
+        """Yields where their heads lie; each has `size`, the first one's at `at`."""
+        each = self.heads // self.groups * size
+        yield at + groups.start * each, len(groups) * each
+
+    def build(self, place: Placement) -> Mamba2:
+        return Mamba2(self, place)
+
+
+class Mamba2(Mixer):
+    """Projections around the injected `Attend.delta`: C, B, x, gates and step sizes are one GEMM."""
+
+    needs_chunks = False
+
+    def __init__(self, config: Mamba2Config, place: Placement) -> None:
+        super().__init__()
+        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        self._inner, self._gates_first = config.inner, config.gates_first
+        self.into = place.linear(config.made)
+        self.out = place.out(config.inner)
+
+        def wide(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
+
+        channels = self.spec.channels
+        self.conv, self.conv_bias = wide(channels, 1, config.conv_width), wide(channels) if config.conv_bias else None
+        self.decay, self.dt_bias, self.skip = wide(config.heads), wide(config.heads), wide(config.heads)
+        self.norm = wide(config.inner if config.norm else 0)
+
+    def use(self, ops: LayerOps) -> None:
+        super().use(ops)
+        if ops.convolves_by_tap:
+            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    def linears(self) -> list[Linear]:
+        return [self.into, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        channels = self.spec.channels
+        cbx, z, dt = self.into(x).tensor_split((channels, channels + self._inner), 1)
+        weights = DeltaWeights(
+            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec,
+            conv_bias=self.conv_bias, skip=self.skip, gates_first=self._gates_first,
+        )  # fmt: skip
+        made = attend.delta(self.pool_layer, DeltaInputs(cbx, z, dt, dt), weights)
+        return self.out(made, residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
