@@ -33,17 +33,14 @@ _MOST_STAGES = 31  # there is room for their barriers
 # Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
-MANY_FROM = MOST + 1  # rows of x from which the kernels of many rows multiply
-# Features of a block: as many as registers hold sums twice, and of several ranges a little more. Of gates and ups as many
-# of either.
+MANY_FROM = 2 * MOST + 1  # rows of x from which the kernels of many rows multiply, see docs/dev/gpu_kernels.md
+# Features of a block: as many as registers hold sums twice. Of gates and ups as many of either.
 _MANY_FEATURES, _MANY_GATED = (192, 176, 160, 144, 128), (192, 160, 128)
-_MANY_MOST = {1: 192, 2: 176, 4: 176}  # by ranges of K
 _MANY_STEPS = 6  # stages of a range at least: results leave with as many
 _MANY_SHARED = 227 << 10  # bytes of a block
 _BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
 _MANY_TOKENS = 128  # rows of x that a block takes
 _PAIR = 2  # blocks of a cluster
-_EPILOGUE = 16  # features whose products take as long as to end a tile
 
 
 class Size(NamedTuple):
@@ -90,7 +87,6 @@ MANY_SIZES = [
     for ranges in sorted(cuda_wgmma.RANGES)
     for gated, sizes in ((False, _MANY_FEATURES), (True, _MANY_GATED))
     for features in sizes
-    if features <= _MANY_MOST[ranges]
 ]
 
 
@@ -178,7 +174,7 @@ def cut_of_many(rows: int, weights: int, gated: bool, ranges: int, at_once: int)
 
     def cost(size: ManySize) -> tuple[int, int]:
         """Of turns of clusters, and the larger tiles the better."""
-        return -(-tiles(size) // at_once) * (size.features + _EPILOGUE), -size.features
+        return -(-tiles(size) // at_once) * size.features, -size.features
 
     size = min((size for size in MANY_SIZES if size.ranges == ranges and size.gated == gated), key=cost)
     grid = _PAIR * min(at_once, tiles(size)), 1

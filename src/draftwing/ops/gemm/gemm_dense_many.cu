@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_box(const TensorMap* map, const void* from
 
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Boxes that this thread stores are a group when it says so. `wait_for_reads` waits until the shared memory that all
+// Boxes that this thread has stored become a group. `wait_for_reads` waits until the shared memory that all
 // groups come from may be written again.
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
@@ -114,10 +114,12 @@ struct Results {
                 *its = pair_of(out[0], out[1]);
             }
         }
+        if (box + 1 < BOXES) return;
         show_writes();
         sync_group(group);
         if (!leads()) return;
-        store_box(task.y, room + box * BYTES, tile.feature0 + column, tile.token0 + group * 64);
+        for (int b = 0; b < BOXES; ++b)
+            store_box(task.y, room + b * BYTES, tile.feature0 + column_of(b), tile.token0 + group * 64);
         end_stores();
     }
 };
