@@ -54,7 +54,7 @@ MAY_NAME = {
     "train.evaluate": "a sentence of a model card",
 }
 FAMILY = re.compile(
-    r"cohere|deepseek|dots1|ernie|exaone|gemma|glm|gpt_?oss|granite|hunyuan|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minimax|"
+    r"apertus|arcee|cohere|deepseek|dots1|ernie|exaone|gemma|glm|gpt_?oss|granite|hunyuan|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minimax|"
     r"mi(?:ni)?stral|mixtral|olmo|phi[34]|qwen|seed_?oss|smollm3",
     re.IGNORECASE,
 )

@@ -21,7 +21,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "granite": ("cpu", "blocks", RANKS), "olmo3": ("cpu", RANKS), "exaone4": ("cpu",), "smollm3": ("blocks",),
     "phi3": ("blocks",), "phi3-longrope": (RANKS,), "glm4": ("cpu", RANKS), "ministral3": ("cpu", "blocks"),
     "gemma2": ("cpu", "blocks", RANKS), "cohere2": ("cpu", "blocks", RANKS),
-    "hunyuan": ("cpu", "blocks", RANKS),
+    "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
 }  # fmt: skip
 PAIRS = [
     pytest.param(*(place.values if hasattr(place, "values") else (place,)), family, marks=getattr(place, "marks", ()))
@@ -31,6 +31,8 @@ PAIRS = [
 # Else logits are nearly equal: of heads the rig makes larger ones, but not of one that is the embedding.
 MORE: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 0.5},
+    "apertus": {"attention_bias": False},
+    "arcee": {"attention_bias": False, "mlp_bias": False},
     "smollm3": {"tie_word_embeddings": False},
     "cohere2": {"tie_word_embeddings": False, "logit_scale": 2.0},
     "gemma2": {"tie_word_embeddings": False, "final_logit_softcapping": 30.0},

@@ -89,6 +89,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2-defaults": ("Cohere2", {"sliding_window": 60, "layer_types": MIXED}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3, "head_dim": 32, "attention_bias": True}),
+    "apertus-defaults": ("Apertus", {"head_dim": 16}),
+    "arcee": ("Arcee", {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}),
     "hunyuan": (
         "HunYuanDenseV1",
         {
@@ -323,7 +326,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     hidden, _ = model(ids, torch.arange(12), DenseCache())
     F.cross_entropy(model.logits(hidden)[:-1], ids[1:]).backward()
     theirs, found = dict(reference.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
-    ends = r"embed_tokens|layers\.0\.(self_attn\.(q|qkv)_proj|(input|post_attention)_layernorm)"
+    ends = r"embed_tokens|layers\.0\.(self_attn\.(q|qkv)_proj|(input|post_attention|attention)_layernorm)"
     table = checkpoint_names(model.config)
     named = [(name, part) for name, part in table.items() if re.fullmatch(rf"model\.({ends})\.weight", name)]
     assert len(named) >= 3

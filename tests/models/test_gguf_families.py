@@ -17,6 +17,9 @@ from models.test_decoder import random_reference
 from tiny_gguf import finish, permuted
 from torch import Tensor
 
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import open_gguf
+from draftwing.models.families import FAMILIES
 from draftwing.models.loader import load_model
 
 # By a name of `test_decoder`: the architecture, and whether converters put halves that are turned into pairs.
@@ -26,6 +29,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
     "dots1": ("dots1", False),
@@ -62,6 +66,10 @@ def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
     rope, head_dim = config.rope_parameters, _head_dim(config)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (head_dim / (head_dim - 2)))
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf_package.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -108,6 +116,10 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "apertus":
+        for part in ("alpha_p", "alpha_n", "beta", "eps"):
+            values = [float(value) for name, value in tensors.items() if name.endswith(f".act_fn.{part}")]
+            getattr(writer, f"add_xielu_{part}")(values)
     known = gguf_package.get_tensor_name_map(
         next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
     )
@@ -117,6 +129,8 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
         if name.endswith("gate_up_proj") and values.ndim == 3:
             for part, half in zip(("gate", "up"), np.split(values, 2, 1), strict=True):
                 writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", half.copy())
+            continue
+        if ".act_fn." in name:
             continue
         name = name.removesuffix("_proj") + "_proj.weight" if values.ndim == 3 else name
         if arch in ("gemma", "gemma2") and "norm" in name:
@@ -144,3 +158,22 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
     hidden, _ = model(ids, torch.arange(200), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("values", [None, 0.5, [0.5, 0.6], "x"])
+def test_activations_of_metadata_are_for_each_layer(tmp_path: Path, values: Any) -> None:
+    reference = random_reference("apertus")
+    write(tmp_path / "m.gguf", reference.config, reference.state_dict(), "apertus", False)
+    file = open_gguf(tmp_path / "m.gguf")
+    key = "xielu.alpha_p"
+    if values is None:
+        del file.metadata[key]
+    else:
+        file.metadata[key] = np.array(values, np.float32) if isinstance(values, list) else values
+    make = FAMILIES["ApertusForCausalLM"].gguf
+    assert make is not None and make.more is not None
+    if values == 0.5:  # for all
+        assert [value.item() for name, value in make.more(file, 3) if name.endswith("alpha_p")] == [0.5] * 3
+    else:
+        with pytest.raises(CheckpointError, match=r"xielu\.alpha_p: expected a number for each of 3 layers"):
+            list(make.more(file, 3))

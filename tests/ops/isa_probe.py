@@ -83,6 +83,8 @@ def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     for ffn, scale in ((96, 1.0), (1000, 40.0)):
         yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.gelu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
+        yield ops.relu_squared(made.floats(dtype, 5, ffn))
+        yield ops.xielu(made.floats(dtype, 5, ffn, scale=3.0), torch.tensor([0.8, 1.3, 0.5, -1e-6]))
         yield ops.soft_cap(made.floats(dtype, 5, ffn, scale=scale), 30.0)
         yield ops.add_scaled(made.floats(dtype, 5, ffn), made.floats(dtype, 5, ffn), scale / 3)
 

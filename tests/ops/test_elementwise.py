@@ -52,6 +52,24 @@ def test_gated_products(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
 
 
 @pytest.mark.parametrize("size", [31, 576])
+def test_activations_without_a_gate(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = made(ops, dtype, 5, size) * 3
+    rise, fall, beta, eps = 0.8, 1.3, 0.5, -1e-6
+    wide = x.double()
+    falling = fall * (torch.expm1(wide.clamp(max=eps)) - wide) + beta * wide
+    how = torch.tensor([rise, fall, beta, eps], device=ops.device)
+    for found, alone, expected in (
+        (ops.relu_squared(x), ops.relu_squared(x[3:4]), wide.clamp(min=0).square()),
+        (ops.xielu(x, how), ops.xielu(x[3:4], how), torch.where(wide > 0, rise * wide.square() + beta * wide, falling)),
+    ):
+        close(found, expected, ops, floor=0.1)
+        assert torch.equal(found[3:4], alone) and found.dtype == dtype
+    x[1, 5] = torch.nan
+    for found in (ops.relu_squared(x), ops.xielu(x, how)):
+        assert found.isnan().nonzero().tolist() == [[1, 5]]
+
+
+@pytest.mark.parametrize("size", [31, 576])
 def test_soft_cap(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     x = edges(made(ops, dtype, 5, size) * 20)
     expected = 30 * torch.tanh(x.double() / 30)

@@ -239,7 +239,7 @@ def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
         for own in ({"scaled_queries": True}, {"cap": 30.0}, {"qk_norm": True, "norms_after": True})
     )
     kinds = wide, centred, parallel, scaled, after, queries, capped, later
-    for model in (tiny(activation="gelu"), *(tiny(layers=tuple(kind)) for kind in kinds)):
+    for model in (tiny(activation="gelu"), tiny(activation="relu2"), *(tiny(layers=tuple(kind)) for kind in kinds)):
         assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 
 

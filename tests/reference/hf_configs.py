@@ -151,6 +151,24 @@ GEMMA3_1B: dict[str, Any] = {  # as it was published
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
+APERTUS_8B: dict[str, Any] = {
+    "architectures": ["ApertusForCausalLM"], "attention_bias": False, "eos_token_id": [68, 72], "hidden_act": "xielu",
+    "hidden_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 21504, "max_position_embeddings": 65536,
+    "mlp_bias": False, "model_type": "apertus", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3", "type": "llama3"},
+    "rope_theta": 12000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 131072,
+}  # fmt: skip
+AFM_45B: dict[str, Any] = {
+    "architectures": ["ArceeForCausalLM"], "attention_bias": False, "eos_token_id": 128001, "head_dim": 128,
+    "hidden_act": "relu2", "hidden_size": 2560, "intermediate_size": 18432, "max_position_embeddings": 65536,
+    "mlp_bias": False, "model_type": "arcee", "num_attention_heads": 20, "num_hidden_layers": 36,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+                     "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn"},
+    "torch_dtype": "bfloat16", "vocab_size": 128004,
+}  # fmt: skip
 HUNYUAN_7B: dict[str, Any] = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
     "cla_share_factor": 2, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,

@@ -43,6 +43,7 @@ class NormConfig:
 
 
 NORM = NormConfig()  # of Llama
+Activation = Literal["silu", "gelu", "relu2", "xielu"]  # relu2: the square of ReLU, which as xIELU has no gate
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ class LayerConfig:
     """One decoder layer, with the sizes of this rank where a model is spread over several.
 
     mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
-    or beside it.  activation: of the MLP's gate.  in_norms, out_norms: whether there are norms before mixer and MLP,
-    and behind them, before the residual stream is added.  parallel: whether the MLP reads what the mixer reads, and has
-    no norm of its own.  residual_scale: of what mixer and MLP give, before it is
-    added.  per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
+    or beside it.  activation: of the MLP's gate, or of one without a gate.  in_norms, out_norms: whether there are
+    norms before mixer and MLP, and behind them, before the residual stream is added.  parallel: whether the MLP reads
+    what the mixer reads, and has no norm of its own.  residual_scale: of what mixer and MLP give, before it is added.
+    per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
     none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
 
@@ -122,7 +123,7 @@ class LayerConfig:
     norm: NormConfig = NORM
     mlp_bias: bool = False
     experts: ExpertConfig | None = None
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
     in_norms: bool = True
     out_norms: bool = False
     parallel: bool = False
@@ -133,11 +134,16 @@ class LayerConfig:
     ranks: Ranks = ALONE
 
     @property
+    def gated(self) -> bool:
+        """Returns whether its MLP has a gate."""
+        return self.activation in ("silu", "gelu")
+
+    @property
     def weights(self) -> int:
         """Returns how many values its matrices have."""
         experts, values = self.experts, 2 * self.hidden * self.per_layer
         if experts is None or experts.beside:
-            values += 3 * self.hidden * self.ffn
+            values += (3 if self.gated else 2) * self.hidden * self.ffn
         if experts is not None:
             values += self.hidden * (3 * experts.ffn * len(experts.held) + experts.count)
             values += self.hidden * (3 * experts.shared + experts.shared_gate)

@@ -14,7 +14,7 @@ from draftwing.layers.embedding import LayerEnd
 from draftwing.layers.experts import ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
-from draftwing.layers.mlp import GatedMLP
+from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
@@ -46,7 +46,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm() if config.in_norms and not config.parallel else None
         self.mlp_out_norm = norm() if config.out_norms else None
         beside = config.experts is not None and config.experts.beside
-        self.mlp = (GatedMLP if config.experts is None or beside else ExpertMLP)(config, dtype, device)
+        dense = GatedMLP if config.gated else UngatedMLP
+        self.mlp = (dense if config.experts is None or beside else ExpertMLP)(config, dtype, device)
         self.beside = ExpertsBeside(config, dtype, device) if beside else None
         self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms, self._scale = config.norm.wide, config.residual_scale
@@ -61,6 +62,8 @@ class DecoderLayer(nn.Module):
         """Lets the device do the layer in one call where it can; when the parts are packed."""
         self.use(ops)
         mixer, mlp = self.mixer, self.mlp
+        if isinstance(mlp, UngatedMLP):
+            mlp.pack(ops)
         if self._centred:  # which gives no activations in fp8
             return
         first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
@@ -76,7 +79,7 @@ class DecoderLayer(nn.Module):
 
     def linears(self) -> list[Linear]:
         """Returns those of mixer and MLP but for experts', in the order of their calls."""
-        of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
+        of_mlp = [] if isinstance(self.mlp, ExpertMLP) else self.mlp.linears()
         return [*self.mixer.linears(), *of_mlp]
 
     def around_attention(self) -> tuple[list[LinearOp], list[LinearOp]]:
@@ -85,12 +88,12 @@ class DecoderLayer(nn.Module):
         return ops[:before], ops[before:]
 
     def weights(self) -> LayerWeights | None:
-        """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts,
-        GELU, wide norms, LayerNorm or four norms, capped scores, a factor of what it adds, something behind its MLP, or
-        a mixer that is no attention with keys and values of its own, no gate and no norms but those of heads of queries
-        and keys."""
+        """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts
+        or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, a factor of what it adds, something behind
+        its MLP, or a mixer that is no attention with keys and values of its own, no gate and no norms but those of
+        heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
-        if isinstance(mlp, ExpertMLP) or mlp.gelu or self._wide_norms or self._centred:
+        if not isinstance(mlp, GatedMLP) or mlp.gelu or self._wide_norms or self._centred:
             return None
         if self.mlp_norm is None or self.mlp_out_norm is not None:
             return None

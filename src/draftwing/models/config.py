@@ -279,6 +279,8 @@ def _family(config: Fields) -> tuple[str, Family]:
 _ACTIVATIONS = {
     "silu": ("hidden_act", ("silu", "swish")),
     "gelu": ("hidden_activation", ("gelu_pytorch_tanh", "gelu_new")),
+    "relu2": ("hidden_act", ("relu2",)),
+    "xielu": ("hidden_act", ("xielu",)),
 }
 
 

@@ -3,16 +3,17 @@ functions of families have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig, MixerConfig
+from draftwing.layers.config import Activation, ExpertConfig, LayerConfig, MixerConfig
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import WindowSwitch
 from draftwing.ops.experts.routing import Routing
@@ -98,7 +99,8 @@ class InGGUF:
     theta: of the rotary embedding where a file has none.  scalar: of attention, by itself, the hidden size and the
     number of layers.  yarn_log: the key that says that scores are scaled in place of heads.  yarn_truncates: as
     `RopeConfig.truncate`.  permuted: whether rows of queries and keys are in pairs for rotation.
-    longrope: whether files have its factors.  turns: whether any layer turns its heads.
+    longrope: whether files have its factors.  turns: whether any layer turns its heads.  more: makes tensors, under the
+    names of folders, of the metadata of a file with so many layers.
     """
 
     architecture: str
@@ -117,6 +119,7 @@ class InGGUF:
     permuted: bool = False
     longrope: bool = False
     turns: Callable[[Fields], bool] | bool = True
+    more: Callable[[GGUFFile, int], Iterator[tuple[str, Tensor]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class Family:
     out_norms: bool = False
     centred: bool = False  # whether norms are LayerNorm
     parallel: bool = False  # whether mixer and MLP are beside each other
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
     scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
     multipliers: bool = False  # whether it reads factors of embeddings and of what layers add, and a divisor of logits
     attention_scalar: int = 0  # `query_pre_attn_scalar` when the config has none, 0: there is no such key

@@ -105,6 +105,9 @@ def tensors(
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)
+    form = config.family.gguf
+    if form is not None and form.more is not None and not predicting:
+        yield from form.more(file, own)
     if progress is not None:
         progress(total, total)
 

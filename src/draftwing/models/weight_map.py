@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from draftwing.layers.config import ExpertConfig, StoredMatrix, StoredVector
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
+from draftwing.layers.mlp import XIELU
 from draftwing.models.config import ModelConfig
 from draftwing.models.family import own_name
 from draftwing.parallel.cut import Cut, Order, ordered
@@ -64,7 +65,9 @@ def layer_names(
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
     if layer.experts is None or layer.experts.beside:
-        parts += _mlp_parts(inner, hidden, bias, config.family.fused_mlp)
+        parts += (
+            _mlp_parts(inner, hidden, bias, config.family.fused_mlp) if layer.gated else _ungated(inner, hidden, bias)
+        )
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
@@ -87,6 +90,9 @@ def layer_names(
         norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks)
+    if layer.activation == "xielu":
+        for i, (name, values) in enumerate(XIELU.items()):
+            table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
     names = config.family.layer_names
     for part in parts:
         module, weight = part.checkpoint.removesuffix(".weight"), ".weight" * part.checkpoint.endswith(".weight")
@@ -117,6 +123,12 @@ def _mlp_parts(inner: Share, hidden: int, bias: bool, fused: bool) -> list[Store
         StoredMatrix("mlp.up_proj", "mlp.gate_up", ffn, ffn, bias, Cut(0, inner)),
         out,
     ]
+
+
+def _ungated(inner: Share, hidden: int, bias: bool) -> list[StoredMatrix]:
+    """Returns the matrices of an MLP without a gate."""
+    up = StoredMatrix("mlp.up_proj", "mlp.up", 0, inner.size, bias, Cut(0, inner))
+    return [up, StoredMatrix("mlp.down_proj", "mlp.down", 0, hidden, bias, Cut(1, inner))]
 
 
 def _expert_names(

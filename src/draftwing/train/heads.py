@@ -100,11 +100,12 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
         own.qkv.weight[:, hidden:].copy_(theirs.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
         own.o.weight.copy_(theirs.o.dense_weight())
-    mlp = last.mlp  # of experts there is none to begin with
-    if isinstance(mlp, GatedMLP) and layer.mlp.down.weight.shape == (mlp.down.out_features, mlp.down.in_features):
+    mlp, made = last.mlp, layer.mlp  # of experts, or without a gate, there is none to begin with
+    assert isinstance(made, GatedMLP)
+    if isinstance(mlp, GatedMLP) and made.down.weight.shape == (mlp.down.out_features, mlp.down.in_features):
         layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
-        layer.mlp.gate_up.weight.copy_(mlp.gate_up.dense_weight())
-        layer.mlp.down.weight.copy_(mlp.down.dense_weight())
+        made.gate_up.weight.copy_(mlp.gate_up.dense_weight())
+        made.down.weight.copy_(mlp.down.dense_weight())
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:

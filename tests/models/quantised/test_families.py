@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwing.models.loader import load_model
 
 FAMILIES = [
+    "apertus",
     "llama-biases",
     "mistral-window",
     "qwen2.5",

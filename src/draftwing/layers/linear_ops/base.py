@@ -19,7 +19,8 @@ from draftwing.parallel.cut import Cut, Order
 
 
 class ParamSlice(NamedTuple):
-    """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`. cut: what of it does,
+    """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`; size 0: it is a
+    number, which goes to `start`. cut: what of it does,
     None: all. added: to the stored values. order: in which its rows or columns go there, where that is another one.
     is_log: -exp of the stored values goes there. times: what they are multiplied with."""
 
@@ -40,7 +41,8 @@ class ParamSlice(NamedTuple):
 
     def of(self, param: Tensor) -> Tensor:
         """Returns the part of the parameter, a view."""
-        return param.detach().narrow(self.axis, self.start, self.size)
+        param = param.detach()
+        return param.narrow(self.axis, self.start, self.size) if self.size else param[self.start]
 
     def made(self, tensor: Tensor) -> Tensor:
         """Returns what goes there of a stored tensor, but for its type."""

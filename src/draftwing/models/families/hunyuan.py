@@ -54,9 +54,8 @@ _HUNYUAN: dict[str, Any] = {
 _NEUTRAL: dict[str, Values] = {
     "use_qk_norm": (True,), "use_cla": (False,), "use_rotary_pos_emb": (True,), "norm_type": ("rms", "hf_rms"),
     "add_classification_head": (False,), "position_embedding_xdrope": (False,), "mlp_bias": (False,),
-    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_newline_id",
-                     "im_start_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id",
-                     "text_start_id")),
+    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_start_id",
+                     "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id")),
 }  # fmt: skip
 _OF_EXPERTS: dict[str, Values] = {
     "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,), "moe_layer_num_skipped": (0,), "moe_drop_tokens": (False,),

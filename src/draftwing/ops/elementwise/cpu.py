@@ -31,6 +31,20 @@ class CpuElementwiseOps(ElementwiseOps):
         self.raw.silu_mul(out, gate_up, rows, both // 2, out.dtype == torch.bfloat16, self.workers.address, gelu)
         return out
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return self._ungated(x, None) if x.dtype in DTYPES else super().relu_squared(x)
+
+    def xielu(self, x: Tensor, how: Tensor) -> Tensor:
+        return self._ungated(x, how) if x.dtype in DTYPES and how.dtype == torch.float32 else super().xielu(x, how)
+
+    def _ungated(self, x: Tensor, how: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        rows = x.numel() // max(size, 1)
+        self.raw.ungated(out, x, how, rows, size, x.dtype == torch.bfloat16, self.workers.address)
+        return out
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         if x.dtype not in DTYPES or type(x) is not Tensor:
             return super().soft_cap(x, cap)

@@ -23,6 +23,18 @@ class ElementwiseOps:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """x of any shape -> relu(x)²"""
+        return F.relu(x).square()
+
+    def xielu(self, x: Tensor, how: Tensor) -> Tensor:
+        """x of any shape, how [4]: rise, fall, beta, eps -> rise * x² + beta * x where x > 0, else fall *
+        (exp(min(x, eps)) - 1 - x) + beta * x, in float32 or wider and rounded once."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rise, fall, beta, eps = how.to(wide.dtype).unbind()
+        falling = fall * (torch.expm1(torch.minimum(wide, eps)) - wide)
+        return (torch.where(wide > 0, rise * wide.square(), falling) + beta * wide).to(x.dtype)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """x of any shape, which may be overwritten -> cap * tanh(x / cap), in float32 or wider and rounded once"""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

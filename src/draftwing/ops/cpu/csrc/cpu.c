@@ -89,6 +89,24 @@ void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
     else silu_row(r, i, from, to, 0);
 }
 
+/* The square of ReLU, or with a weight xIELU by it: rise, fall, beta, eps. What is no number stays so. */
+INLINE void ungated_row(const Rows *r, int64_t i, const int half) {
+    const float *how = r->weight;
+    const vf zero = {0};
+    const vf rise = splat(how ? how[0] : 0), fall = splat(how ? how[1] : 0), beta = splat(how ? how[2] : 0);
+    const vf eps = splat(how ? how[3] : 0);
+    for (int64_t c = 0, at = i * r->size; c < r->size; c += LANES) {
+        const vf x = load(r->x, at + c, r->size - c, half);
+        const vf least = select_f(above(x, eps), eps, x);
+        const vf falling = (exp2_16(least * splat(1.44269504f)) - 1.0f - x) * fall;
+        const vf rising = x * x * rise;
+        const vf made = how ? select_f(above(x, zero), rising, falling) + beta * x : select_f(above(zero, x), zero, x * x);
+        store(r->out, at + c, r->size - c, half, made);
+    }
+}
+static void ungated_float(const Rows *r, int64_t i) { ungated_row(r, i, 0); }
+static void ungated_half(const Rows *r, int64_t i) { ungated_row(r, i, 1); }
+
 /* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
    heads [from, to), perhaps normed before. The sine comes with its sign (rope_table); rounded as `rotate` does. */
 INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half, const int kv_type) {
@@ -176,6 +194,19 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
     return go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
 }
 
+/* out, x, four numbers of xIELU or 0, rows, size, half, workers */
+static PyObject *py_ungated(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    Rows r = {.row = n[5] ? ungated_half : ungated_float,
+              .out = POINTER(n[0]),
+              .x = POINTER(n[1]),
+              .weight = POINTER(n[2]),
+              .rows = n[3],
+              .size = n[4]};
+    return go(&r, POINTER(n[6]), 2 * n[3] * n[4]);
+}
+
 /* out, x, rows, size, half, workers; cap */
 static PyObject *py_soft_cap(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[6];
@@ -233,6 +264,7 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
 static PyMethodDef methods[] = {
     {"rms_norm", (PyCFunction)(void (*)(void))py_rms_norm, METH_FASTCALL, NULL},
     {"silu_mul", (PyCFunction)(void (*)(void))py_silu_mul, METH_FASTCALL, NULL},
+    {"ungated", (PyCFunction)(void (*)(void))py_ungated, METH_FASTCALL, NULL},
     {"soft_cap", (PyCFunction)(void (*)(void))py_soft_cap, METH_FASTCALL, NULL},
     {"add_scaled", (PyCFunction)(void (*)(void))py_add_scaled, METH_FASTCALL, NULL},
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
