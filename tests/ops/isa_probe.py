@@ -224,7 +224,8 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
 
 @case
 def delta_nets(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
-    for spec in (DeltaSpec(2, 4, 32, 144, 4), DeltaSpec(1, 3, 16, 32, 2, tiled=True)):
+    mamba = DeltaSpec(2, 4, 32, 144, 4, corrects=False)
+    for spec in (DeltaSpec(2, 4, 32, 144, 4), DeltaSpec(1, 3, 16, 32, 2, tiled=True), mamba):
         yield from DeltaSteps(ops, spec, dtype, functools.partial(made.floats, dtype, scale=1.5)).all()
 
 

@@ -378,6 +378,7 @@ DEVICE_SPECS = {  # sizes of heads that are no powers of two, and fewer taps, am
     "tiled": DeltaSpec(3, 6, 48, 48, 3, tiled=True),
     "wide": DeltaSpec(1, 2, 128, 128 if GPU else 32, 4),
     "even": DeltaSpec(2, 2, 128, 128, 4),
+    "mamba": DeltaSpec(2, 6, 48, 80, 3, corrects=False),
 }
 of_devices = pytest.mark.parametrize("name", DEVICE_SPECS)
 

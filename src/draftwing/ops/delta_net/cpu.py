@@ -23,7 +23,7 @@ Who = tuple[Any, ...]  # rows, table, its stride, prefix_len, path, path_len, sp
 def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
     """Returns whether the kernel takes heads of these sizes."""
     sizes = spec.key_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0 and 2 <= spec.conv_width <= _MOST_TAPS
-    return sizes and spec.corrects and inputs.qkv.dtype in DTYPES
+    return sizes and inputs.qkv.dtype in DTYPES
 
 
 def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:
@@ -66,12 +66,27 @@ def delta_net(
     assert weights.conv.shape == (spec.channels, spec.conv_width)
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
     out = inputs.z.new_empty(rows, values)
+    made = out if spec.corrects else inputs.z.new_empty(rows, values, dtype=torch.float32)
     count, half = who[8], kept.conv.dtype == torch.bfloat16
-    sizes = (*spec[:5], spec.tiled, states.nodes, _group(spec, count, workers.most), half, workers.address)
+    sizes = (
+        *spec[:5],
+        spec.tiled,
+        spec.corrects,
+        states.nodes,
+        _group(spec, count, workers.most),
+        half,
+        workers.address,
+    )
     size = raw.delta_scratch(*sizes, *who)
     raw.delta_net(
-        *sizes, *who, slots, saves, out, *parts, *(part.stride(0) for part in parts), *weights[:4], *kept[1:],
-        states.read, states.write, states.page, states.length, states.node_slots,
+        *sizes, *who, slots, saves, made, *parts, *(part.stride(0) for part in parts), *weights[:4], weights.conv_bias,
+        weights.skip, *kept[1:], states.read, states.write, states.page, states.length, states.node_slots,
         scratch(size * workers.most, rows), size, rows, weights.eps,
     )  # fmt: skip
+    if not spec.corrects:
+        norm = weights.norm if weights.norm.numel() else None
+        raw.ssm_norm(
+            out, made, parts[1], parts[1].stride(0), norm, rows, spec.key_heads, values // spec.key_heads,
+            weights.gates_first, half, workers.address, weights.eps,
+        )  # fmt: skip
     return out

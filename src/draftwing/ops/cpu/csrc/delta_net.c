@@ -6,6 +6,9 @@
    by itself, in the order of key_dim, with products that are fused with the sums: so neither vectors nor threads nor
    the tokens around it change them. Where no token goes on from an S, it is not made: at the leaves of a tree.
 
+   Of a state-space layer d = dt v, and o gets D v besides; what norms it is `ssm_norm`, for a norm is over all heads of
+   a group.
+
    A unit of work is some value heads of one key head. It takes the tokens of a tree, or some of a chunk, in an order in
    which mostly each follows the one before: S is then written, and summed for the next token, in one go. It does so for
    as many columns as registers have room for, whose S stays in the first cache. A thread runs its units one after the
@@ -26,6 +29,7 @@
 #define UNIT_EPS 1e-6f            /* as L2_EPS */
 enum { READ = -1, NOWHERE = -2 }; /* where a state is, beside the buffers 0, 1, .. */
 enum { KEEP = 1, WRITE = 2 };     /* where a new one goes: to a buffer, to memory, or both */
+enum { KEYS = 1, QUERIES = 2 };   /* what sums over a state are with */
 
 typedef struct {
     const void *taps[MOST_TAPS]; /* what went into the convolution, of this token the last */
@@ -41,8 +45,8 @@ typedef struct {
     void *out;
     const void *qkv, *z, *b, *a;
     int64_t qkv_stride, z_stride, b_stride, a_stride, half;
-    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled; /* width: of the convolution */
-    const float *conv, *decay, *dt_bias, *norm;
+    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled, corrects; /* width: of the convolution */
+    const float *conv, *decay, *dt_bias, *norm, *conv_bias, *skip;
     float *state, *gates;
     char *windows, *inputs; /* `LayerStates.conv` and `.inputs` */
     const int64_t *read, *write, *page, *length;
@@ -254,20 +258,21 @@ static void turn_taps(const Net *j, float *to, int64_t stride, int64_t first, in
         for (int t = 0; t < 4; t++) memcpy(to + t * stride + c, &taps[t], sizeof taps[t]);
     }
 }
-INLINE void convolve(const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count, float *to,
-                     const int64_t width, const int half) {
+INLINE void convolve(const Token *token, const float *taps, const float *bias, int64_t stride, int64_t first,
+                     int64_t count, float *to, const int64_t width, const int half) {
     for (int64_t c = 0; c < count; c += LANES) {
         vf sum = load(token->taps[0], first + c, LANES, half) * loadf(taps + c);
         for (int64_t t = 1; t < width; t++)
             sum += load(token->taps[t], first + c, LANES, half) * loadf(taps + t * stride + c);
-        storef(to + c, silu(sum));
+        storef(to + c, silu(bias ? sum + loadf(bias + c) : sum));
     }
 }
 static void convolved(const Net *j, const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count,
                       float *to) {
-    if (j->half && j->width == 4) convolve(token, taps, stride, first, count, to, 4, 1);
-    else if (j->half) convolve(token, taps, stride, first, count, to, j->width, 1);
-    else convolve(token, taps, stride, first, count, to, j->width, 0);
+    const float *bias = j->conv_bias ? j->conv_bias + first : NULL;
+    if (j->half && j->width == 4) convolve(token, taps, bias, stride, first, count, to, 4, 1);
+    else if (j->half) convolve(token, taps, bias, stride, first, count, to, j->width, 1);
+    else convolve(token, taps, bias, stride, first, count, to, j->width, 0);
 }
 static void scale_unit(float *x, int64_t size, float scale) {
     vf squares = {0};
@@ -318,26 +323,27 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
             }
             convolved(j, token, s->taps + of.at, stride, of.first, of.size, to);
         }
-        scale_unit(k, dk, 1.0f);
+        if (j->corrects) scale_unit(k, dk, 1.0f);
         if (token->query < 0) continue;
-        scale_unit(q, dk, scale);
+        if (j->corrects) scale_unit(q, dk, scale);
         vf dot = {0};
         for (int64_t c = 0; c < dk; c += LANES) dot += loadf(q + c) * loadf(k + c);
         s->dot[i] = sum_lanes(dot);
     }
 }
 
-/* What S of a head is multiplied with, and beta, by each token; and their records: log decay and beta. */
+/* What S of a head is multiplied with, and beta, or dt, by each token; and their records: log decay and the other. */
 static void make_gates(const Net *j, const Spare *s, int64_t head, int64_t count) {
     const int half = (int)j->half;
     for (int64_t i = 0; i < count; i++) {
         const int64_t query = s->tokens[i].query;
         s->g[i] = query < 0 ? 0 : load(j->a, query * j->a_stride + head, 1, half)[0];
-        s->beta[i] = query < 0 ? 0 : load(j->b, query * j->b_stride + head, 1, half)[0];
+        s->beta[i] = query < 0 || !j->corrects ? 0 : load(j->b, query * j->b_stride + head, 1, half)[0];
     }
     for (int64_t i = 0; i < count; i += LANES) {
-        storef(s->g + i, softplus(loadf(s->g + i) + splat(j->dt_bias[head])) * splat(j->decay[head]));
-        storef(s->beta + i, sigmoid(loadf(s->beta + i)));
+        const vf dt = softplus(loadf(s->g + i) + splat(j->dt_bias[head]));
+        storef(s->g + i, dt * splat(j->decay[head]));
+        storef(s->beta + i, j->corrects ? sigmoid(loadf(s->beta + i)) : dt);
     }
     for (int64_t i = 0; i < count; i++) {
         float *record = s->tokens[i].gates, *beta = record + j->value_heads;
@@ -374,7 +380,7 @@ typedef struct {
 } Matrix; /* some columns of S */
 
 /* `parts` registers of columns: S goes from `from` to `to`, `out` or both by g, k and d (update: 0, KEEP, WRITE), and
-   sums over it and the keys, and queries, of the token after are taken (sums 0: none, 1, 2: both). */
+   sums over it and the keys, and queries, of the token after are taken (sums: those of `KEYS` and `QUERIES`). */
 INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, const float *k, const float *d,
                  const float *next_k, const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts,
                  const int update, const int sums) {
@@ -384,8 +390,8 @@ INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, c
         if (update) change[c] = part_at(d + c * PART);
     }
     for (int64_t i = 0; i < key_dim; i++) {
-        const pf key = (update ? k[i] : 0) - (pf){0}, next_key = (sums > 0 ? next_k[i] : 0) - (pf){0};
-        const pf query = (sums > 1 ? next_q[i] : 0) - (pf){0};
+        const pf key = (update ? k[i] : 0) - (pf){0}, next_key = (sums & KEYS ? next_k[i] : 0) - (pf){0};
+        const pf query = (sums & QUERIES ? next_q[i] : 0) - (pf){0};
         const float *row = from.at + i * from.stride;
         fetch(next, ROW_LINES);
         for (int c = 0; c < parts; c++) {
@@ -395,18 +401,20 @@ INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, c
                 if (update & KEEP) memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
                 if (update & WRITE) store_past(out.at + i * out.stride + c * PART, s);
             }
-            if (sums > 0) keys[c] = fused(s, next_key, keys[c]);
-            if (sums > 1) queries[c] = fused(s, query, queries[c]);
+            if (sums & KEYS) keys[c] = fused(s, next_key, keys[c]);
+            if (sums & QUERIES) queries[c] = fused(s, query, queries[c]);
         }
     }
     for (int c = 0; c < parts; c++) {
-        if (sums > 0) memcpy(sum_k + c * PART, &keys[c], sizeof keys[c]);
-        if (sums > 1) memcpy(sum_q + c * PART, &queries[c], sizeof queries[c]);
+        if (sums & KEYS) memcpy(sum_k + c * PART, &keys[c], sizeof keys[c]);
+        if (sums & QUERIES) memcpy(sum_q + c * PART, &queries[c], sizeof queries[c]);
     }
 }
 
 /* Columns [c, c + parts * PART) of head h of the unit, all tokens. */
-INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts) {
+INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts,
+                        const int corrects) {
+    const int of_keys = corrects ? KEYS : 0;
     const int64_t dk = j->key_dim, dv = j->value_dim, columns = parts * PART, head = head_of(j, u, h);
     const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
@@ -420,35 +428,44 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
     const float *k = NULL;
     float g = 0;
     const Matrix first = PLACE(tokens[0].from);
-    if (tokens[0].query < 0) SUM(0, 1, 0, first, first);
-    else SUM(0, 2, 0, first, first);
+    if (tokens[0].query < 0) SUM(0, of_keys, 0, first, first);
+    else SUM(0, of_keys | QUERIES, 0, first, first);
     for (int64_t i = 0; i < u->count; i++) {
         const Token *t = &tokens[i];
         const float *v = s->v + (i * j->group + h) * dv + c, beta = s->beta[i];
         g = s->g[i];
         k = s->k + i * dk;
-        for (int64_t l = 0; l < columns; l++) d[l] = beta * (v[l] - g * sum_k[l]);
-        for (int64_t l = 0; l < columns && t->query >= 0; l++) s->o[i * dv + c + l] = g * sum_q[l] + s->dot[i] * d[l];
+        for (int64_t l = 0; l < columns; l++) d[l] = beta * (corrects ? v[l] - g * sum_k[l] : v[l]);
+        for (int64_t l = 0; l < columns && t->query >= 0; l++) {
+            const float o = g * sum_q[l] + s->dot[i] * d[l];
+            s->o[i * dv + c + l] = corrects ? o : o + j->skip[head] * v[l];
+        }
         const int more = i + 1 < u->count, again = more && t[1].query < 0;
         const Matrix from = PLACE(t->from);
         if (t->to == NOWHERE) {
             const Matrix next = more ? PLACE(t[1].from) : from;
             if (t->writes) SUM(0, 0, WRITE, from, out);
-            else if (more) SUM(i + 1, 2, 0, next, next);
+            else if (more) SUM(i + 1, of_keys | QUERIES, 0, next, next);
             continue;
         }
         const Matrix to = PLACE(t->to);
         if (!more && t->writes) SUM(0, 0, KEEP | WRITE, from, to);
         else if (!more) SUM(0, 0, KEEP, from, to);
-        else if (again) SUM(i + 1, 1, KEEP, from, to);
-        else if (t->writes) SUM(i + 1, 2, KEEP | WRITE, from, to);
-        else SUM(i + 1, 2, KEEP, from, to);
+        else if (again) SUM(i + 1, of_keys, KEEP, from, to);
+        else if (t->writes) SUM(i + 1, of_keys | QUERIES, KEEP | WRITE, from, to);
+        else SUM(i + 1, of_keys | QUERIES, KEEP, from, to);
         for (int64_t r = 0; r < dk && t->save >= 0; r++)
             memcpy(SLOT(t->save).at + r * dv, to.at + r * to.stride, (size_t)columns * 4);
     }
 }
-static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, WIDE); }
-static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_columns(j, s, u, h, c, 1); }
+static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
+    if (j->corrects) run_columns(j, s, u, h, c, WIDE, 1);
+    else run_columns(j, s, u, h, c, WIDE, 0);
+}
+static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
+    if (j->corrects) run_columns(j, s, u, h, c, 1, 1);
+    else run_columns(j, s, u, h, c, 1, 0);
+}
 
 INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
     const int64_t dv = j->value_dim;
@@ -470,8 +487,15 @@ INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, c
     }
 }
 
-/* A head's tokens, normed and gated. */
+/* A head's tokens, normed and gated; of a state-space layer as they are, in float. */
 static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
+    const int64_t dv = j->value_dim;
+    for (int64_t i = 0; i < count && !j->corrects; i++) {
+        const int64_t query = s->tokens[i].query;
+        if (query >= 0)
+            memcpy((float *)j->out + (query * j->value_heads + head) * dv, s->o + i * dv, (size_t)dv * sizeof(float));
+    }
+    if (!j->corrects) return;
     if (j->half) give_of(j, s, head, count, 1);
     else give_of(j, s, head, count, 0);
 }
@@ -506,7 +530,7 @@ static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) 
 /* Dead nodes, which are no root and have no parent: zeros. */
 static void leave_out(const Net *j, const Spare *s, int64_t tree) {
     const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
-    const int64_t size = j->value_heads * j->value_dim * j->bytes;
+    const int64_t size = j->value_heads * j->value_dim * (j->corrects ? j->bytes : 4);
     for (int64_t q = 1; q < n; q++)
         if (s->parent[q] < 0) memset((char *)j->out + (offset + q) * size, 0, (size_t)size);
 }
@@ -547,6 +571,37 @@ static void run_piece(const Net *j, const Spare *s, int64_t item, int64_t from, 
     }
 }
 
+/* Results of a state-space layer: gates, and a norm over each group behind or before them, or none. */
+typedef struct {
+    void *out;
+    float *o; /* as the net gave it, and overwritten */
+    const void *z;
+    const float *norm;
+    int64_t z_stride, rows, groups, size, first, half, next; /* size: values of a group; first: gates come first */
+    float eps;
+} Norm;
+INLINE void norm_group(const Norm *j, int64_t row, int64_t group, const int half) {
+    const int64_t at = (row * j->groups + group) * j->size, z = row * j->z_stride + group * j->size;
+    vf squares = {0};
+    for (int64_t c = 0; c < j->size; c += LANES) {
+        vf x = loadf(j->o + at + c);
+        if (j->first) storef(j->o + at + c, x = x * silu(load(j->z, z + c, LANES, half)));
+        squares += x * x;
+    }
+    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)j->size + j->eps));
+    for (int64_t c = 0; c < j->size; c += LANES) {
+        vf x = loadf(j->o + at + c);
+        if (j->norm) x = x * factor * loadf(j->norm + group * j->size + c);
+        store(j->out, at + c, LANES, half, j->first ? x : x * silu(load(j->z, z + c, LANES, half)));
+    }
+}
+static void some_groups(void *data) {
+    Norm *j = data;
+    for (int64_t i; (i = take(&j->next, 1)) < j->rows * j->groups;)
+        if (j->half) norm_group(j, i / j->groups, i % j->groups, 1);
+        else norm_group(j, i / j->groups, i % j->groups, 0);
+}
+
 static void some_pieces(void *data) {
     Net *j = data;
     const Spare s = spare_of(j, j->scratch + take(&j->worker, 1) * j->scratch_size);
@@ -557,7 +612,9 @@ static void some_pieces(void *data) {
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
-#define SIZES 10 /* key and value heads, key_dim, value_dim, taps, tiled, nodes, value heads of a unit, half, workers */
+#define SIZES \
+    11 /* key and value heads, key_dim, value_dim, taps, tiled, whether it corrects, nodes, value heads of a unit, half,
+          workers */
 #define BATCH \
     11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
@@ -568,10 +625,11 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .value_dim = n[3],
              .width = n[4],
              .tiled = n[5],
-             .nodes = n[6],
-             .group = n[7],
-             .half = n[8],
-             .workers = POINTER(n[9]),
+             .corrects = n[6],
+             .nodes = n[7],
+             .group = n[8],
+             .half = n[9],
+             .workers = POINTER(n[10]),
              .rows = POINTER(batch[0]),
              .table = POINTER(batch[1]),
              .table_stride = batch[2],
@@ -598,11 +656,11 @@ static PyObject *py_delta_scratch(PyObject *self, PyObject *const *args, Py_ssiz
     return PyLong_FromLongLong(spare_of(&j, NULL).end);
 }
 
-/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm; state,
-   conv, inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
+/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm, bias of
+   the convolution, D; state, conv, inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
    saves: of each chunk where its pairs of (tokens, state slot) begin, and where the last ones end; then these. */
 static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    enum { REST = SIZES + BATCH, ALL = REST + 27 };
+    enum { REST = SIZES + BATCH, ALL = REST + 29 };
     int64_t all[ALL];
     if (!numbers(args, given - 1, ALL, all)) return NULL;
     const int64_t *n = all + REST;
@@ -611,14 +669,37 @@ static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t 
     j.out = POINTER(n[2]), j.qkv = POINTER(n[3]), j.z = POINTER(n[4]), j.b = POINTER(n[5]), j.a = POINTER(n[6]);
     j.qkv_stride = n[7], j.z_stride = n[8], j.b_stride = n[9], j.a_stride = n[10];
     j.conv = POINTER(n[11]), j.decay = POINTER(n[12]), j.dt_bias = POINTER(n[13]), j.norm = POINTER(n[14]);
-    j.state = POINTER(n[15]), j.windows = POINTER(n[16]), j.inputs = POINTER(n[17]), j.gates = POINTER(n[18]);
-    j.read = POINTER(n[19]), j.write = POINTER(n[20]), j.page = POINTER(n[21]), j.length = POINTER(n[22]);
-    j.node_slots = POINTER(n[23]), j.scratch = POINTER(n[24]), j.scratch_size = n[25];
+    j.conv_bias = POINTER(n[15]), j.skip = POINTER(n[16]);
+    j.state = POINTER(n[17]), j.windows = POINTER(n[18]), j.inputs = POINTER(n[19]), j.gates = POINTER(n[20]);
+    j.read = POINTER(n[21]), j.write = POINTER(n[22]), j.page = POINTER(n[23]), j.length = POINTER(n[24]);
+    j.node_slots = POINTER(n[25]), j.scratch = POINTER(n[26]), j.scratch_size = n[27];
     j.eps = (float)PyFloat_AsDouble(args[ALL]);
     if (PyErr_Occurred()) return NULL;
     RELEASE_GIL
     run(some_pieces, &j, j.count * j.pieces > 1 ? j.workers : NULL,
-        n[26] * j.value_heads * j.key_dim * j.value_dim / 16384);
+        n[28] * j.value_heads * j.key_dim * j.value_dim / 16384);
+    TAKE_GIL
+    Py_RETURN_NONE;
+}
+
+/* out, o, z, its stride, norm or 0, rows, groups, values of a group, whether gates come first, half, workers; eps */
+static PyObject *py_ssm_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[11];
+    if (!numbers(args, given - 1, 11, n)) return NULL;
+    Norm j = {.out = POINTER(n[0]),
+              .o = POINTER(n[1]),
+              .z = POINTER(n[2]),
+              .z_stride = n[3],
+              .norm = POINTER(n[4]),
+              .rows = n[5],
+              .groups = n[6],
+              .size = n[7],
+              .first = n[8],
+              .half = n[9],
+              .eps = (float)PyFloat_AsDouble(args[11])};
+    if (PyErr_Occurred()) return NULL;
+    RELEASE_GIL
+    run(some_groups, &j, POINTER(n[10]), n[5] * n[6] * n[7] / 2000);
     TAKE_GIL
     Py_RETURN_NONE;
 }
@@ -645,6 +726,7 @@ static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssiz
 PyMethodDef delta_methods[] = {
     METHOD(delta_scratch),
     METHOD(delta_net),
+    METHOD(ssm_norm),
     METHOD(delta_advance),
     {NULL, NULL, 0, NULL},
 };
