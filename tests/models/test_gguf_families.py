@@ -29,10 +29,15 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "granite-moe": ("granitemoe", True), "granite-moe-shared": ("granitemoe", True),
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
     "dots1": ("dots1", False),
+}  # fmt: skip
+IN_CONVERTERS = {
+    "_correction_bias": "_correction.bias", "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear",
+    "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
 }  # fmt: skip
 # What files do not say: windows of some layers, a scale that is that of the heads' size.
 UNSAID: dict[str, dict[str, Any]] = {"dots1": {"sliding_window": None}, "gemma2": {"query_pre_attn_scalar": 32}}
@@ -85,8 +90,13 @@ def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
 
 
 def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
-    writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
+    count = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
+    writer.add_expert_count(count or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type.startswith("granite"):
+        if hasattr(config, "shared_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        return
     writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
@@ -108,7 +118,7 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
     _add_rope(writer, config)
     if hasattr(config, "num_experts_per_tok"):
         _add_experts(writer, config)
-    if config.model_type == "granite":
+    if config.model_type.startswith("granite"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -126,9 +136,10 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
     heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in tensors.items():
         values = value.detach().float().numpy()
-        if name.endswith("gate_up_proj") and values.ndim == 3:
-            for part, half in zip(("gate", "up"), np.split(values, 2, 1), strict=True):
-                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", half.copy())
+        if (name.endswith("gate_up_proj") and values.ndim == 3) or ".input_linear." in name:
+            kind = "exps" if values.ndim == 3 else "shexp"
+            for part, half in zip(("gate", "up"), np.split(values, 2, -2), strict=True):
+                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_{kind}.weight", half.copy())
             continue
         if ".act_fn." in name:
             continue
@@ -137,12 +148,13 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
             values = values + 1
         if name.endswith("expert_gate.weight"):
             values = values[0]
-        name = name.replace("_correction_bias", "_correction.bias")
-        theirs = known.get_name(name, (".weight", ".bias"))
-        assert theirs is not None, name
+        for ours, theirs in IN_CONVERTERS.items():
+            name = name.replace(ours, theirs)
+        stored = known.get_name(name, (".weight", ".bias"))
+        assert stored is not None, name
         if in_pairs and (heads := heads_of.get(name.split(".")[-2])):
             values = permuted(values, heads)
-        writer.add_tensor(theirs, values)
+        writer.add_tensor(stored, values)
     finish(writer)
 
 

@@ -169,6 +169,19 @@ AFM_45B: dict[str, Any] = {
                      "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn"},
     "torch_dtype": "bfloat16", "vocab_size": 128004,
 }  # fmt: skip
+GRANITE31_1B_A400M: dict[str, Any] = {
+    "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 1024,
+    "intermediate_size": 512, "logits_scaling": 6.0, "max_position_embeddings": 131072, "model_type": "granitemoe",
+    "num_attention_heads": 16, "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": False, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000000.0, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "vocab_size": 49155,
+}  # fmt: skip
+GRANITE_SHARED: dict[str, Any] = {
+    **GRANITE31_1B_A400M, "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared",
+    "shared_intermediate_size": 1024,
+}  # fmt: skip
 HUNYUAN_7B: dict[str, Any] = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
     "cla_share_factor": 2, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,

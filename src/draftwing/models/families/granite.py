@@ -1,16 +1,38 @@
-"""Granite 3: Llama's layers, with factors of embeddings, of what layers add, of scores and of logits."""
+"""Granite 3, dense and with experts: Llama's layers, with factors of embeddings, of what layers add, of scores and of
+logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF, query_scalar
-from draftwing.models.fields import Fields
+from draftwing.layers.config import ExpertConfig
+from draftwing.models.families.granite_hybrid import NAMES, apart
+from draftwing.models.family import ExpertMetadata, Family, InGGUF, query_scalar, softmax_experts
+from draftwing.models.fields import WIDEST, Fields
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
     return {"query_pre_attn_scalar": query_scalar(fields, "attention_multiplier", 1.0)}
 
 
-_GGUF = InGGUF("granite", permuted=True)
-FAMILIES = {"GraniteForCausalLM": Family("granite", attention_scalar=1, multipliers=True, keys=_keys, gguf=_GGUF)}
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    return softmax_experts(fields, layers, "num_local_experts", "intermediate_size")
+
+
+def _shared_experts(fields: Fields, layers: int) -> ExpertConfig:
+    width = fields.whole("shared_intermediate_size", 0, WIDEST, 0)
+    return softmax_experts(fields, layers, "num_local_experts", "intermediate_size", shared=width)
+
+
+_GRANITE: dict[str, Any] = {"attention_scalar": 1, "multipliers": True, "keys": _keys}
+_EXPERTS: dict[str, Any] = {**_GRANITE, "expert_names": NAMES, "apart": apart}
+FAMILIES = {
+    "GraniteForCausalLM": Family("granite", **_GRANITE, gguf=InGGUF("granite", permuted=True)),
+    "GraniteMoeForCausalLM": Family(
+        "granitemoe",
+        **_EXPERTS,
+        experts=_experts,
+        gguf=InGGUF("granitemoe", permuted=True, experts=ExpertMetadata(shared=True, as_mlp=True)),
+    ),
+    "GraniteMoeSharedForCausalLM": Family("granitemoeshared", **_EXPERTS, experts=_shared_experts),  # GGUF: the same
+}

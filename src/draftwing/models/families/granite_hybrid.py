@@ -102,7 +102,7 @@ def _turns(fields: Fields) -> bool:
     return fields.text("position_embedding_type", "nope") == "rope"
 
 
-def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+def apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
     """Gates and ups of the MLP are one matrix there, and those of all experts one tensor."""
     match = _JOINED.fullmatch(name)
     if match is None:
@@ -157,6 +157,7 @@ IN_GGUF = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+NAMES = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts", shared="shared_mlp")
 NEUTRAL: dict[str, Values] = {
     "mamba_chunk_size": None,  # of sums that are taken otherwise here
     "mamba_proj_bias": (False,),
@@ -174,10 +175,10 @@ FAMILIES = {
         keys=_keys,
         layers=_layers,
         experts=_experts,
-        expert_names=ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts", shared="shared_mlp"),
+        expert_names=NAMES,
         layer_names={f"mlp.{part}_proj": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
         neutral=NEUTRAL,
-        apart=_apart,
+        apart=apart,
         gguf=InGGUF(
             "granitehybrid",
             names=IN_GGUF,
