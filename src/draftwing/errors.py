@@ -28,6 +28,10 @@ class GenerationError(DraftwingError):
     """An answer that cannot be given, though the request is right (HTTP 500)."""
 
 
+class ReceiptError(DraftwingError):
+    """A receipt that cannot be checked: it was changed, or is of another model."""
+
+
 class RequestError(DraftwingError):
     """A request that is refused. `param` names the offending field (HTTP 400). `code` is what clients know the reason
     by, where they can do something about it."""

@@ -53,6 +53,11 @@ class Completion:
         return [self]
 
     @property
+    def receipt(self) -> dict[str, Any] | None:
+        """Returns the receipt of a complete answer, where it was asked for: `draftwing verify` checks it."""
+        return self.meta_info.get("receipt")
+
+    @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """Returns the calls of `message`."""
         return (self.message or {}).get("tool_calls", [])

@@ -39,6 +39,7 @@ class RequestOptions(TypedDict, total=False):
     prompt's tokens, [P][H], then for each token of the answer but the last one, [H].
     speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
     prediction: a text that the answers are expected to resemble; drafts are copied from it.
+    receipt: `Completion.receipt` says how the answer was made, for `draftwing verify`.
     tools, tool_choice: functions that the answers to conversations may call, and which of them; as
     /v1/chat/completions has them. `Completion.message` has the calls.
     sampling_params: another name of the argument `params`.
@@ -54,6 +55,7 @@ class RequestOptions(TypedDict, total=False):
     return_hidden_states: bool
     speculative: str | Mapping[str, Any] | None
     prediction: str | None
+    receipt: bool | None
     sampling_params: Params | Sequence[Params] | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -336,9 +338,10 @@ def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -
             check_text(text, name)
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
-    states = asked.get("return_hidden_states")
-    if states is not None and not isinstance(states, bool):
-        raise RequestError(f"return_hidden_states must be true or false; found {show(states)}", "return_hidden_states")
+    states, receipt = asked.get("return_hidden_states"), asked.get("receipt")
+    for name, value in (("return_hidden_states", states), ("receipt", receipt)):
+        if value is not None and not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false; found {show(value)}", name)
     logprobs = logprob_params(
         asked.get("return_logprob"),
         asked.get("logprob_start_len"),
@@ -347,4 +350,6 @@ def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -
         hidden=hidden_size if states else 0,
     )
     prediction = tuple(tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
-    return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)
+    return GenerationRequest(
+        "", [], SamplingParams(), priority, salt, logprobs, None, prediction, receipt=bool(receipt)
+    )

@@ -26,6 +26,7 @@ from draftwing.core import Output, TokenLogprobs, TracedNode, TracedStep
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Close, EngineLink, Listener, Reply
 from draftwing.engine.process.worker import Worker
+from draftwing.engine.provenance import Provenance
 from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.server.engine_client import AsyncEngine
@@ -37,6 +38,7 @@ TEMPLATE = (
     "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if shout is defined %}{{ shout }}{% endif %}"
 )
 PROCESSORS = ("even", "odd")
+PROVENANCE = Provenance("cpu", (("dtype", "float32"),), (), None)
 CONTEXT = 2000
 EOS = 256
 
@@ -79,7 +81,7 @@ class FakeEngine:
             architecture="LlamaForCausalLM",
             context_length=CONTEXT, vocab_size=EOS + 1, hidden_size=4, stop_ids=frozenset({EOS}),
             max_total_tokens=4 * CONTEXT, max_banned=16, dtype="float32", device="cpu", weight_bytes={"Q8_0": 34},
-            processors=PROCESSORS, defaults=defaults or {},
+            processors=PROCESSORS, defaults=defaults or {}, provenance=PROVENANCE,
         )  # fmt: skip
         self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
         self._speed = burst, pause

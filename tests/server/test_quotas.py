@@ -122,7 +122,7 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
         health = asyncio.ensure_future(client.get("/health_generate"))
         while not any(request.client == "/health_generate" for request in engine.requests):
             await asyncio.sleep(0.001)
-        assert not health.done()
+        assert not health.done() and not engine.requests[-1].learn, "nothing is to be learnt or checked of it"
         assert (await ask("bob", 2)).status_code == 200
         assert (await health).status_code == 200
         for one in (first, *others):
@@ -281,7 +281,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
     class Asking:
         predicted = asked_id = body = cache_salt = priority = length = speculative = learnable = None
         ignored = ()
-        id_prefix, traced, place = "", False, ExitStack()
+        id_prefix, traced, wants_receipt, place = "", False, False, ExitStack()
 
     assert asyncio.run(run()) >= 2048 / 64
     assert len(rests) >= 2048 / 64 and sum(rests) >= 2048 * 0.0003, "each takes some 0.03 ms"

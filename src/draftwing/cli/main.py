@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from draftwing.cli.commands import Run, add_commands, take_question
 from draftwing.cli.doctor import add_doctor
+from draftwing.cli.verify import add_verify
 from draftwing.config import fields
 from draftwing.config.foreign_names import COMMANDS, SHORT, instead, of_others
 from draftwing.config.option_fields import LOG_LEVELS
@@ -172,7 +173,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
     )
     add_config_file(serve)
     add_arguments(serve)
-    runs = {"serve": _serve, "train": run_train} | add_commands(commands) | add_doctor(commands)
+    runs = {"serve": _serve, "train": run_train} | add_commands(commands) | add_verify(commands) | add_doctor(commands)
     commands.add_parser("version", help="print the version")
     runs["version"] = lambda arguments: print(f"draftwing {__version__}")
     add_train(commands)

@@ -11,6 +11,7 @@ from typing import Any
 
 from draftwing.config.options import Options
 from draftwing.config.trees import PREDICTED, TreeShape
+from draftwing.engine.provenance import Provenance
 from draftwing.errors import TOO_LONG, ContextError, RequestError
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, SpecLimits, Terms
 
@@ -43,6 +44,7 @@ class EngineInfo:
     read_rate: float = 0.0
     capability: Mapping[str, Any] = field(default_factory=dict)  # as of `engine.startup.models`
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
+    provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -128,6 +130,11 @@ class EngineInfo:
         self._check_thinking(request)
         self._check_logprobs(request)
         self._check_drafts(request)
+        if request.receipt and self.provenance is None:
+            raise RequestError(
+                "receipt: there is none of weights or drafts that are made up (load_format, simulate_accept_length)",
+                "receipt",
+            )
         return request._replace(terms=Terms(max(wanted, 1), stop_ids))
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:

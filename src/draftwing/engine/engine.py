@@ -31,6 +31,7 @@ from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
+from draftwing.engine.provenance import Provenance, provenance_of
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
@@ -170,7 +171,9 @@ class Engine:
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
             stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
-            self._start(tokenizer, parts, stop, defaults, stored_as(path, parts.executor.model.config))
+            provenance = provenance_of(parts.options, path, parts.executor, tokenizer.chat_source)
+            stored = stored_as(path, parts.executor.model.config)
+            self._start(tokenizer, parts, stop, defaults, stored, provenance)
             if memory is not None:
                 self._remember(memory)
             made.pop_all()
@@ -182,6 +185,7 @@ class Engine:
         stop: Iterable[int],
         defaults: Mapping[str, Any] | None = None,
         stored: Mapping[str, Any] | None = None,
+        provenance: Provenance | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.parts, model = parts, parts.executor.model
@@ -203,6 +207,7 @@ class Engine:
             defaults=dict(defaults or {}),
             capability=parts.capability,
             stored={**(stored or {}), "on_device": parts.executor.device.has_own_memory},
+            provenance=provenance,
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
+from draftwing.engine.provenance import Digests
+from draftwing.engine.receipts import make_receipt
 from draftwing.requests.request import GenerationRequest, speculation
 from draftwing.requests.stop_regex import Searches
 from draftwing.text.answer import Answer
@@ -57,6 +59,7 @@ class Session:
         self.engine = engine
         self._draw = random.Random(engine.info.options.random_seed)
         self._running: set[str] = set()
+        self._digests = Digests()
 
     def prepare(self, asked: Sequence[GenerationRequest], speculative: Any = None) -> list[Answer]:
         """Makes requests as the function `prepare` does."""
@@ -68,7 +71,11 @@ class Session:
         by_uid = {answer.request.uid: answer for answer in answers}
         for output in self.run(answer.request for answer in answers):
             answer = by_uid[output.uid]
-            yield answer, answer.push(output)
+            text = answer.push(output)
+            if answer.wants_receipt:
+                info = self.engine.info
+                answer.receipt = make_receipt(info, self._digests.begin(info).result(), answer)
+            yield answer, text
 
     def run(self, requests: Iterable[GenerationRequest], at_once: int | None = None) -> Generator[Output, None, None]:
         """Outputs of the requests, as they come, until all of them are finished.

@@ -114,7 +114,7 @@ class GenerationRequest(NamedTuple):
     traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
     learn: whether it and its answer may be kept on the disk, for drafters to learn from.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
-    gets it.
+    gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).
     """
 
     uid: str
@@ -133,6 +133,7 @@ class GenerationRequest(NamedTuple):
     arrived: float | None = None
     thinking: ThinkingBudget | None = None
     learn: bool = True
+    receipt: bool = False
 
     @property
     def together(self) -> tuple[str, float] | None:

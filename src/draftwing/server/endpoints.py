@@ -145,6 +145,9 @@ LEARN_HEADER = "x-draftwing-learn"  # with one of these, as `"learn": false` in 
 _OFF = ("off", "false", "no", "0")
 
 
+RECEIPT_HEADER = "x-draftwing-receipt"  # true or false, as the field `receipt`, which counts where both are given
+
+
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
 
 
@@ -215,8 +218,25 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
         body = await read_body(request, model, place)
         if request.headers.get(LEARN_HEADER, "").strip().lower() in _OFF:
             body.learn = False
+        _read_receipt_header(request, body)
         body.place.push(place)
         yield body
+
+
+def _read_receipt_header(request: Request, body: GenerationBody) -> None:
+    given = request.headers.get(RECEIPT_HEADER)
+    if given is None:
+        return
+    if given.strip().lower() not in ("true", "false"):
+        raise RequestError(f"{RECEIPT_HEADER} must be true or false; found {show(given)}", RECEIPT_HEADER)
+    if "receipt" not in type(body).model_fields:
+        raise RequestError(
+            f"{RECEIPT_HEADER}: {request.url.path} has no receipts; /v1/chat/completions, /v1/completions, "
+            "/v1/responses and /generate have them",
+            RECEIPT_HEADER,
+        )
+    if "receipt" not in body.model_fields_set:
+        body.receipt = given.strip().lower() == "true"  # type: ignore[attr-defined]
 
 
 async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:

@@ -27,6 +27,7 @@ from draftwing.engine.process.link import (
     Reply,
     Swap,
 )
+from draftwing.engine.provenance import Digests
 from draftwing.errors import GenerationError, RequestError
 from draftwing.fair_deque import FairDeque
 from draftwing.requests.grammar_field import Grammar
@@ -215,6 +216,7 @@ class AsyncEngine:
         options = info.options
         self.quota = AdmissionQuota(options.max_queued_requests, options.max_queued_requests_per_key)
         self.logprob_quota = LogprobQuota()
+        self.digests = Digests()
         self.news = asyncio.Event()  # is set when the engine has given tokens to anybody, or is gone
         self.lost: Callable[[], None] = lambda: None
         self._stopping = asyncio.Event()

@@ -62,6 +62,7 @@ class GenerateRequest(
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
+    receipt: bool | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:

@@ -67,7 +67,7 @@ class Probe:
         """Tokens for anybody are proof: all rows may be others', for as long as their answers last."""
         request = GenerationRequest(
             uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
-            priority=FIRST, client=CLIENT,
+            priority=FIRST, client=CLIENT, learn=False,
         )  # fmt: skip
         try:
             self._engine.news.clear()

@@ -357,6 +357,11 @@ class GenerationBody(
         return self.learn is not False and getattr(self, "store", None) is not False
 
     @property
+    def wants_receipt(self) -> bool:
+        """Returns whether the answers are to come with receipts; the bodies of some dialects ask for them."""
+        return getattr(self, "receipt", None) is True
+
+    @property
     def predicted(self) -> str:
         """Returns the text that the answer is expected to resemble. Raises RequestError."""
         return ""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from draftwing.core import TokenLogprobs
+from draftwing.engine.receipts import make_receipt
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, NotFound, RequestError
 from draftwing.grammar.compiler import Translator
@@ -77,6 +78,8 @@ class Generation:
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
+        self._info, self._pools = engine.info, pools
+        self._digests = engine.digests.begin(engine.info) if first.request.receipt else None
         self.records = engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
@@ -89,7 +92,13 @@ class Generation:
             if output.prompt_logprobs:
                 prompt = id(answer.request.prompt_ids), answer.wanted
                 answer.prompt_logprobs = self._prompt_logprobs.setdefault(prompt, answer.prompt_logprobs)
+            if answer.wants_receipt and self._digests is not None:
+                answer.receipt = await self._receipt(answer, await asyncio.wrap_future(self._digests))
             yield answer, text
+
+    async def _receipt(self, answer: Answer, digests: dict[str, str]) -> dict[str, Any]:
+        size = len(answer.request.prompt_ids) + len(answer.token_ids)
+        return await self._pools.run(size, lambda gone: make_receipt(self._info, digests, answer))
 
     async def finish(self) -> Sequence[Answer]:
         """Returns all answers, once all are complete."""
@@ -250,6 +259,7 @@ class Service:
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"], shared["learn"] = self.engine.observer.arrived, body.learnable
+        shared["receipt"] = body.wants_receipt
         if (key := client.get()) is not None:
             shared["client"], shared["learn"] = key.name, body.learnable and key.learn
             if key.max_priority is not None and shared["priority"] > key.max_priority:

@@ -37,7 +37,7 @@ class Answer:
 
     text: what can be shown so far.  token_ids: all tokens so far, those of a stop that is not shown included.
     logprobs: of each of `token_ids`, where they were asked for.  prompt_logprobs: of the prompt's tokens from
-    `LogprobParams.start` on.
+    `LogprobParams.start` on.  receipt: where it was asked for, once the answer is complete.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason: dict[str, Any] | None = None
         self.meta: dict[str, Any] = {}
+        self.receipt: dict[str, Any] | None = None
         self.label, self.speculative = dict(label or {}), speculative
         self.wanted = request.logprobs
         self.logprobs: list[TokenLogprobs] = []
@@ -132,7 +133,8 @@ class Answer:
     @property
     def entries(self) -> int:
         """Returns how much a response has of it so far: token ids, and log probabilities with those of other tokens."""
-        return self._width * len(self.token_ids) + self.prompt_entries
+        receipt = 0 if self.receipt is None else len(self.request.prompt_ids) + len(self.token_ids)
+        return self._width * len(self.token_ids) + self.prompt_entries + receipt
 
     @property
     def prompt_entries(self) -> int:
@@ -147,6 +149,16 @@ class Answer:
     @property
     def _width(self) -> int:
         return 1 if self.wanted is None else 1 + self.wanted.width
+
+    @property
+    def receipt_field(self) -> dict[str, Any]:
+        """Returns the field of a response that has the receipt, where there is one."""
+        return {} if self.receipt is None else {"receipt": self.receipt}
+
+    @property
+    def wants_receipt(self) -> bool:
+        """Returns whether it is complete, and a receipt was asked for."""
+        return self.request.receipt and (self.finish_reason or {}).get("type") in ("stop", "length")
 
     @property
     def matched_stop(self) -> int | str | None:
@@ -176,7 +188,8 @@ class Answer:
         }
         drafted = {"speculative": dict(self.speculative)} if self.speculative is not None else {}
         made = {} if made is None else made
-        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt, of_answer, made)
+        listed = self._meta_logprobs(texts, of_prompt, of_answer, made)
+        return info | self.label | self.meta | drafted | listed | self.receipt_field
 
     def _meta_logprobs(
         self, texts: TokenTexts | None, of_prompt: bool, of_answer: bool, made: dict[Any, Any]

@@ -228,7 +228,7 @@ class Completion:
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
         reason = answer.finish_reason["type"] if answer.finish_reason is not None else None
-        return {"finish_reason": reason, "matched_stop": answer.matched_stop}
+        return {"finish_reason": reason, "matched_stop": answer.matched_stop, **answer.receipt_field}
 
     def _shown(self, answer: Answer, text: str, first: bool) -> tuple[str, dict[str, Any] | None]:
         """Returns text of an answer, and log probabilities of what it is made of, with the echoed prompt before the

@@ -78,6 +78,7 @@ class PeerFields(
 
     include_stop_str_in_output: Any = sampled("no_stop_trim")
     request_id: Name | None = None
+    receipt: bool | None = None
 
     repeat_penalty: Any = sampled("repetition_penalty")  # as llama.cpp names it
 

@@ -228,6 +228,7 @@ class ResponseObject:
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
             "user": body.user,
+            **answer.receipt_field,
             **self.generation.label,
         }
 

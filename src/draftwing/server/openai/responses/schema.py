@@ -133,6 +133,7 @@ class ResponsesRequest(
     model: Name | None = None
     input: str | list[Item]
     instructions: str | None = None
+    receipt: bool | None = None
     max_output_tokens: Any = sampled("max_new_tokens")
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
