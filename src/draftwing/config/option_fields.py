@@ -332,6 +332,11 @@ class OptionFields:
         False, SPECULATION,
         "log every ten seconds what is drafted and why: the cost and the gain of drafts (also in /server_info)",
     )  # fmt: skip
+    replay_interval: int = option(
+        0, SPECULATION,
+        "replay one of so many answers without drafts while there are no requests, count those that differ in /metrics "
+        "and log their receipts; 0: none", minimum=0, maximum=2**31 - 1,
+    )  # fmt: skip
     speculative_memory: str | None = option(
         None, SPECULATION,
         "file that keeps the answers NGRAM and SUFFIX draft from, by client, for the next start (default: they are "

@@ -23,8 +23,9 @@ import torch
 
 from draftwing.config.drafters import MEMORY_FILE
 from draftwing.config.options import Options
-from draftwing.core import Output
+from draftwing.core import Output, Plan, StepResult
 from draftwing.engine.admission import EngineInfo
+from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
@@ -223,7 +224,10 @@ class Engine:
         )
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
-        self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
+        self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self._watch)
+        every = 0 if provenance is None else self.options.replay_interval  # what is made up need not be the same
+        self._checks = AnswerChecks(every, lambda: self.info)
+        parts.sched.answered = self._answered
         self._page_table_check = PageTableCheck(parts.sched, parts.executor.table)
         self._input = InputQueue()
         self._next_head: deque[tuple[int, Path | None]] = deque(maxlen=1)  # for the next step, loaded by every rank
@@ -252,8 +256,16 @@ class Engine:
         policy.recall(memory.before)
         memory.learnt = policy.learnt
         self._memory = memory
-        self.parts.sched.answered = self._keep
         memory.start()
+
+    def _answered(self, req: Req, reason: dict[str, Any]) -> None:
+        self._keep(req)
+        self._checks.answered(req, reason)
+
+    def _watch(self, plan: Plan, result: StepResult) -> None:
+        """Counts a step, but for those of replays, which nobody has asked for."""
+        if self._checks.running is None:
+            self.reporter.watch(plan, result)
 
     def _keep(self, req: Req) -> None:
         """Keeps what a request was answered, unless it opts out, shares its memory with nobody, or is of a client that
@@ -268,6 +280,7 @@ class Engine:
         many answers `--speculative-memory` had of it."""
         with self._forgetting:
             self._namespaces.forget(client)
+        self._checks.forget(client)
         return 0 if self._memory is None else self._memory.delete(client)
 
     def measure_read_rate(self) -> None:
@@ -291,6 +304,9 @@ class Engine:
     def flush_cache(self) -> bool:
         """Forgets cached prefixes and n-grams; False when requests are running."""
         with self._turning:
+            if self._stop_check():
+                while not self._loop.idle:
+                    self._turn()
             if not self._loop.idle or not self.parts.sched.flush_cache():
                 return False
             self.parts.executor.run_on_all_ranks(Executor.flush)
@@ -322,10 +338,11 @@ class Engine:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
         sched = self.parts.sched
         waiting = sum(len(req.tokens) for req in list(sched.waiting))
-        begun = sum(len(req.tokens) - req.sent for req in list(sched.running) if req.state is ReqState.PREFILL)
+        running = [req for req in list(sched.running) if not req.private]
+        begun = sum(len(req.tokens) - req.sent for req in running if req.state is ReqState.PREFILL)
         return {
             "progress": self._heartbeat.now,
-            "running": len(sched.running),
+            "running": len(running),
             "waiting": len(sched.waiting) + self._input.new,
             "waiting_tokens": waiting,
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
@@ -340,6 +357,7 @@ class Engine:
             "memory": self._memory_stats(),
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
+            **self._checks.stats(),
             **self.reporter.stats(),
         }
 
@@ -378,19 +396,43 @@ class Engine:
                     self.explainer.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
-            outputs = self.parts.sched.take_outputs()
+            outputs = self._checks.take(self.parts.sched.take_outputs())
             self._input.forget(output.uid for output in outputs if output.finish_reason is not None)
             return outputs
 
     def _wait(self) -> None:
         """Waits for something to do, and does what the start has left for now meanwhile."""
         parts = self.parts
-        while not self._input.wait(IDLE_SECONDS if parts.later or not self._knows_rate else None):
+        while not self._input.wait(IDLE_SECONDS if self._has_later else None):
             with self._turning:
                 if parts.later:
                     self._unless_loading(parts.run_later)
                 elif not self._knows_rate:
                     self.measure_read_rate()
+                elif self._begin_check():
+                    return
+
+    @property
+    def _has_later(self) -> bool:
+        """Returns whether there is something to do for when nothing runs."""
+        return bool(self.parts.later) or not self._knows_rate or self._checks.pending
+
+    def _begin_check(self) -> bool:
+        """Has the next answer replayed that waits for it, alone; False where none does."""
+        request = self._checks.begin(self.grammars.knows)
+        if request is None:
+            return False
+        req = self._admissible(request)
+        req.private, req.deadline = True, None
+        self.parts.sched.submit(req)
+        return True
+
+    def _stop_check(self) -> bool:
+        """Ends a replay, if there is one: somebody has come."""
+        uid = self._checks.stop()
+        if uid is not None:
+            self.parts.sched.abort(uid)
+        return uid is not None
 
     def _capture_wanted(self) -> None:
         """Captures a graph while requests run, if it is wanted and others have taken little time lately."""
@@ -454,7 +496,10 @@ class Engine:
                 sched.refuse(one)
             else:
                 sched.abort(one)
-        for req in self._input.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED)):
+        new = self._input.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED))
+        if new:
+            self._stop_check()
+        for req in new:
             sched.submit(req)
 
     def _admissible(self, request: GenerationRequest) -> Req:

@@ -277,7 +277,8 @@ class KVManager:
         is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
         self._inflight.drop(req)
-        self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
+        if not req.private:
+            self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         if self.states is not None:
             self._keep_states(req, self.states, self.states.release(req))
         self.radix.unlock(req.node)
@@ -309,6 +310,8 @@ class KVManager:
         them is launched after it.
         """
         self._inflight.drop(req)
+        if req.private:
+            return
         node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
         if self.states is not None:
             found = self.states.shared(req)

@@ -77,6 +77,7 @@ class Req:
     created: float = field(default_factory=time.monotonic)
     admitted: float | None = None  # monotonic seconds, the first time
     deadline: float | None = None
+    private: bool = False  # whether it leaves no cached prefix; its salt is its own, so that it finds none either
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
 

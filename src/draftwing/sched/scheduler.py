@@ -24,6 +24,7 @@ from draftwing.sched.results import PromptLogprobCache, Results, finish_meta
 from draftwing.sched.state_slots import StateSizes
 
 REST = 0.02  # seconds
+PRIVATE_CHUNK = 32  # prompt tokens of a step for whom nobody waits: who comes meanwhile waits for one step
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Scheduler:
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
-        self.answered: Callable[[Req], None] = lambda req: None  # is told each request that was not aborted, at its end
+        # Is told each request that was not aborted, at its end, and why it ended.
+        self.answered: Callable[[Req, dict[str, Any]], None] = lambda req, reason: None
         self._news: list[Output] = []
         self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
         self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
@@ -157,7 +159,9 @@ class Scheduler:
             return self._plan_both(ready, mixes)
         prefill_first = alone or not (self._prefilled and ready)  # prefill chunks and decode steps alternate
         if prefill_first:
-            plan = self._plan_prefill(ready, self.config.chunk_tokens, self.config.prefill_sizes)
+            private = bool(self.running) and all(req.private for req in self.running)
+            room = min(self.config.chunk_tokens, PRIVATE_CHUNK) if private else self.config.chunk_tokens
+            plan = self._plan_prefill(ready, room, self.config.prefill_sizes)
         if plan is None:
             plan = self._plan_tree()
         if plan is None and not prefill_first:  # all who decode were retracted for prompts
@@ -376,7 +380,7 @@ class Scheduler:
         self.waiting.requeue(req)
 
     def _release(self, req: Req) -> None:
-        self._catch_ups.release(req, self.kv.radix.enabled)
+        self._catch_ups.release(req, self.kv.radix.enabled and not req.private)
         self.kv.release(req)
         self.running.remove(req)
         req.row = req.admission = -1
@@ -406,7 +410,7 @@ class Scheduler:
         output = Output(req.uid, []) if output is None else output
         if reason["type"] != "abort":
             self.choice.answered(req)
-            self.answered(req)
+            self.answered(req, reason)
         self._news.append(replace(output, finish_reason=reason, meta=finish_meta(req, self.config.credited)))
 
     # -- small things -------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class StateSlots:
     def _positions(self, req: Req, start: int, reach: int) -> set[int]:
         """Returns where snapshots of its prompt are taken: every so many tokens, where it leaves what is cached, and
         near its end. One prompt takes a quarter of all slots at most, or one."""
-        if not self._cache:
+        if not self._cache or req.private:
             return set()
         end, every = len(req.tokens) - 1 - self._lookahead, self.every
         while (end - start) // every > max(self.slots // 4, 1):

@@ -118,6 +118,9 @@ draftwing:draft_head_swaps_total head_swaps: draft heads that were swapped in; w
 draftwing:client_accept_length{client} client_length: acceptance length since the last swap, in the newest 400 \
 requests, by the name of the key, where metrics need a key; with --learn alone
 draftwing:training training: 1 while a draft head is trained, else 0; with --learn alone
+draftwing:checked_answers_total checked_answers: answers that were replayed without drafts; with \
+--replay-interval alone
+draftwing:different_answers_total different_answers: of these, answers whose replay differs
 draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
 every step; else 0
 draftwing:estimated_speedup speedup: equivalent plain seconds per timed one, over the last 40 decode steps; \

@@ -1,0 +1,161 @@
+"""Answers that are replayed while the engine has nothing else to do: one of so many that were given, without drafts and
+alone, from its own prompt on. One that differs is a fault of ours, whatever made it: drafts, a batch, a cached prefix.
+
+Requests never wait for it but for the step that runs when they come: `Engine` begins a replay after `IDLE_SECONDS`
+without a request, and ends it with the first one. A replay that was ended is begun anew at the next rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draftwing.core import Output
+from draftwing.engine.admission import EngineInfo
+from draftwing.engine.provenance import Digests
+from draftwing.engine.receipts import first_difference, make_receipt
+from draftwing.errors import GenerationError
+from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.request import GenerationRequest, SpecLimits
+from draftwing.sched.req import Req
+
+log = logging.getLogger("draftwing")
+PENDING = 16  # answers that wait for a replay; of more the oldest are left out
+CLIENT = "/replay"  # who asks for replays
+
+
+@dataclass(frozen=True)
+class Served:
+    """An answer that was given, as `receipts.Complete`."""
+
+    request: GenerationRequest
+    token_ids: list[int]
+    finish_reason: dict[str, Any]
+
+
+class AnswerChecks:
+    """Chooses answers, makes requests of them and compares. Belongs to the engine's thread, but for `forget`.
+
+    checked, different: answers that were compared, and those of them that were not the same."""
+
+    def __init__(self, every: int, info: Callable[[], EngineInfo]) -> None:
+        """every: of how many answers one is checked; 0: none is.  info: of the engine."""
+        self.checked = self.different = 0
+        self._every, self._info = every, info
+        self._seen = 0
+        self._lock = threading.Lock()  # held while what is pending changes
+        self._pending: deque[Served] = deque(maxlen=PENDING)
+        self._now: tuple[str, Served] | None = None  # uid of the replay that runs, and what it is compared with
+        self._tokens: list[int] = []  # of that replay
+        self._stopped: set[str] = set()  # uids of replays that were ended, whose last output is still to come
+        self._forgotten: Served | None = None  # the last one that was replayed when its client was forgotten
+        self._digests = Digests()
+
+    @property
+    def pending(self) -> bool:
+        """Returns whether there is an answer to be replayed."""
+        return bool(self._pending)
+
+    @property
+    def running(self) -> str | None:
+        """Returns the uid of the replay that runs."""
+        return None if self._now is None else self._now[0]
+
+    def answered(self, req: Req, reason: dict[str, Any]) -> None:
+        """Takes note of a request that has its whole answer. Those that may not be kept are left out: a difference is
+        logged with all of its tokens."""
+        if not self._every or req.uid == self.running or not req.request.learn:
+            return
+        self._seen += 1
+        if self._seen % self._every == 0:
+            params = req.params.replace(sampling_seed=req.seed)
+            request = req.request._replace(params=params)
+            with self._lock:
+                self._pending.append(Served(request, req.tokens[req.prompt_len :], reason))
+
+    def begin(self, knows: Callable[[Grammar], bool]) -> GenerationRequest | None:
+        """Returns a request for the oldest answer that waits. knows: says of a grammar whether it is compiled; else its
+        answer is left out, for nobody can end a compilation."""
+        served = None
+        with self._lock:
+            while self._pending and served is None:
+                served = self._pending.popleft()
+                grammar = served.request.params.grammar
+                served = served if grammar is None or knows(grammar) else None
+        if served is None:
+            return None
+        uid, drafts = os.urandom(16).hex(), SpecLimits(0, 1, 1) if self._info().speculates else None
+        self._now, self._tokens = (uid, served), []
+        return served.request._replace(
+            uid=uid, cache_salt=uid, client=CLIENT, name="", priority=0, logprobs=None, limits=drafts, prediction=(),
+            traced=False, learn=False, receipt=False, arrived=None,
+        )  # fmt: skip
+
+    def stop(self) -> str | None:
+        """Returns the uid of the replay that runs, which is to be ended: it is begun anew later."""
+        if self._now is None:
+            return None
+        uid, served = self._now
+        self._now = None
+        self._stopped.add(uid)
+        with self._lock:
+            if len(self._pending) < PENDING and served is not self._forgotten:
+                self._pending.appendleft(served)
+        return uid
+
+    def forget(self, client: str) -> None:
+        """Forgets the answers of a client that wait. From any thread."""
+        with self._lock:
+            self._pending = deque((one for one in self._pending if one.request.client != client), PENDING)
+            if (now := self._now) is not None and now[1].request.client == client:
+                self._forgotten = now[1]
+
+    def stats(self) -> dict[str, int]:
+        """Returns what is counted, where answers are checked."""
+        return {"checked_answers": self.checked, "different_answers": self.different} if self._every else {}
+
+    def take(self, outputs: Sequence[Output]) -> list[Output]:
+        """Returns the outputs that are of no replay, and compares an answer whose replay ends with these."""
+        others = []
+        for output in outputs:
+            if self._now is None or output.uid != self._now[0]:
+                if output.uid in self._stopped:
+                    self._stopped.remove(output.uid)
+                else:
+                    others.append(output)
+                continue
+            self._tokens += output.token_ids
+            if output.finish_reason is not None:
+                served, self._now = self._now[1], None
+                self._compare(served, replace(served, token_ids=self._tokens, finish_reason=output.finish_reason))
+        return others
+
+    def _compare(self, served: Served, replayed: Served) -> None:
+        if served is self._forgotten:
+            return
+        self.checked += 1
+        index = first_difference(served.token_ids, replayed.token_ids)
+        if index is None and served.finish_reason["type"] == replayed.finish_reason["type"]:
+            return
+        self.different += 1
+        # Digests of a model may take a minute, for which nobody waits.
+        args = (index, served, replayed)
+        threading.Thread(target=self._log, args=args, name="draftwing-difference", daemon=True).start()
+
+    def _log(self, index: int | None, served: Served, replayed: Served) -> None:
+        where = "in why it ended" if index is None else f"at token {index}"
+        info = self._info()
+        try:
+            digests = self._digests.begin(info).result()
+            receipts = [json.dumps(make_receipt(info, digests, one)) for one in (served, replayed)]
+        except GenerationError as error:
+            receipts = [str(error), "none"]
+        log.error(
+            "an answer differs from its replay without drafts, %s; as it was given: %s as it was replayed: %s",
+            where, *receipts,
+        )  # fmt: skip
