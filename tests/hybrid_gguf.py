@@ -17,6 +17,7 @@ from torch import Tensor
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -60,6 +61,8 @@ def write(
     joined_experts, joined_inputs: whether gates and ups are one tensor, and what goes into a delta net.  only_mtp: a
     file that comes with that of the model."""
     arch = ARCHITECTURES[config.model_type]
+    if arch == "nemotron_h" and "moe" in config.layer_types:
+        arch += "_moe"
     writer = gguf_package.GGUFWriter(path, arch)
     predicts = any(name.startswith("mtp.") for name in tensors)
     metadata(writer, arch, config, config.num_hidden_layers + predicts)
@@ -91,6 +94,9 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     writer.add_eos_token_id(1)
     if arch == "granitehybrid":
         _of_granite(writer, config)
+        return
+    if arch.startswith("nemotron_h"):
+        _of_nemotron(writer, config)
         return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch.startswith("lfm2"):
@@ -155,6 +161,32 @@ def _of_granite(writer: gguf_package.GGUFWriter, config: Any) -> None:
                config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
 
 
+def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    kinds, experts = config.layer_types, "moe" in config.layer_types
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_scaling_finetuned(False)
+    ffn = config.moe_intermediate_size if experts else config.intermediate_size
+    writer.add_feed_forward_length([ffn * (kind in ("mlp", "moe")) for kind in kinds])
+    if experts:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(ffn)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
+    _add_mamba(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads,
+               config.mamba_num_heads * config.mamba_head_dim)  # fmt: skip
+
+
 def _add_mamba(writer: gguf_package.GGUFWriter, taps: int, state: int, groups: int, heads: int, inner: int) -> None:
     writer.add_ssm_conv_kernel(taps)
     writer.add_ssm_state_size(state)
@@ -182,6 +214,26 @@ def _granite(block: str, part: str, suffix: str, value: Tensor, config: Any) -> 
     return [(f"{block}.{names[part]}.{suffix}", value)]
 
 
+def _nemotron(block: str, part: str, suffix: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    part = part.removeprefix("mixer").removeprefix(".")
+    if part == "norm" and value.dim() == 1 and suffix == "weight" and len(value) == config.hidden_size:
+        return [(f"{block}.attn_norm.weight", value)]
+    if suffix in MAMBA or part in MAMBA:
+        return _mamba(block, part or suffix, suffix if part else "", value, config.n_groups)
+    if suffix == "e_score_correction_bias":
+        return [(f"{block}.exp_probs_b.bias", value)]
+    names = {
+        "up_proj": "ffn_up", "down_proj": "ffn_down", "gate": "ffn_gate_inp", "fc1_latent_proj": "ffn_latent_down",
+        "fc2_latent_proj": "ffn_latent_up", "shared_experts.up_proj": "ffn_up_shexp", "q_proj": "attn_q",
+        "shared_experts.down_proj": "ffn_down_shexp", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    }  # fmt: skip
+    if part == "experts":
+        return [(f"{block}.{names[suffix]}_exps.weight", value)]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part)
+    value = torch.from_numpy(permuted(value.numpy(), heads)) if heads else value
+    return [(f"{block}.{names[part]}.weight", value)]
+
+
 def _mamba(block: str, part: str, suffix: str, value: Tensor, groups: int) -> list[tuple[str, Tensor]]:
     name = f"{block}.{MAMBA[part]}{'.' if suffix else ''}{suffix}"
     if part in ("A_log", "D"):
@@ -198,14 +250,19 @@ def _converted(
     is_norm = name.endswith("norm.weight") or (module in NEXTN and module != "mtp.fc")
     if arch.startswith("qwen") and is_norm and not name.endswith("linear_attn.norm.weight"):
         value = value + 1
-    if name in ("model.embed_tokens.weight", "model.norm.weight", "model.embedding_norm.weight", "lm_head.weight"):
-        named = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
+    if not name.startswith(("model.layers.", "mtp.")):
+        named = {
+            "embed_tokens": "token_embd", "embeddings": "token_embd", "norm": "output_norm", "norm_f": "output_norm",
+            "embedding_norm": "token_embd_norm",
+        }  # fmt: skip
         return [(f"{named.get(module.rpartition('.')[2], 'output')}.weight", value)]
     if module in NEXTN:
         return [(f"blk.{config.num_hidden_layers}.{NEXTN[module]}.weight", value)]
     parts = name.split(".")
     number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
     block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
+    if arch.startswith("nemotron_h"):
+        return _nemotron(block, part, suffix, value, config)
     if arch == "granitehybrid":
         return _granite(block, part, suffix, value, config)
     if suffix == "expert_bias":

@@ -50,6 +50,15 @@ GRANITE = {
     "residual_multiplier": 0.4, "mamba_n_heads": 8, "mamba_d_state": 32, "position_embedding_type": "nope",
     "num_local_experts": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 16,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4,
+}  # fmt: skip
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -80,6 +89,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-moe": ("NemotronH", {**NEMOTRON, **NEMOTRON_EXPERTS}),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {**NEMOTRON, **NEMOTRON_EXPERTS, "moe_latent_size": 32, "conv_kernel": 3, "use_conv_bias": False},
+    ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
@@ -104,7 +119,7 @@ def reference(kind: str, **overrides: Any) -> Any:
             else:
                 param.normal_(0, 0.5 if "conv" in name and param.dim() == 3 else 0.15)
         for name, values in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 values.normal_(0, 0.3)
     return model
 

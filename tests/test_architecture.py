@@ -55,7 +55,7 @@ MAY_NAME = {
 }
 FAMILY = re.compile(
     r"apertus|arcee|cohere|deepseek|dots1|ernie|exaone|gemma|glm|gpt_?oss|granite|hunyuan|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minimax|"
-    r"mi(?:ni)?stral|mixtral|olmo|phi[34]|qwen|seed_?oss|smollm3",
+    r"nemotron|mi(?:ni)?stral|mixtral|olmo|phi[34]|qwen|seed_?oss|smollm3",
     re.IGNORECASE,
 )
 

@@ -72,10 +72,12 @@ Made = Callable[[str], tuple[Path, list[str]]]
 
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
-@pytest.mark.further(kind=["qwen3.5", "lfm2"], dtype="bfloat16")
+@pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
 @pytest.mark.further(kind="granite4", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4", "nemotron-h-moe"]
+)
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
     folder, drafters = made(kind)
     expected = plain(folder, dtype)
@@ -113,7 +115,7 @@ def test_published_heads_draft_for_it(
 
 
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe"])
 def test_two_ranks(made: Made, kind: str) -> None:
     folder, drafters = made(kind)
     own = {"tp_size": 2, "max_running_requests": 3, "speculative_fixed_shape": True}

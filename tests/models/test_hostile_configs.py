@@ -58,7 +58,8 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
 
 
 HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
-           "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid"}  # fmt: skip
+           "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH",
+           "nemotron_h_moe": "NemotronH"}  # fmt: skip
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -204,6 +205,7 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
 
     kind = next((kind for kind in KINDS if KINDS[kind][0] == HYBRIDS.get(arch)), None)
+    kind = "nemotron-h-moe" if arch == "nemotron_h_moe" else kind
     if arch == "gemma4":
         model = gemma4_models.reference("per-layer")
         file = open_gguf(gemma4_models.write_gguf(tmp_path / "m.gguf", model, suppressed=[3], edit=more))

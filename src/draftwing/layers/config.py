@@ -54,7 +54,8 @@ class ExpertConfig:
     router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`LayerOps.clamped_swiglu`),
     0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
-    float32.  beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  own:
+    float32.  latent: what a row is brought to before it goes to experts, and brought back from, 0: its own size.
+    beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  own:
     those that this rank has, whole, and others have not; None: it has (a share of) each.
     """
 
@@ -67,6 +68,7 @@ class ExpertConfig:
     shared: int = 0
     shared_gate: bool = False
     wide_router: bool = False
+    latent: int = 0
     beside: bool = False
     own: range | None = None
 
@@ -109,10 +111,11 @@ class ExpertConfig:
 class LayerConfig:
     """One decoder layer, with the sizes of this rank where a model is spread over several.
 
-    mixer: the part in which tokens read of earlier ones.  ffn: width of its MLP.  experts: in place of an MLP of `ffn`,
-    or beside it.  activation: of the MLP's gate, or of one without a gate.  in_norms, out_norms: whether there are
-    norms before mixer and MLP, and behind them, before the residual stream is added.  parallel: whether the MLP reads
-    what the mixer reads, and has no norm of its own.  residual_scale: of what mixer and MLP give, before it is added.
+    mixer: the part in which tokens read of earlier ones, or `NoMixer`.  ffn: width of its MLP, 0: there is none.
+    experts: in place of an MLP of `ffn`, or beside it.  activation: of the MLP's gate, or of one without a gate.
+    in_norms, out_norms: whether there are norms before mixer and MLP, and behind them, before the residual stream is
+    added.  parallel: whether the MLP reads what the mixer reads, and has no norm of its own.  residual_scale: of what
+    mixer and MLP give, before it is added.
     per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
     none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
@@ -134,6 +137,16 @@ class LayerConfig:
     ranks: Ranks = ALONE
 
     @property
+    def mixes(self) -> bool:
+        """Returns whether it has a mixer."""
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Returns whether it has an MLP, or experts."""
+        return self.ffn > 0 or self.experts is not None
+
+    @property
     def gated(self) -> bool:
         """Returns whether its MLP has a gate."""
         return self.activation in ("silu", "gelu")
@@ -141,17 +154,18 @@ class LayerConfig:
     @property
     def weights(self) -> int:
         """Returns how many values its matrices have."""
-        experts, values = self.experts, 2 * self.hidden * self.per_layer
+        experts, values, parts = self.experts, 2 * self.hidden * self.per_layer, 3 if self.gated else 2
         if experts is None or experts.beside:
-            values += (3 if self.gated else 2) * self.hidden * self.ffn
+            values += parts * self.hidden * self.ffn
         if experts is not None:
-            values += self.hidden * (3 * experts.ffn * len(experts.held) + experts.count)
-            values += self.hidden * (3 * experts.shared + experts.shared_gate)
+            size = experts.latent or self.hidden
+            values += parts * size * experts.ffn * len(experts.held) + 2 * self.hidden * experts.latent
+            values += self.hidden * (parts * experts.shared + experts.shared_gate + experts.count)
         return self.mixer.weights(self.hidden) + values
 
     def check(self) -> None:
         """Raises CheckpointError for sizes that cannot be."""
-        if self.ffn < 1:
+        if self.ffn < 0 or not (self.has_mlp or self.mixes):
             raise CheckpointError(f"ffn must be at least 1, found {self.ffn}")
         if self.experts is not None:
             self.experts.check()
@@ -290,3 +304,37 @@ class MixerConfig(ABC):
     def spread(self, ranks: Ranks) -> MixerConfig:
         """Returns the sizes of one of several ranks. Raises ConfigError where it cannot be spread over so many."""
         raise ConfigError(f"--tp-size {ranks.size}: the model has layers that cannot be spread; expected 1")
+
+
+@dataclass(frozen=True)
+class NoMixer(MixerConfig):
+    """Of a layer that is an MLP alone."""
+
+    def keeps(self) -> None:
+        return None
+
+    def weights(self, hidden: int) -> int:
+        return 0
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        return ()
+
+    def spread(self, ranks: Ranks) -> NoMixer:
+        return self
+
+    def build(self, place: Placement) -> Mixer:
+        return Nothing()
+
+
+class Nothing(Mixer):
+    """Stands where a layer has no mixer."""
+
+    needs_chunks = False
+    before_attention = 0
+    pool_layer = -1
+
+    def linears(self) -> list[Linear]:
+        return []
+
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        return

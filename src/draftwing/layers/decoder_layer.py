@@ -39,21 +39,25 @@ class DecoderLayer(nn.Module):
         what the mixer reads, 0: the hidden size.  norms_input: whether there is a norm before it."""
         super().__init__()
         norm = partial(norm_of, config.norm, config.hidden, dtype, device)
-        self.attn_norm = norm() if norms_input and config.in_norms else None
+        self.attn_norm = norm() if norms_input and config.in_norms and config.mixes else None
         at = -1 if pool_layer is None else pool_layer
         self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
-        self.mlp_norm = norm() if config.in_norms and not config.parallel else None
+        self.mlp_norm = norm() if config.in_norms and config.has_mlp and not config.parallel else None
         self.mlp_out_norm = norm() if config.out_norms else None
         beside = config.experts is not None and config.experts.beside
         dense = GatedMLP if config.gated else UngatedMLP
-        self.mlp = (dense if config.experts is None or beside else ExpertMLP)(config, dtype, device)
+        self.mlp: GatedMLP | UngatedMLP | ExpertMLP | None = None
+        if config.has_mlp:
+            self.mlp = (dense if config.experts is None or beside else ExpertMLP)(config, dtype, device)
         self.beside = ExpertsBeside(config, dtype, device) if beside else None
         self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms, self._scale = config.norm.wide, config.residual_scale
         self._parallel, self._centred = config.parallel, config.norm.centred
         assert not self._parallel or (self._centred and self.attn_norm is not None and not config.out_norms)
         assert self._scale == 1 or not (config.out_norms or beside)
+        self._mixes = config.mixes
+        assert (self._mixes and config.has_mlp) or not (config.out_norms or self._parallel or self._scale != 1)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
         self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
@@ -79,7 +83,7 @@ class DecoderLayer(nn.Module):
 
     def linears(self) -> list[Linear]:
         """Returns those of mixer and MLP but for experts', in the order of their calls."""
-        of_mlp = [] if isinstance(self.mlp, ExpertMLP) else self.mlp.linears()
+        of_mlp = [] if self.mlp is None or isinstance(self.mlp, ExpertMLP) else self.mlp.linears()
         return [*self.mixer.linears(), *of_mlp]
 
     def around_attention(self) -> tuple[list[LinearOp], list[LinearOp]]:
@@ -152,6 +156,11 @@ class DecoderLayer(nn.Module):
         return x, norm(x)
 
     def _mix(self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.mlp is None:
+            return self.mixer(normed, cos, sin, attend, residual=x)
+        if not self._mixes:
+            assert self.mlp_norm is not None
+            return self._ops.add_scaled(x, self.mlp(self.mlp_norm(x)))
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.mixer(normed, cos, sin, attend))
             if self.mlp_norm is None:

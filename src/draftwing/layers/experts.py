@@ -17,7 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
-from draftwing.layers.mlp import GatedMLP
+from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.experts.rows import ExpertRows
@@ -48,14 +48,19 @@ class ExpertMLP(nn.Module):
             wide = torch.promote_types(dtype, torch.float32)
             self.correction = nn.Parameter(torch.zeros(experts.count, dtype=wide, device=device), False)
         count = len(experts.held)
-        self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, count, experts.bias, dtype, device, form)
-        self.down = ExpertLinear(experts.ffn, hidden, count, experts.bias, dtype, device, form)
+        made, self._gated, size = experts.ffn * (2 if config.gated else 1), config.gated, experts.latent or hidden
+        self.gate_up = ExpertLinear(size, made, count, experts.bias, dtype, device, form)
+        self.down = ExpertLinear(experts.ffn, size, count, experts.bias, dtype, device, form)
+        self.into, self.back = (
+            Linear(*sizes, False, dtype, device, form) if experts.latent else None
+            for sizes in ((hidden, size), (size, hidden))
+        )
         # Factors of experts' weights.
         self.scale = nn.Parameter(torch.ones(count, dtype=dtype, device=device)) if experts.beside else None
-        self.shared: GatedMLP | None = None
+        self.shared: GatedMLP | UngatedMLP | None = None
         if experts.shared:
             beside = replace(config, experts=None, ffn=experts.shared, weight_format=form)  # which it may join
-            self.shared = GatedMLP(beside, dtype, device)
+            self.shared = (GatedMLP if config.gated else UngatedMLP)(beside, dtype, device)
         self.shared_gate: nn.Parameter | None = None
         if experts.shared_gate:
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
@@ -71,6 +76,8 @@ class ExpertMLP(nn.Module):
         are packed."""
         shared, experts = self.shared, self.experts
         if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
+            return
+        if isinstance(shared, UngatedMLP) or experts.latent:
             return
         linears = self.gate_up, self.down, shared.gate_up, shared.down
         if experts.limit or self.scale is not None or any(part.bias is not None for part in linears):
@@ -90,6 +97,10 @@ class ExpertMLP(nn.Module):
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
+        if isinstance(self.shared, UngatedMLP):
+            self.shared.pack(ops)
+        if not self._gated or self.into is not None:
+            return
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
         if ops.whole_mixture is not None and gate_up and down and self._ranks.size == 1:
             router = self.router.dense_weight(), self.router.bias, self.correction
@@ -103,6 +114,12 @@ class ExpertMLP(nn.Module):
         residual = self._with_shared(x, residual)
         if self._whole is not None:
             return self._whole(x, residual, self.scatter, by)
+        if self.into is not None and self.back is not None:
+            inner, routed = self._inner(self.into(x), x)
+            made = self.back(self._ops.mix(self.down(inner, routed), routed, None))
+            if self._ranks.size > 1:
+                return self._ranks.sum_rows(made, None, residual, self._ops)
+            return made if residual is None else self._ops.add_scaled(residual, made)
         inner, routed = self._inner(x, by)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
@@ -112,7 +129,7 @@ class ExpertMLP(nn.Module):
 
     @property
     def mixes_under_norms(self) -> bool:
-        return self._ranks.size == 1 and self._ops.mixes_under_norms
+        return self._ranks.size == 1 and self.into is None and self._ops.mixes_under_norms
 
     def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Does as `forward`, and returns its result under a norm, too; where `mixes_under_norms`."""
@@ -139,6 +156,8 @@ class ExpertMLP(nn.Module):
         routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
+        if not self._gated:
+            return self._ops.relu_squared(self.gate_up(x, routed)), routed
         if self._gelu:
             return self._ops.gelu_mul(self.gate_up(x, routed)), routed
         return self.gate_up.gated(x, routed, experts.limit), routed

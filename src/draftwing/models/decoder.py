@@ -238,7 +238,8 @@ class DecoderModel(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
         out_norms = any(layer.out_norms for layer in self.config.layers)
-        if self.config.experts is not None and ops.mixes_under_norms and not out_norms:
+        whole = all(layer.mixes and layer.has_mlp for layer in self.config.layers)
+        if self.config.experts is not None and ops.mixes_under_norms and not out_norms and whole:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._norms = [norm for norm in (*first, self.norm) if norm is not None]
         if self.config.experts is not None:

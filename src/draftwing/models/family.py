@@ -33,6 +33,8 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     shared: str = "mlp.shared_expert"
     correction: str = "mlp.gate.e_score_correction_bias"
+    into: str = "mlp.fc1_latent_proj"
+    back: str = "mlp.fc2_latent_proj"
 
 
 _EXPERT_NAMES = ExpertNames()
@@ -50,6 +52,7 @@ class Whole(NamedTuple):
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
+    "backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
 
@@ -67,7 +70,8 @@ class ExpertMetadata(NamedTuple):
 
     gating: values of `expert_gating_func` that are served.  neutral: other keys, with the values at which they change
     nothing.  grouped: whether keys speak of groups, of a scale and of norms; renormalised: the last where they do not.
-    shared: whether there may be one for all rows.  as_mlp: whether one may be as wide as a file says of an MLP.
+    shared: whether there may be one for all rows.  latent: whether keys speak of another size of rows.  as_mlp: whether
+    one may be as wide as a file says of an MLP.
     Others: as `ExpertConfig` has them.
     """
 
@@ -82,6 +86,7 @@ class ExpertMetadata(NamedTuple):
     grouped: bool = False
     renormalised: bool = True
     shared: bool = False
+    latent: bool = False
     as_mlp: bool = False
     more: Mapping[str, Any] = {}
 
@@ -90,8 +95,9 @@ class ExpertMetadata(NamedTuple):
 class InGGUF:
     """How a family is stored in GGUF files.
 
-    architecture: `general.architecture`.  with_experts: says of a file with experts whether it is of this family, which
-    is not the one that the architecture else means; None: it is that.  names: of tensors of a block, besides those that
+    architecture: `general.architecture`.  others: of files that say another one.  with_experts: says of a file with
+    experts whether it is of this family, which is not the one that the architecture else means; None: it is that.
+    names: of tensors of a block, besides those that
     all have, with what they are called in a folder; top_names: of other tensors.  experts: None where no file speaks of
     any.  fields: makes metadata of what layers have in common.  layers: makes so many of the metadata as they are in
     the file and of what layers have in common.  own_windows: whether that reads of windows, too.
@@ -104,6 +110,7 @@ class InGGUF:
     """
 
     architecture: str
+    others: tuple[str, ...] = ()
     with_experts: Callable[[GGUFFile, Fields], bool] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     top_names: Mapping[str, str] = field(default_factory=dict)

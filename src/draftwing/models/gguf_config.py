@@ -186,6 +186,7 @@ def _experts(file: GGUFFile, fields: Fields, family: Family) -> ExpertConfig | N
         _of_groups(fields, top_k, said) if said.grouped else Routing(top_k, sigmoid=said.sigmoid),
         ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
         shared=_shared_width(file, fields) if said.shared else 0,
+        latent=fields.whole("moe_latent_size", 0, WIDEST, 0) if said.latent else 0,
         **said.more,
     )
 
@@ -204,7 +205,7 @@ def _of_groups(fields: Fields, top_k: int, said: ExpertMetadata) -> Routing:
 
 def _shared_width(file: GGUFFile, fields: Fields) -> int:
     """Returns the width of the expert that all rows go to, 0 where there is none."""
-    info = next((info for name, info in file.tensors.items() if name.endswith(".ffn_gate_shexp.weight")), None)
+    info = next((info for name, info in file.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
     stored = 0 if info is None else info.shape[0]
     return fields.whole("expert_shared_feed_forward_length", stored, stored, stored)
 

@@ -64,18 +64,18 @@ def layer_names(
     layer = whole.spread(ranks)
     inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
-    if layer.experts is None or layer.experts.beside:
+    if layer.ffn and (layer.experts is None or layer.experts.beside):
         parts += (
             _mlp_parts(inner, hidden, bias, config.family.fused_mlp) if layer.gated else _ungated(inner, hidden, bias)
         )
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
-    if layer.parallel:
+    if layer.parallel or not layer.has_mlp:
         norms.clear()
     if not layer.in_norms:
         norms.pop("pre_feedforward_layernorm")
-    elif attn_norm is not None:
+    elif attn_norm is not None and layer.mixes:
         norms[attn_norm] = "attn_norm"
     if layer.per_layer:
         whole_matrix = Cut(0, Share(0, layer.per_layer, layer.per_layer))
@@ -89,7 +89,7 @@ def layer_names(
     if layer.experts is not None and layer.experts.beside:
         norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
-    table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks)
+    table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks, layer.gated)
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
@@ -132,10 +132,10 @@ def _ungated(inner: Share, hidden: int, bias: bool) -> list[StoredMatrix]:
 
 
 def _expert_names(
-    config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks
+    config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks, gated: bool
 ) -> dict[str, ParamSlice]:
-    """Returns the router and the experts of one layer. experts: of this rank."""
-    names, ffn, hidden = config.family.expert_names, experts.ffn, config.hidden_size
+    """Returns the router and the experts of one layer. experts: of this rank.  gated: whether they have gates."""
+    names, ffn, hidden = config.family.expert_names, experts.ffn, experts.latent or config.hidden_size
     inner = Share(0, ffn, ffn) if experts.own is not None else Share(ranks.rank * ffn, ffn, ranks.size * ffn)
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
     table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
@@ -145,9 +145,9 @@ def _expert_names(
         )
         some = None if experts.own is None else Cut(0, Share(experts.own.start, len(experts.own), experts.count))
         table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, len(experts.held), cut=some)
+    made = ((names.gate, 0, 2 * ffn), (names.up, ffn, 2 * ffn)) if gated else ((names.up, 0, ffn),)
     for stored, linear, first, rows, every, axis in (
-        (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),
-        (names.up, "gate_up", ffn, ffn, 2 * ffn, 0),
+        *((stored, "gate_up", first, ffn, every, 0) for stored, first, every in made),
         (names.down, "down", 0, hidden, hidden, 1),
     ):
         cut = Cut(axis, inner)
@@ -162,13 +162,16 @@ def _expert_names(
     if experts.shared:
         wide = experts.shared
         share = Share(ranks.rank * wide, wide, ranks.size * wide)
+        ups = ((names.gate, "gate_up", 0), (names.up, "gate_up", wide)) if gated else ((names.up, "up", 0),)
         for stored, linear, first, rows, axis in (
-            (names.gate, "gate_up", 0, wide, 0),
-            (names.up, "gate_up", wide, wide, 0),
-            (names.down, "down", 0, hidden, 1),
+            *((stored, linear, first, wide, 0) for stored, linear, first in ups),
+            (names.down, "down", 0, config.hidden_size, 1),
         ):
             matrix = f"{checkpoint}.{names.shared}.{stored}"
             table |= named(config.weight_format, matrix, f"{model}.mlp.shared.{linear}", first, rows, Cut(axis, share))
+    if experts.latent:
+        for stored, linear, rows in ((names.into, "into", hidden), (names.back, "back", config.hidden_size)):
+            table |= named(config.weight_format, f"{checkpoint}.{stored}", f"{model}.mlp.{linear}", 0, rows)
     if experts.shared_gate:
         table[f"{checkpoint}.{names.shared}_gate.weight"] = ParamSlice(f"{model}.mlp.shared_gate", 0, 1)
     if experts.routing.sigmoid:

@@ -25,6 +25,7 @@ from draftwing.models.families import (
     llama,
     mimo,
     minimax,
+    nemotron_h,
     olmo,
     phi,
     qwen,
@@ -38,7 +39,7 @@ from draftwing.requests.refusals import show
 
 _MODULES = (
     llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
-    ernie, seed_oss, granite, granite_hybrid, dots, cohere, hunyuan, apertus, arcee,
+    ernie, seed_oss, granite, granite_hybrid, nemotron_h, dots, cohere, hunyuan, apertus, arcee,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
@@ -70,4 +71,5 @@ def in_gguf() -> dict[str, str]:
     """Returns the architecture of each `general.architecture` of GGUF files, of files with experts perhaps another one
     (`InGGUF.with_experts`)."""
     stored = ((name, family.gguf) for name, family in FAMILIES.items())
-    return {one.architecture: name for name, one in stored if one is not None and one.with_experts is None}
+    own = ((name, one) for name, one in stored if one is not None and one.with_experts is None)
+    return {kind: name for name, one in own for kind in (one.architecture, *one.others)}
