@@ -34,6 +34,7 @@ using std::min;
 struct uint4 { u32 x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct uint2 { u32 x, y; };
+static float __fdividef(float a, float b) { return a / b; }
 struct float4 { float x, y, z, w; };
 struct Index { int x, y; };
 struct Copy { void* to; const void* from; int bytes; };
@@ -423,7 +424,7 @@ static void meet_cluster() {  // those who have left count as if they were there
     }
 }
 static void sync_whole_cluster() { meet_cluster(); }
-static float __fdividef(float a, float b) { return a / b; }
+static float silu_times(float gate, float up) { return gate / (1.f + expf(-gate)) * up; }
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static void add_four(const u16* p, float (&sum)[4]) {
@@ -712,9 +713,9 @@ extern "C" void run_order(void (*order)(const u16*, u16*, int, int), const u16* 
     each_thread(grid_x, grid_y, [&] { order(x, y, M, K); });
 }
 #elif !defined(EXPERTS)
-extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int grid_x,
-                           int grid_y) {
-    each_thread(grid_x, grid_y, [&] { unpack_all(w, scales, zeros, y, N, K); });
+extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int in_sets,
+                           int grid_x, int grid_y) {
+    each_thread(grid_x, grid_y, [&] { unpack_all(w, scales, zeros, y, N, K, in_sets); });
 }
 #endif
 #endif

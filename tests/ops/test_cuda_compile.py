@@ -16,7 +16,7 @@ from draftwing.ops.experts import cuda as gemm_experts
 from draftwing.ops.experts.cuda import DENSE, Layout
 from draftwing.ops.experts.rows import FP8, INT4, INT8, MX
 from draftwing.ops.gemm import cuda as gemm
-from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_tall
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_many, cuda_tall
 from draftwing.ops.gemm.cuda_groups import Width
 
 HOPPER, OLDER = (9, 0), [(8, 0), (8, 9)]
@@ -110,6 +110,17 @@ def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatc
     parts = cuda_dense.PARTS[groups]
     monkeypatch.setitem(cuda_dense.PARTS, groups, parts if every else [parts[0], parts[-1]])
     cuda_dense.compile_ahead(groups, HOPPER)
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.mark.further(ranges=[1, 2, 4], dtype=torch.float16)
+@pytest.mark.further(ranges=[2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranges", cuda_many.RANGES)
+def test_many_rows(ranges: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [size for size in cuda_many.SIZES if size.ranges == ranges]
+    monkeypatch.setattr(cuda_many, "SIZES", [sizes[0], sizes[-1]])
+    cuda_many.compile_ahead(ranges, dtype, HOPPER)
     assert list(tmp_path.rglob("*.cubin"))
 
 

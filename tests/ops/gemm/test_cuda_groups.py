@@ -32,7 +32,7 @@ from gemm_inputs import (
 from torch import Tensor
 
 from draftwing.ops.gemm import cuda as gemm
-from draftwing.ops.gemm import cuda_groups, cuda_tall
+from draftwing.ops.gemm import cuda_groups, cuda_many, cuda_tall
 from draftwing.ops.gemm.cuda import cuts_of, has_few_left, key_of, small_m_gemm
 from draftwing.ops.gemm.cuda_groups import (
     TILES,
@@ -93,6 +93,11 @@ def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide:
     ours: GroupGemm = group_gemm(device(), dtype, width)
     weight = pack(quantized(width, features, depth, 1, wide), dtype, device())
     matrix, plain = ours.dense(weight), small_m_gemm(device(), dtype)
+    many = cuda_many.shares_gemm(device(), (features, depth), dtype, weights_in_sets=True)
+    if many is not None:
+        ordered = ours.dense(weight, in_sets=True)
+        every = on_device(400, depth, seed=5, dtype=dtype)
+        assert torch.equal(many.linear(every, ordered, None), plain.linear(every, matrix, None))
     assert weight.shift == width.shift and torch.equal(matrix, unpacked(weight))
     x, extra = on_device(MAX_ROWS, depth, seed=2, dtype=dtype), on_device(MAX_ROWS, features, seed=3, dtype=dtype)
     bias = on_device(features, seed=4, dtype=dtype) if depth > 600 else None
@@ -218,10 +223,12 @@ class Host:
         launch(self._library, f"stored_{name}" if stored else name, cut, tensors, sizes, early)
         return out
 
-    def dense(self, w: PackedGroups, room: int) -> Tensor:
+    def dense(self, w: PackedGroups, room: int, in_sets: bool = False) -> Tensor:
         out = torch.full((w.rows, w.columns), torch.nan, dtype=torch.bfloat16)
         grid = cuda_groups.unpack_blocks(w.rows, w.columns, room), 1
-        self._library.run_unpack(*map(pointer, (w.codes, w.scales, w.zeros, out)), w.rows, w.columns, *grid)
+        self._library.run_unpack(
+            *map(pointer, (w.codes, w.scales, w.zeros, out)), w.rows, w.columns, int(in_sets), *grid
+        )
         return out
 
 
@@ -256,6 +263,7 @@ def test_unpacking(run: Host, width: Width) -> None:
         assert packed.shift == width.shift and torch.equal(unpacked(packed), expected)
         for room in (1, 100):
             assert torch.equal(run.dense(packed, room), expected)
+        assert torch.equal(run.dense(packed, 3, in_sets=True), cuda_many.in_sets(expected))
 
 
 @on_host

@@ -14,13 +14,13 @@ from gemm_inputs import EARLY, LATE, compiled, device, exact, launch, on_hopper,
 from torch import Tensor
 
 from draftwing.ops.fp8.spec import TALL, WIDE, Fp8Blocks, Fp8Rows, pack, packed_rows, quantised
-from draftwing.ops.gemm import cuda_dense, cuda_fp8
-from draftwing.ops.gemm.cuda import read_files
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_many, cuda_wgmma
+from draftwing.ops.gemm.cuda import read_files, small_m_gemm
 from draftwing.ops.gemm.cuda_fp8 import MANY_FROM, MANY_SIZES, ManySize, Size, cut_of, ranges_of
 from draftwing.ops.gemm.stored import QuantizedRows
 
 DENSE_ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193)
-DENSE_MANY = 400  # rows of x
+DENSE_MANY = 700  # rows of x
 DENSE_SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
     (17440, 384), (8736, 1088), (4128, 1408), (96, 1024), (16, 64), (64, 8448), (5120, 576), (16384, 256),
 ]  # fmt: skip
@@ -39,21 +39,27 @@ def test_dense_cuts(gated: bool) -> None:
         for tokens, clusters in itertools.product((1, 8, 64, 65, 128, cuda_dense.MOST, 193, 2048), CLUSTERS):
             cut = cuda_dense.cut_of(tokens, features, gated, columns, clusters)
             own = cut.rows // 2 if gated else cut.rows
-            if isinstance(cut.size, cuda_dense.ManySize):
-                assert tokens >= cuda_dense.MANY_FROM and cut.size.ranges == cuda_dense.ranges_of(rows, columns)
-                assert cut.grid[0] % 2 == 0 and cut.grid[0] <= 132 and cut.cluster == 2
-                width = cut.rows // 2 if gated else cut.rows
-                ring = cut.stages * (128 + cut.rows) * cuda_dense.PANEL * 2
-                assert cut.stages >= 4 and ring + -(-width // 32) * 8192 < (227 << 10) - 1024
-                continue
             assert own % 8 == 0 and cut.rows % 16 == 0
             assert cut.rows <= cut.size.features * (1 if cut.size.groups == 2 else 2)
             assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
-            assert cut.x_rows % 8 == 0 and cut.cluster == cuda_dense.ranges_of(rows, columns)
+            assert cut.x_rows % 8 == 0 and cut.ranges == cuda_dense.ranges_of(rows, columns)
             held = cut.size.groups * cuda_dense.TOKENS
-            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.cluster
-            assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.cluster == 1
+            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges
+            assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.ranges == 1
             assert cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[cut.blocks]
+
+
+def test_cuts_of_many_rows_in_16_bits() -> None:
+    """Blocks have all features and rows, and there is room for a ring and for results."""
+    for size in cuda_many.SIZES:
+        width = size.features // 2 if size.gated else size.features
+        ring = size.stages * (128 + size.features) * cuda_wgmma.PANEL * 2
+        assert size.stages >= 4 and ring + -(-width // 32) * 8192 < (227 << 10) - 1024
+    for (rows, _), tokens, ranges in itertools.product(DENSE_SERVED, (193, 512, 2048, 8192), cuda_many.RANGES):
+        size, blocks = cuda_many.cut_of(tokens, rows, False, ranges, 66)
+        assert size.ranges == ranges and not size.gated and blocks % 2 == 0 and 0 < blocks <= 132
+        tiles = -(-tokens // 128) * -(-rows // (2 * size.features))
+        assert blocks == 132 or blocks == 2 * tiles
 
 
 def on_device(*shape: int, seed: int) -> Tensor:
@@ -120,24 +126,31 @@ class DenseHost:
     library: ctypes.CDLL
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        extra: Tensor | None,
-        gated: bool,
-        cut: cuda_dense.Cut,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None, gated: bool, cut: cuda_dense.Cut,
         early: int,
-    ) -> Tensor:
-        features = len(weight) // (2 if gated else 1)
+    ) -> Tensor:  # fmt: skip
+        sizes = cut.x_rows, cut.rows, cut.stages, int(gated), 0
+        shape = cut.size.threads, cut.ranges, cuda_dense.SHARED[cut.blocks]
+        return self._run(cut.size.name, shape, sizes, cut.grid, x, weight, bias, extra, early)
+
+    def many(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None, gated: bool, ranges: int,
+        at_once: int, early: int,
+    ) -> Tensor:  # fmt: skip
+        size, blocks = cuda_many.cut_of(len(x), len(weight), gated, ranges, at_once)
+        sizes = 64, size.features, size.stages, int(gated), 1
+        return self._run(size.name, (384, 2, 227 << 10), sizes, (blocks, 1), x, weight, bias, extra, early)
+
+    def _run(
+        self, name: str, shape: tuple[int, int, int], sizes: tuple[int, ...], grid: tuple[int, int], x: Tensor,
+        weight: Tensor, bias: Tensor | None, extra: Tensor | None, early: int,
+    ) -> Tensor:  # fmt: skip
+        features = len(weight) // (2 if sizes[3] else 1)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
-        many = isinstance(cut.size, cuda_dense.ManySize)
-        shared = 227 << 10 if many else cuda_dense.SHARED[cut.blocks]
-        self.library.dense_sizes(cut.x_rows, cut.rows, cut.stages, int(gated), int(many))
+        self.library.dense_sizes(*sizes)
         launch(
-            self.library, cut.size.name, (cut.size.threads, cut.cluster, shared),
-            (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *cut.grid), early,
-        )  # fmt: skip
+            self.library, name, shape, (x, weight, bias, extra, out), (len(x), features, weight.shape[1], *grid), early
+        )
         return out
 
 
@@ -145,7 +158,7 @@ class DenseHost:
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
     files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_dense_many.cu")
-    many = [line for ranges in (1, 2, 4) for line in cuda_dense.kernel_lines(cuda_dense.Program(ranges=ranges))]
+    many = [line for ranges in cuda_many.RANGES for line in cuda_many.kernel_lines(ranges)]
     source = "".join([*read_files(files), *lines, *many])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
 
@@ -162,7 +175,6 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 
     def found(first: int, last: int, at_once: int, early: int) -> Tensor:
         cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, at_once, at_once)
-        assert isinstance(cut.size, cuda_dense.Size)
         fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
         its = None if extra is None else extra[first:last]
         return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
@@ -185,7 +197,6 @@ def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: 
     features = rows // 2 if gated else rows
     extra = random(len(x), rows, seed=4) if kind == "add" else None
     few = cuda_dense.make_cut(128, features, gated, columns, ranges, 64)
-    assert isinstance(few.size, cuda_dense.Size)
     fits = [size for size in DENSE_SIZES if size.groups == few.size.groups and size.features >= few.size.features]
     expected = torch.cat([
         run_dense(x[at : at + 128], weight, bias, None if extra is None else extra[at : at + 128], gated,
@@ -194,8 +205,46 @@ def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: 
     ])  # fmt: skip
     for tokens, at_once in ((len(x), 1), (7, 3)):
         some = None if extra is None else extra[:tokens]
-        cut = cuda_dense.cut_of_many(tokens, rows, gated, ranges, at_once)
-        assert torch.equal(run_dense(x[:tokens], weight, bias, some, gated, cut, early), expected[:tokens])
+        found = run_dense.many(x[:tokens], weight, bias, some, gated, ranges, at_once, early)
+        assert torch.equal(found, expected[:tokens])
+
+
+@on_host
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns", [(96, 576), (384, 1152)])
+def test_shares_of_many_rows(run_dense: DenseHost, rows: int, columns: int, kind: str) -> None:
+    """Rows have the same bits however tiles are shared out."""
+    weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    extra = random(len(x), rows, seed=4) if kind == "add" else None
+    whole = run_dense.many(x, weight, bias, extra, gated, cuda_many.SHARES, 1, EARLY)
+    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
+    for first, last, at_once, early in ((0, 300, 30, LATE), (100, 290, 2, LATE), (3, 4, 1, EARLY)):
+        its = None if extra is None else extra[first:last]
+        found = run_dense.many(x[first:last], weight, bias, its, gated, cuda_many.SHARES, at_once, early)
+        assert torch.equal(found, whole[first:last])
+
+
+def test_in_sets() -> None:
+    """Of 32 columns first those that an instruction of gemm.cu takes: the first four of each eight."""
+    found = cuda_many.in_sets(torch.arange(128, dtype=torch.int16).view(2, 64))
+    first = [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27]
+    one = torch.tensor([*first, *(column + 4 for column in first)], dtype=torch.int16)
+    assert torch.equal(found, torch.stack([torch.cat([one, one + 32]), torch.cat([one + 64, one + 96])]))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows, columns", [(96, 576), (2048, 2048), (4128, 1408), (512, 8448)])
+def test_shares_have_the_bits_of_few_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight, x, bias, residual = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+        for seed, shape in enumerate([(rows, columns), (700, columns), (rows,), (700, rows)])
+    )
+    few, many = small_m_gemm(device(), dtype), cuda_many.SharesGemm(device(), dtype, False)
+    assert torch.equal(many.linear(x, weight, bias, residual), few.linear(x, weight, bias, residual))
+    assert torch.equal(many.linear(x[7:300], weight, None), few.linear(x[7:300], weight, None))
+    assert torch.equal(many.gated(x, weight, bias), few.gated(x, weight, bias))
 
 
 # -- gemm_fp8.cu ------------------------------------------------------------------------------------------------------

@@ -223,14 +223,17 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
     from draftwing.ops.gemm import cuda as gemm
-    from draftwing.ops.gemm import cuda_dense, cuda_groups, cuda_tall
+    from draftwing.ops.gemm import cuda_dense, cuda_groups, cuda_many, cuda_tall
 
     config = load_config(job.path)
     for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
         yield gemm.compile_ahead, job.dtype, job.capability, shapes
     if cuda_wgmma.runs_on(job.capability) and job.dtype == torch.bfloat16:
-        for program in cuda_dense.PROGRAMS:
-            yield cuda_dense.compile_ahead, program, job.capability
+        for groups in cuda_dense.GROUPS:
+            yield cuda_dense.compile_ahead, groups, job.capability
+    if cuda_wgmma.runs_on(job.capability) and job.options.deterministic:
+        for ranges in cuda_many.RANGES if job.dtype == torch.bfloat16 else (cuda_many.SHARES,):
+            yield cuda_many.compile_ahead, ranges, job.dtype, job.capability
     widths = _widths(job.options.quantization, config.quantization)
     for made, of in ((cuda_groups, widths | _width_of_lm_head(job, config)), (cuda_tall, widths)):
         for width in of:

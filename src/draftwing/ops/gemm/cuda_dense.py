@@ -1,4 +1,4 @@
-"""GEMMs in bfloat16: the Python side of gemm_dense.cu and gemm_dense_many.cu, for compute capability 9.0."""
+"""GEMMs in bfloat16: the Python side of gemm_dense.cu, for compute capability 9.0. Many rows are cuda_many.py's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
-from draftwing.ops.gemm import cuda_wgmma
+from draftwing.ops.gemm import cuda_many, cuda_wgmma
 from draftwing.ops.gemm.cuda import options_for
+from draftwing.ops.gemm.cuda_wgmma import PANEL
 
-PANEL = 64  # columns, as in gemm_dense.cu: a stage
 TOKENS = 64  # rows of x that a warp group takes
 # Features of an instruction, by warp groups of a block: of half of its weights, or (two groups) of all.
 _HALVES = (32, 48, 56, 64, 72, 88, 112, 128)
@@ -34,13 +34,6 @@ _MOST_STAGES = 31  # there is room for their barriers
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
 MANY_FROM = 2 * MOST + 1  # rows of x from which the kernels of many rows multiply, see docs/dev/gpu_kernels.md
-# Features of a block: as many as registers hold sums twice. Of gates and ups as many of either.
-_MANY_FEATURES, _MANY_GATED = (192, 176, 160, 144, 128), (192, 160, 128)
-_MANY_STEPS = 6  # stages of a range at least: results leave with as many
-_MANY_SHARED = 227 << 10  # bytes of a block
-_BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
-_MANY_TOKENS = 128  # rows of x that a block takes
-_PAIR = 2  # blocks of a cluster
 
 
 class Size(NamedTuple):
@@ -59,46 +52,15 @@ class Size(NamedTuple):
         return f"dense_{self.groups}_{self.features}"
 
 
-class ManySize(NamedTuple):
-    """Of a kernel for many rows."""
-
-    features: int  # of a tile, and of an instruction
-    ranges: int  # of K
-    gated: bool
-
-    @property
-    def threads(self) -> int:
-        return 384
-
-    @property
-    def name(self) -> str:
-        return f"dense_many_{self.features}_{self.ranges}_{int(self.gated)}"
-
-    @property
-    def stages(self) -> int:
-        """Returns those of the ring: all that results leave room for."""
-        width = self.features // 2 if self.gated else self.features
-        room = _MANY_SHARED - _BEFORE_RINGS - -(-width // 32) * _BOX
-        return room // ((_MANY_TOKENS + self.features) * PANEL * 2)
-
-
-MANY_SIZES = [
-    ManySize(features, ranges, gated)
-    for ranges in sorted(cuda_wgmma.RANGES)
-    for gated, sizes in ((False, _MANY_FEATURES), (True, _MANY_GATED))
-    for features in sizes
-]
-
-
 class Cut(NamedTuple):
     """How a product is shared out."""
 
-    size: Size | ManySize
+    size: Size
     x_rows: int  # of x that a block has, a multiple of 8
     rows: int  # of a weight that a block takes
     stages: int
     ahead: int  # stages behind these, which come to the L2 cache while earlier kernels end
-    cluster: int  # blocks: ranges of K or, with many rows, blocks of rows
+    ranges: int  # of K
     blocks: int  # of a multiprocessor
     grid: tuple[int, int]
 
@@ -114,8 +76,6 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     `wgmma.RANGES`."""
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
-    if rows >= MANY_FROM and features % _STEP == 0 and columns >= _MANY_STEPS * ranges * PANEL:
-        return cut_of_many(rows, weights, gated, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
     return make_cut(rows, features, gated, columns, ranges, clusters[cuda_wgmma.RANGES.index(ranges)], 2 if two else 1)
 
@@ -124,8 +84,8 @@ def make_cut(
     rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
 ) -> Cut:
     """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
-    most = -(-rows // TOKENS)  # groups of all blocks, each of which has as many
-    groups = -(-most // -(-most // GROUPS[-1]))
+    all_groups = -(-rows // TOKENS)
+    groups = -(-all_groups // -(-all_groups // GROUPS[-1]))  # each block has as many
     token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
 
     def tiles(taken: int) -> int:
@@ -165,22 +125,6 @@ def make_cut(
     )
 
 
-def cut_of_many(rows: int, weights: int, gated: bool, ranges: int, at_once: int) -> Cut:
-    """weights: rows of the weight. at_once: clusters of two blocks."""
-    token_blocks = -(-rows // _MANY_TOKENS)
-
-    def tiles(size: ManySize) -> int:
-        return token_blocks * -(-weights // (_PAIR * size.features))
-
-    def cost(size: ManySize) -> tuple[int, int]:
-        """Of turns of clusters, and the larger tiles the better."""
-        return -(-tiles(size) // at_once) * size.features, -size.features
-
-    size = min((size for size in MANY_SIZES if size.ranges == ranges and size.gated == gated), key=cost)
-    grid = _PAIR * min(at_once, tiles(size)), 1
-    return Cut(size, _MANY_TOKENS, size.features, size.stages, 0, _PAIR, 1, grid)
-
-
 class DenseGemm:
     """The kernels of one device. A row of a result has the same bits among any number."""
 
@@ -188,15 +132,13 @@ class DenseGemm:
         self._device = device
 
     @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
-    def _kernel(self, size: Size | ManySize) -> Kernel:
+    def _kernel(self, size: Size) -> Kernel:
         """Not before a product needs it: while weights load, another process compiles it."""
-        if isinstance(size, ManySize):
-            return self._module(Program(ranges=size.ranges)).kernel(size.name, size.threads, _MANY_SHARED)
-        return self._module(Program(size.groups)).kernel(size.name, size.threads, SHARED[1])
+        return self._module(size.groups).kernel(size.name, size.threads, SHARED[1])
 
     @functools.cache  # noqa: B019
-    def _module(self, program: Program) -> Module:
-        return Module(read_source(program), options_for(torch.bfloat16), self._device)
+    def _module(self, groups: int) -> Module:
+        return Module(read_source(groups), options_for(torch.bfloat16), self._device)
 
     @functools.cached_property
     def _clusters(self) -> tuple[int, ...]:
@@ -221,61 +163,35 @@ class DenseGemm:
         features = weight.shape[0] // parts
         assert rows > 0 and features % (_STEP // parts) == 0 and columns % PANEL == 0
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
+        ranges = ranges_of(weight.shape[0], columns)
+        if rows >= MANY_FROM and cuda_many.takes(features, columns, ranges):
+            return cuda_many.many_gemm(self._device, x.dtype, ranges).run(x, weight, bias, residual, gated, fresh)
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
-        x_rows = cut.x_rows // (_PAIR if isinstance(cut.size, ManySize) else 1)  # that a block asks for
-        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, x_rows, 1))
+        x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
-        if isinstance(cut.size, ManySize):
-            to, more = (
-                tensor_map(each.data_ptr(), (features, rows, 1), (32, 64, 1))
-                for each in (out, out if residual is None else residual)
-            )
-            self._kernel(cut.size)(
-                cut.grid, x_map, w_map, more, to, bias, residual, out, rows, features, columns, cut.stages,
-                overlap=not fresh, cluster=cut.cluster,
-            )  # fmt: skip
-            return out
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
-            cut.ahead, int(gated), overlap=not fresh, cluster=cut.cluster, shared=SHARED[cut.blocks],
+            cut.ahead, int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
 
 
-class Program(NamedTuple):
-    """Kernels that are compiled together."""
-
-    groups: int = 0  # of 64 rows of x, of the kernels for few rows
-    ranges: int = 0  # of K, of those for many
+def read_source(groups: int) -> str:
+    """Returns what is compiled for so many groups of 64 rows of x."""
+    return cuda_wgmma.read_source(["gemm_dense.cu"], "k16.f32.bf16.bf16", PARTS[groups], kernel_lines(groups))
 
 
-PROGRAMS = [*(Program(groups) for groups in GROUPS), *(Program(ranges=ranges) for ranges in sorted(cuda_wgmma.RANGES))]
-
-
-def read_source(program: Program) -> str:
-    """Returns what is compiled."""
-    many = [size for size in MANY_SIZES if size.ranges == program.ranges]
-    files = ["gemm_dense.cu", *(("gemm_dense_many.cu",) if many else ())]
-    features = {size.features for size in many} or PARTS[program.groups]
-    return cuda_wgmma.read_source(files, "k16.f32.bf16.bf16", features, kernel_lines(program))
-
-
-def kernel_lines(program: Program) -> list[str]:
+def kernel_lines(groups: int) -> list[str]:
     """Returns lines of the source: kernels."""
-    if program.ranges:
-        return [
-            f"DENSE_MANY({size.name}, {size.features}, {size.ranges}, {int(size.gated)}, {size.threads})\n"
-            for size in MANY_SIZES
-            if size.ranges == program.ranges
-        ]
-    sizes = [Size(program.groups, part) for part in PARTS[program.groups]]
+    sizes = [Size(groups, part) for part in PARTS[groups]]
     return [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in sizes]
 
 
-def compile_ahead(program: Program, capability: tuple[int, int]) -> None:
-    """Puts what `DenseGemm` compiles into the user's cache folder, for devices of this compute capability."""
-    compile_source(read_source(program), options_for(torch.bfloat16), capability)
+def compile_ahead(groups: int, capability: tuple[int, int]) -> None:
+    """Puts what `DenseGemm` compiles for so many groups of 64 rows of x into the user's cache folder, for devices of
+    this compute capability."""
+    compile_source(read_source(groups), options_for(torch.bfloat16), capability)
 
 
 def takes(weight: Tensor) -> bool:

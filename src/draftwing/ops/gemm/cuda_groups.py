@@ -119,12 +119,18 @@ class GroupGemm(PackedGemm[Tensor]):
         unpack = modules[0][0].kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=ALL_SHARED)
         return _Loaded(kernels, tiles, order_kernels(modules), unpack)
 
-    def dense(self, weight: PackedGroups, out: Tensor | None = None, leave_room: bool = False) -> Tensor:
-        """Returns [N, K], columns in the order of the packed weight. out: where to.  leave_room: for other kernels."""
+    def dense(
+        self, weight: PackedGroups, out: Tensor | None = None, leave_room: bool = False, in_sets: bool = False
+    ) -> Tensor:
+        """Returns [N, K], columns in the order of the packed weight, or that of `cuda_many.in_sets`. out: where to.
+        leave_room: for other kernels."""
         out = weight.scales.new_empty(weight.rows, weight.columns) if out is None else out
         room = self._processors * (_UNPACK_ASIDE if leave_room else _UNPACK_BLOCKS)
         grid = unpack_blocks(weight.rows, weight.columns, room)
-        self._loaded.unpack((grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
+        self._loaded.unpack(
+            (grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns,
+            int(in_sets),
+        )  # fmt: skip
         return out
 
     def _run(

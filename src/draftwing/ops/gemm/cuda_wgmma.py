@@ -8,6 +8,7 @@ from draftwing.ops.gemm.cuda import read_files
 from draftwing.ops.gemm.shapes import WARP_GROUPS
 
 RANGES = (4, 2, 1)  # of K, a cluster's blocks
+PANEL = 64  # columns in 16 bits, as in gemm_dense.cu: a stage
 FILES = ("gemm.cu", "gemm_bulk.cu", "gemm_wgmma.cu")
 
 
@@ -21,7 +22,7 @@ def read_source(files: Sequence[str], instruction: str, features: Iterable[int],
 
 def _product(features: int, instruction: str) -> str:
     """Returns `Product` for so many features."""
-    count, untransposed = features // 2, ", 0, 0" if "bf16" in instruction else ""
+    count, untransposed = features // 2, ", 0, 0" if "f16" in instruction else ""
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     functions = [

@@ -201,6 +201,10 @@ __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILE
             }
 }
 
+__device__ __forceinline__ float silu_times(float gate, float up) {
+    return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
 // sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y. POWER: of 2, by which weights
 // were smaller.
 template <int POWER, int PARTS, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND>
@@ -242,7 +246,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
             if (KIND == SILU_MUL) up += to_float(bias[N + n]);
         }
         if (KIND == ADD) sum += before;
-        if (KIND == SILU_MUL) sum = sum / (1.f + __expf(-sum)) * up;
+        if (KIND == SILU_MUL) sum = silu_times(sum, up);
         y[at] = from_float(sum);
     }
 }

@@ -2,8 +2,8 @@
 // from the L2 cache.
 //
 // A cluster's two blocks have the same 128 rows of x, of which each copies a half to both, and features side by side.
-// Blocks stay and take one tile after the other. Where few rows have K in ranges, a block sums one range after the other
-// and adds the ranges in the same order. A tile's results leave while the next one's first products are made: in turn
+// Blocks stay and take one tile after the other. Where few rows have K in ranges, or in the shares of gemm.cu, a block sums
+// one after the other and adds them in the same order. A tile's results leave while the next one's first products are made: in turn
 // with them, by way of shared memory and the copy engine, which also brings what is added to results.
 
 #define MANY 128    // rows of x of a block
@@ -42,6 +42,18 @@ struct ManyTask {
     Result result;
     int K;
     int stages;  // of the ring
+};
+
+// Of a range of K. Shares have every eighth panel.
+template <int RANGES>
+struct Panels {
+    static constexpr int APART = RANGES == SHARES ? SHARES : 1;
+    int first, count;
+
+    __device__ __forceinline__ Panels(int all, int range) {
+        first = RANGES == SHARES ? range : all * range / RANGES;
+        count = RANGES == SHARES ? (all - range + SHARES - 1) / SHARES : all * (range + 1) / RANGES - first;
+    }
 };
 
 // Of the tiles of a product, which clusters take in turn, the part of a block.
@@ -128,7 +140,7 @@ struct Results {
 template <int FEATURES, int RANGES, bool GATED>
 __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     using Out = Results<FEATURES, GATED>;
-    constexpr int CONSUMERS = 256;
+    constexpr int CONSUMERS = 256, BOXES_AT_A_TIME = RANGES == SHARES ? 3 : 1;  // a share may have few panels
     extern __shared__ float sums[];  // barriers, then rings, then results
     const int rank = rank_in_cluster(), stages = task.stages, steps = task.K / PANEL;
     Barrier* const full = (Barrier*)sums;
@@ -169,17 +181,22 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
                 copy_box_to_both(x_ring + (stage * 2 + rank) * (MANY / 2) * PANEL, task.x, i * PANEL,
                                  tile.token0 + rank * (MANY / 2), full + stage);
             };
-            const int early = number0 < tiles ? min(stages, steps) : 0;
+            const int early = number0 < tiles ? min(stages, Panels<RANGES>(steps, 0).count) : 0;
             const ManyTile first(task.result.M, Out::WIDTH, features, number0, rank);
-            for (int i = 0; i < early; ++i) ask_weights(first, i, i);
+            for (int i = 0; i < early; ++i) ask_weights(first, i * Panels<RANGES>::APART, i);
             wait_for_earlier_kernels();
-            for (int i = 0; i < early; ++i, next_stage()) ask_x(first, i, i);
+            for (int i = 0; i < early; ++i, next_stage()) ask_x(first, i * Panels<RANGES>::APART, i);
+            int asked = early;
             for (int number = number0; number < tiles; number += step) {
                 const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
-                for (int i = number == number0 ? early : 0; i < steps; ++i, next_stage()) {
-                    wait_barrier(empty + s, parity ^ 1);
-                    ask_weights(tile, i, s);
-                    ask_x(tile, i, s);
+                for (int range = 0; range < RANGES; ++range) {
+                    const Panels<RANGES> panels(steps, range);
+                    for (int i = asked; i < panels.count; ++i, next_stage()) {
+                        wait_barrier(empty + s, parity ^ 1);
+                        ask_weights(tile, panels.first + i * Panels<RANGES>::APART, s);
+                        ask_x(tile, panels.first + i * Panels<RANGES>::APART, s);
+                    }
+                    asked = 0;
                 }
             }
         }
@@ -215,22 +232,25 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
         for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
         for (int number = number0; number < tiles; number += step) {
             const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
-            for (int range = 0, i = 0; range < RANGES; ++range) {
-                const int end = steps * (range + 1) / RANGES;
+            for (int range = 0; range < RANGES; ++range) {
+                const int count = Panels<RANGES>(steps, range).count;
+                int i = 0;
 #pragma unroll
                 for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
                 if (range == 0) {
 #pragma unroll
-                    for (int box = 0; box < Out::BOXES; ++box, ++i) {
+                    for (int first = 0; first < Out::BOXES; first += BOXES_AT_A_TIME, ++i) {
                         begin_stage();
-                        out.store(before, whole, box);
+#pragma unroll
+                        for (int box = first; box < min(first + BOXES_AT_A_TIME, Out::BOXES); ++box)
+                            out.store(before, whole, box);
                         end_stage_before();
                     }
 #pragma unroll
                     for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
                     out.ask(tile);
                 }
-                for (; i < end; ++i) {
+                for (; i < count; ++i) {
                     begin_stage();
                     end_stage_before();
                 }

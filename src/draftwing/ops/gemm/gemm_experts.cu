@@ -192,7 +192,7 @@ struct Words {
 // KIND and LIMIT's part of it: what becomes of a gate and its up.
 template <int KIND>
 __device__ __forceinline__ float gated(float gate, float up, float limit) {
-    if (KIND == SILU_MUL) return gate / (1.f + __expf(-gate)) * up;
+    if (KIND == SILU_MUL) return silu_times(gate, up);
     gate = gate < limit ? gate : limit;
     up = up < limit ? up : limit;
     up = up > -limit ? up : -limit;

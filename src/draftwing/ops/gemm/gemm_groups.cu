@@ -202,7 +202,7 @@ struct Groups {
 // whose loads are under way together; there may be any number of blocks.
 #define UNPACK_RUN 4
 template <class WEIGHTS>
-__device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ y, int N, int K) {
+__device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ y, int N, int K, bool in_sets) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int chunks = K / CHUNK, runs = (chunks + UNPACK_RUN - 1) / UNPACK_RUN, total = N / 16 * runs;
     for (int at = blockIdx.x * 8 + (threadIdx.x >> 5); at < total; at += gridDim.x * 8) {
@@ -226,9 +226,16 @@ __device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ 
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
-                u16* const to = y + (size_t)(tile * 16 + g) * K + (first + r) * CHUNK + j * 32 + t * 8;
-                *(uint4*)to = make_uint4(top[0], top[1], top[2], top[3]);
-                *(uint4*)(to + (size_t)8 * K) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);
+                u16* const to = y + (size_t)(tile * 16 + g) * K + (first + r) * CHUNK + j * 32;
+                u16* const below = to + (size_t)8 * K;
+                if (in_sets) {
+                    const int other = 16 + t * 4;
+                    *(uint2*)(to + t * 4) = {top[0], top[1]}, *(uint2*)(to + other) = {top[2], top[3]};
+                    *(uint2*)(below + t * 4) = {bottom[0], bottom[1]}, *(uint2*)(below + other) = {bottom[2], bottom[3]};
+                } else {
+                    *(uint4*)(to + t * 8) = make_uint4(top[0], top[1], top[2], top[3]);
+                    *(uint4*)(below + t * 8) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);
+                }
             }
         }
     }
@@ -236,6 +243,7 @@ __device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ 
 
 #define UNPACK_KERNEL(NAME)                                                                 \
     extern "C" __global__ void __launch_bounds__(256, 4)                                    \
-        NAME(const u16* codes, const u32* scales, const u32* zeros, u16* y, int N, int K) { \
-        unpack<Weights>({codes, scales, zeros}, y, N, K);                                   \
+        NAME(const u16* codes, const u32* scales, const u32* zeros, u16* y, int N, int K,   \
+             int in_sets) {                                                                 \
+        unpack<Weights>({codes, scales, zeros}, y, N, K, in_sets);                          \
     }

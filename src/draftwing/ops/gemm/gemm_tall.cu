@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
         for (int k = 0; k < 4; ++k) {
             const u32 pair = k < 2 ? before.x : before.y;
             if (KIND == ADD) sum[k] += to_float((u16)(k % 2 ? pair >> 16 : pair));
-            if (KIND == SILU_MUL) sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
+            if (KIND == SILU_MUL) sum[k] = silu_times(sum[k], up[k]);
             out[k] = from_float(sum[k]);
         }
         *(uint2*)(y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};

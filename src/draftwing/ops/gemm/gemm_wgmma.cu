@@ -73,7 +73,11 @@ __device__ __forceinline__ void arrive_at_rank(Barrier* barrier, int rank) {
 
 __device__ __forceinline__ u32 pair_of(float first, float second) {
     u32 pair;
+#if TYPE_BF16
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
     return pair;
 }
 
@@ -111,10 +115,6 @@ struct Place {
         first = steps * range / ranges, count = steps * (range + 1) / ranges - first;
     }
 };
-
-__device__ __forceinline__ float silu_times(float gate, float up) {
-    return __fdividef(gate, 1.f + __expf(-gate)) * up;
-}
 
 // Four sums of all ranges, and the bias. p: where this block has its part.
 template <int RANGES>

@@ -84,14 +84,22 @@ class OneDnnGemm:
 
 
 def dense_gemms(
-    weight: Tensor, few: DenseKernels, medium: DenseKernels | None, most: int, deterministic: bool
+    weight: Tensor,
+    few: DenseKernels,
+    medium: DenseKernels | None,
+    most: int,
+    deterministic: bool,
+    many: DenseKernels | None = None,
 ) -> list[Gemm]:
     """Returns a GPU's GEMMs of a matrix: our own kernels for few rows and for some more, torch's for many. Where a row
-    must have the same bits in any batch, one of ours takes any number. most: rows that `medium` is fast for."""
+    must have the same bits in any batch, ours take any number. most: rows that `medium` is fast for. many: with the
+    bits of `few`."""
     outputs, values = weight.shape[0], weight.numel()
     medium = medium if values >= _MEDIUM_FROM else None
-    if deterministic:
+    if deterministic and (medium is not None or many is None):
         return [KernelGemm(few if medium is None else medium, weight)]
+    if deterministic:
+        return [KernelGemm(few, weight, GROUP_ROWS), KernelGemm(many, weight)]
     if medium is None:
         up_to = _LONG_FEW if outputs >= _LONG else _TINY_FEW if outputs <= _TINY else _FEW
         return [KernelGemm(few, weight, up_to), TorchGemm(weight)]
@@ -118,14 +126,23 @@ class GroupGemm(KernelGemm):
 class DequantisedGemm:
     """A GEMM of the matrix, which is dequantised for the time of one call, or while other work runs before it.
 
-    exact: the kernels of the matrix where a row must have the same bits in any batch; else torch's product.
+    exact: the kernels of the matrix where a row must have the same bits in any batch; else torch's product. in_sets:
+    they take columns as `dense` gives them by that name.
     """
 
     max_rows = ANY_ROWS
 
-    def __init__(self, kernels: Any, weight: PackedGroups, exact: DenseKernels | None, side: SideWork | None) -> None:
+    def __init__(
+        self,
+        kernels: Any,
+        weight: PackedGroups,
+        exact: DenseKernels | None,
+        side: SideWork | None,
+        in_sets: bool = False,
+    ) -> None:
         """kernels: with `dense`."""
         self._kernels, self._weight, self._exact, self._side = kernels, weight, exact, side
+        self._how = {"in_sets": True} if in_sets else {}
         self._later: Sequence[DequantisedGemm] = ()
         self._ahead: tuple[Tensor, Any] | None = None  # the matrix, and what to join before it is there
 
@@ -156,9 +173,9 @@ class DequantisedGemm:
             self.matrix()
 
     def matrix(self) -> Tensor:
-        """Dequantises the matrix: [outputs, inputs], columns in the order of the packed weight."""
+        """Dequantises the matrix: [outputs, inputs], columns in the order that the product takes."""
         if self._ahead is None or self._side is None:
-            out: Tensor = self._kernels.dense(self._weight)
+            out: Tensor = self._kernels.dense(self._weight, **self._how)
             return out
         (matrix, done), self._ahead = self._ahead, None
         self._side.join(done)
@@ -168,7 +185,7 @@ class DequantisedGemm:
         if self._side is None or self._ahead is not None:  # nobody took it: it is still right
             return
         out = self._weight.scales.new_empty(self._weight.rows, self._weight.columns)
-        done = self._side.start(lambda: self._kernels.dense(self._weight, out, leave_room=True))
+        done = self._side.start(lambda: self._kernels.dense(self._weight, out, leave_room=True, **self._how))
         self._ahead = None if done is None else (out, done)
 
 

@@ -11,7 +11,7 @@ from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8 import spec as fp8_blocks
 from draftwing.ops.fp8.spec import FP8_FROM, Fp8Blocks
 from draftwing.ops.gemm import cuda as gemm
-from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_heads, cuda_tall, cuda_wgmma, groups
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_heads, cuda_many, cuda_tall, cuda_wgmma, groups
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.gemm.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, KernelGemm, TorchGemm, dense_gemms
 from draftwing.ops.gemm.groups import PackedGroups
@@ -44,17 +44,21 @@ class GpuGemmOps(GemmOps):
             return [TorchGemm(weight)]
         medium = cuda_dense.dense_gemm(weight.device) if cuda_dense.takes(weight) else None
         few = gemm.small_m_gemm(weight.device, weight.dtype)
-        return dense_gemms(weight, few, medium, cuda_dense.MOST, deterministic)
+        many = None
+        if deterministic:
+            many = cuda_many.shares_gemm(weight.device, (weight.shape[0], weight.shape[1]), weight.dtype, False)
+        return dense_gemms(weight, few, medium, cuda_dense.MOST, deterministic, many)
 
     def _group_gemms(self, weight: PackedGroups, deterministic: bool) -> list[Gemm]:
         device, dtype, width = weight.codes.device, weight.scales.dtype, cuda_groups.width_of(weight)
         kernels = cuda_groups.group_gemm(device, dtype, width)
-        exact = gemm.small_m_gemm(device, dtype) if deterministic else None
+        many = cuda_many.shares_gemm(device, (weight.rows, weight.columns), dtype, weights_in_sets=True)
+        exact = (many or gemm.small_m_gemm(device, dtype)) if deterministic else None
         side = side_stream(self.device) if self.device.type == "cuda" else None
         found: list[Gemm] = [GroupGemm(kernels, weight, GROUP_ROWS)]
         if exact is None and (tall := cuda_tall.tall_gemm(device, dtype, width)) is not None:
             found.append(GroupGemm(tall, weight))
-        return [*found, DequantisedGemm(kernels, weight, exact, side)]
+        return [*found, DequantisedGemm(kernels, weight, exact, side, in_sets=deterministic and many is not None)]
 
     def keeps_bits(self, weight: Tensor) -> bool:
         return gemm.takes(weight) or super().keeps_bits(weight)
