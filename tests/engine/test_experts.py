@@ -20,6 +20,7 @@ EXPERTS = {
     "softmax": ExpertConfig(6, Routing(2, False), 32),
     "renormalised": ExpertConfig(6, Routing(3), 32),
     "sigmoids": ExpertConfig(12, Routing(3, True, True, 4, 2, 2.5), 32, shared=64, wide_router=True),
+    "corrected": ExpertConfig(8, Routing(3, corrected=True), 32, shared=32, wide_router=True),
     "clamped": ExpertConfig(4, Routing(2), 32, router_bias=True, bias=True, limit=1.5),
 }
 

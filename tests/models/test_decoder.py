@@ -250,6 +250,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 32, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
     "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 32, "use_bias": True, "rope_parameters": PLAIN}),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "num_hidden_layers": 4,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 3,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "ernie4.5-moe-defaults": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_intermediate_size": 32}),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "rope_parameters": PLAIN}),
     "ministral3": (
         "Ministral3",
@@ -280,7 +294,7 @@ def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedMo
     with torch.no_grad():
         for name, param in model.named_parameters():  # the default biases and norms of 0 and 1 would test nothing
             if name.endswith("bias"):
-                param.normal_(0, 0.3)
+                param.normal_(0, 0.05 if "correction" in name else 0.3)
             elif "norm" in name:
                 param.uniform_(0.5, 1.5)
             else:

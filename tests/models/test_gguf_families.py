@@ -29,6 +29,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "ernie4.5-moe-defaults": ("ernie4_5-moe", False),
     "granite-moe": ("granitemoe", True), "granite-moe-shared": ("granitemoe", True),
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
@@ -36,6 +37,7 @@ IN_FILES = {
     "dots1": ("dots1", False),
 }  # fmt: skip
 IN_CONVERTERS = {
+    "gate.moe_statics.": "moe_statics.",
     "_correction_bias": "_correction.bias", "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear",
     "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
 }  # fmt: skip
@@ -98,6 +100,11 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
             writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         return
     writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if config.model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        return
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
@@ -146,7 +153,7 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
         name = name.removesuffix("_proj") + "_proj.weight" if values.ndim == 3 else name
         if arch in ("gemma", "gemma2") and "norm" in name:
             values = values + 1
-        if name.endswith("expert_gate.weight"):
+        if name.endswith(("expert_gate.weight", "moe_statics.e_score_correction_bias")):
             values = values[0]
         for ours, theirs in IN_CONVERTERS.items():
             name = name.replace(ours, theirs)

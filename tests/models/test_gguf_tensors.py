@@ -193,7 +193,6 @@ def test_unsupported_metadata_is_refused_by_name(
         ("glm-dsa", "sparse latent attention (DSA)"),
         ("falcon-h1", "state-space layers (Mamba)"),
         ("gptneox", "layer norms with a mean (LayerNorm)"),
-        ("ernie4_5-moe", "rotary embeddings that turn neighbours"),
     ],
 )  # fmt: skip
 def test_an_architecture_that_is_not_served_says_what_it_has(tmp_path: Path, arch: str, missing: str) -> None:

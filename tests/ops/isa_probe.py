@@ -289,6 +289,7 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         ("Q8_0", 0.0, Routing(5)),
         ("Q4_0", 7.0, Routing(5, False, groups=7, top_groups=3)),
         ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
+        ("Q4_0", 0.0, Routing(4, corrected=True)),
     ):
 
         def gemms(rows: int, columns: int, kind: str = kind) -> list[Gemm | None]:
@@ -297,9 +298,9 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
         router, bias = made.floats(dtype, count, hidden, scale=0.3), made.floats(dtype, count)
         biases = made.floats(dtype, count * 2 * ffn), made.floats(dtype, count * hidden)
-        correction = made.floats(torch.float32, count) if routing.sigmoid else None
-        router = router.float() if routing.sigmoid else router
-        bias = None if routing.sigmoid else bias
+        correction = made.floats(torch.float32, count) if routing.has_correction else None
+        router = router.float() if routing.has_correction else router
+        bias = None if routing.has_correction else bias
         ups, downs = gemms(2 * ffn, hidden), gemms(hidden, ffn)
         more = (None, False) if limit else (made.floats(torch.float32, count), True)
         mixture = ops.whole_mixture(MixtureWeights(router, bias, correction, ups, downs, biases, routing, limit, *more))

@@ -182,6 +182,15 @@ GRANITE_SHARED: dict[str, Any] = {
     **GRANITE31_1B_A400M, "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared",
     "shared_intermediate_size": 1024,
 }  # fmt: skip
+ERNIE45_21B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 2560,
+    "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",
+    "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6,
+    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_bias": False, "use_rmsnorm": True, "vocab_size": 103424,
+}  # fmt: skip
 HUNYUAN_7B: dict[str, Any] = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
     "cla_share_factor": 2, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,

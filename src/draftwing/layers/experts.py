@@ -44,7 +44,7 @@ class ExpertMLP(nn.Module):
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
         self.correction: nn.Parameter | None = None
-        if experts.routing.sigmoid:
+        if experts.routing.has_correction:
             wide = torch.promote_types(dtype, torch.float32)
             self.correction = nn.Parameter(torch.zeros(experts.count, dtype=wide, device=device), False)
         count = len(experts.held)

@@ -83,6 +83,7 @@ class ExpertMetadata(NamedTuple):
         "expert_weights_scale": (0, 1),
     }
     sigmoid: bool = False
+    corrected: bool = False
     grouped: bool = False
     renormalised: bool = True
     shared: bool = False

@@ -183,12 +183,16 @@ def _experts(file: GGUFFile, fields: Fields, family: Family) -> ExpertConfig | N
     ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if said.as_mlp else 0
     return ExpertConfig(
         count,
-        _of_groups(fields, top_k, said) if said.grouped else Routing(top_k, sigmoid=said.sigmoid),
+        _of_groups(fields, top_k, said) if said.grouped else _plain(top_k, said),
         ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
         shared=_shared_width(file, fields) if said.shared else 0,
         latent=fields.whole("moe_latent_size", 0, WIDEST, 0) if said.latent else 0,
         **said.more,
     )
+
+
+def _plain(top_k: int, said: ExpertMetadata) -> Routing:
+    return Routing(top_k, sigmoid=said.sigmoid, corrected=said.corrected)
 
 
 def _of_groups(fields: Fields, top_k: int, said: ExpertMetadata) -> Routing:

@@ -264,7 +264,7 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     of_experts, experts = family.expert_names, config.experts
     if part == "ffn_gate_inp" and experts is not None:
         return f"{layer}.{of_experts.router}{suffix}"
-    if part == "exp_probs_b" and experts is not None and experts.routing.sigmoid:
+    if part == "exp_probs_b" and experts is not None and experts.routing.has_correction:
         return f"{layer}.{of_experts.correction}"
     shared = re.fullmatch("ffn_(gate|up|down)_shexp", part)
     if shared is not None and experts is not None and experts.shared:

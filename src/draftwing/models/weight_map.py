@@ -174,7 +174,7 @@ def _expert_names(
             table |= named(config.weight_format, f"{checkpoint}.{stored}", f"{model}.mlp.{linear}", 0, rows)
     if experts.shared_gate:
         table[f"{checkpoint}.{names.shared}_gate.weight"] = ParamSlice(f"{model}.mlp.shared_gate", 0, 1)
-    if experts.routing.sigmoid:
+    if experts.routing.has_correction:
         table[f"{checkpoint}.{names.correction}"] = ParamSlice(f"{model}.mlp.correction", 0, experts.count)
     if experts.router_bias:
         table[f"{checkpoint}.{names.router}.bias"] = ParamSlice(f"{model}.mlp.router.bias", 0, experts.count)

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     limit: float = 0.0
     dtype: torch.dtype = torch.float32
     sigmoid: bool = False
+    corrected: bool = False
     groups: tuple[int, int] = (1, 1)  # and of them those that are chosen
     wide: bool = False  # the router
     scale: float = 1.0
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.top_k, self.renormalise, self.sigmoid, *self.groups, self.scale)
+        return Routing(self.top_k, self.renormalise, self.sigmoid, *self.groups, self.scale, corrected=self.corrected)
 
 
 CASES = {
@@ -61,6 +62,8 @@ CASES = {
     "groups of one, half": Case(count=6, top_k=2, sigmoid=True, groups=(6, 3), dtype=torch.bfloat16, wide=True),
     "groups of logits": Case(count=24, top_k=4, renormalise=False, groups=(6, 2), scale=16.0, wide=True),
     "scaled": Case(scale=0.5),
+    "corrected": Case(count=21, top_k=5, renormalise=False, corrected=True, wide=True, scale=2.5),
+    "corrected, half": Case(count=21, top_k=5, corrected=True, dtype=torch.bfloat16, wide=True),
     "odd number": Case(count=21, top_k=5),
     "gemma4": Case(count=21, top_k=5, beside=True),
 }
@@ -75,7 +78,9 @@ class Mixture:
         self.router, self.router_bias = self.some(count, hidden) * (3 / hidden**0.5), self.some(count)
         if case.wide:  # of more bits than those of x
             self.router = self.router.float() + 2**-11 * torch.randn(count, hidden, generator=self._random)
-        self.correction = torch.randn(count, generator=self._random) if case.sigmoid else None
+        self.correction = torch.randn(count, generator=self._random) if case.routing.has_correction else None
+        if case.corrected and self.correction is not None:
+            self.correction /= 10
         self.biases = self.some(count * 2 * ffn), self.some(count * hidden)
         gate, up, down = case.kinds
         ups = [[self._blocks(cpu_ops, gate, ffn, hidden), self._blocks(cpu_ops, up, ffn, hidden)] for _ in range(count)]
@@ -124,7 +129,7 @@ class Mixture:
         odds = np.exp(logits - logits.max())
         scores, (groups, chosen) = logits, case.groups
         if self.correction is not None:
-            odds = 1 / (1 + np.exp(-logits))
+            odds = 1 / (1 + np.exp(-logits)) if case.sigmoid else odds / odds.sum()
             scores = odds + self.correction.double().numpy()
         by_group = np.sort(scores.reshape(groups, -1), 1)[:, -1 - case.sigmoid :].sum(1)
         best = np.argsort(-by_group)[:chosen]

@@ -42,12 +42,16 @@ def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> T
         (33, 10, Routing(3, True, True, 10, 5)),
         (4, 256, Routing(8, True, True, 8, 4, 2.5)),
         (3, 96, Routing(4, scale=0.5)),
+        (5, 64, Routing(6, corrected=True)),
+        (4, 21, Routing(5, False, corrected=True, scale=2.5)),
         (40, 21, Routing(4, False, groups=7, top_groups=2, scale=16.0)),
         (5, 160, Routing(6, groups=8, top_groups=3)),
     ],
 )
 def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
-    logits, shift = made(ops, rows, count) * 3, made(ops, count, seed=1) if routing.sigmoid else None
+    logits, shift = made(ops, rows, count) * 3, made(ops, count, seed=1) if routing.has_correction else None
+    if shift is not None and not routing.sigmoid:
+        shift /= 10
     routed = ops.route(logits, routing, shift)
     for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
         scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
@@ -97,8 +101,9 @@ def test_sigmoids_that_are_0_or_no_numbers(ops: TorchOps) -> None:
     """What is no number fails its request; nothing else is divided by 0."""
     logits = torch.stack((torch.full((COUNT,), -200.0), torch.arange(float(COUNT))))
     logits[1, 3] = torch.nan
-    for groups in (1, 3):
+    for groups in (0, 1, 3):
         routing = Routing(TOP, sigmoid=True, groups=groups, top_groups=min(groups, 2))
+        routing = routing if groups else Routing(TOP, corrected=True)
         routed = ops.route(logits.to(ops.device), routing, torch.zeros(COUNT, device=ops.device))
         assert all(len(set(row)) == TOP and max(row) < COUNT for row in routed.experts.tolist())
         assert routed.weights[0].isfinite().all() and not routed.weights[1].isfinite().any()

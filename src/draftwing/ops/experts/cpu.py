@@ -53,9 +53,9 @@ class NativeMixture:
         assert not (weights.gelu and weights.limit)
         assert weights.router.dtype in (self.dtype, torch.float32)
         assert weights.correction is None or weights.correction.dtype == torch.float32
-        assert self.routing.sigmoid == (weights.correction is not None)
+        assert self.routing.has_correction == (weights.correction is not None)
         self._held = own, scales, ups, downs
-        self._more = 0 if scales is None else scales.data_ptr(), weights.gelu
+        self._more = 0 if scales is None else scales.data_ptr(), weights.gelu, self.routing.sigmoid
         router, bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in own[:3])
         self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
         numbers = []

@@ -20,11 +20,12 @@ class Routing:
     """How rows choose experts, and what weights these get.
 
     top_k: experts of a row.  renormalise: whether their weights are made to sum to 1, before `scale`.  sigmoid: whether
-    scores are sigmoids of logits in place of their softmax; the choice is by scores and a correction of each expert
-    then, weights are scores alone.  groups: of one size that experts lie in.  top_groups: those that a row chooses
-    among, which have the largest sums of their two best sigmoids, or the largest best logits.  scale: of weights.
-    shared: whether more experts behind all others get every row, as its last choices: with weight 1 (`whole`), or
-    with the sigmoid of one more logit behind theirs (`gated`).  shared_count: how many these are.
+    scores are sigmoids of logits in place of their softmax.  corrected: whether the choice is by scores and a
+    correction of each expert, as it always is by sigmoids; weights are scores alone.  groups: of one size that experts
+    lie in.  top_groups: those that a row chooses among, which have the largest sums of their two best sigmoids, or the
+    largest best logits.  scale: of weights.  shared: whether more experts behind all others get every row, as its last
+    choices: with weight 1 (`whole`), or with the sigmoid of one more logit behind theirs (`gated`).  shared_count: how
+    many these are.
     """
 
     top_k: int
@@ -35,6 +36,12 @@ class Routing:
     scale: float = 1.0
     shared: Literal["none", "whole", "gated"] = "none"
     shared_count: int = 1
+    corrected: bool = False
+
+    @property
+    def has_correction(self) -> bool:
+        """Returns whether there is a correction of each expert."""
+        return self.sigmoid or self.corrected
 
     @property
     def choices(self) -> int:

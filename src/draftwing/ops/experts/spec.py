@@ -78,11 +78,11 @@ class ExpertOps:
         scatter: Tensor | None = None,
         own: range | None = None,
     ) -> Routed:
-        """logits [M, count], [M, count + 1] of a gated `Routing.shared`, correction [count] of sigmoids -> the best
-        experts of each row with their weights, in float32 or wider, [M, `Routing.choices`]. A row chooses the same in
-        any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not 0,
-        rows choose at random, whatever their logits are. own: the experts that this rank has; other pairs are left out
-        (`Routed`)."""
+        """logits [M, count], [M, count + 1] of a gated `Routing.shared`, correction [count] of `has_correction` -> the
+        best experts of each row with their weights, in float32 or wider, [M, `Routing.choices`]. A row chooses the same
+        in any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not
+        0, rows choose at random, whatever their logits are. own: the experts that this rank has; other pairs are left
+        out (`Routed`)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         gate = wide[:, -1:]
         wide = wide[:, :-1] if routing.shared == "gated" else wide
@@ -93,9 +93,9 @@ class ExpertOps:
             correction = None if correction is None else torch.where(scatter != 0, 0, correction)
         scores, by = wide, wide
         if correction is not None:
-            scores = _sigmoid(wide)
+            scores = _sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
             by = scores.detach() + correction
-        assert routing.sigmoid == (correction is not None)
+        assert routing.has_correction == (correction is not None)
         experts = (_without_other_groups(by, routing) if routing.groups > 1 else by).topk(routing.top_k, -1).indices
         if correction is not None:
             weights = scores.gather(-1, experts)

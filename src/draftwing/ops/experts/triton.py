@@ -79,15 +79,16 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     LANES: tl.constexpr,
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. correction:
-    makes scores sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.shared_choices`.
-    GATED: as `Routing.shared`. tiles: to be filled, where there is but one row."""
+    """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. SIGMOID: scores
+    are sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.shared_choices`. GATED: as
+    `Routing.shared`. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -106,13 +107,17 @@ def _route_kernel(
     largest = _from_order(tl.max(_order(value), 0))
     score = value
     if correction is not None:
-        score = 1.0 / (1.0 + tl.exp(-value))
+        if SIGMOID:
+            score = 1.0 / (1.0 + tl.exp(-value))
+        else:
+            odds = tl.exp(value - largest)
+            score = odds / tl.sum(odds, 0)
         value = score + shift
     chosen = tl.zeros([TOP_LANES], tl.int32)
     found = tl.full([TOP_LANES], float("-inf"), tl.float32)
     free = lane < COUNT
     if GROUPS > 1:
-        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, correction is not None, LANES)
+        free = _in_best_groups(value, lane, COUNT // GROUPS, GROUPS, TOP_GROUPS, SIGMOID, LANES)
     key = tl.where(free, _order(value), -0x80000000)  # one below all for those that are not free
     bits = score.to(tl.int32, bitcast=True)
     for choice in tl.static_range(TOP):
@@ -255,7 +260,7 @@ def route(
     rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared_choices
     count = logits.shape[1] - (routing.shared == "gated")
     here = range(count) if own is None else own
-    assert logits.stride(1) == 1 and top_k <= count and routing.sigmoid == (correction is not None)
+    assert logits.stride(1) == 1 and top_k <= count and routing.has_correction == (correction is not None)
     assert own is None or not shared
     experts = torch.empty(rows, choices, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, choices, dtype=torch.float32, device=logits.device)
@@ -264,8 +269,8 @@ def route(
         _route_kernel[(rows,)](
             experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale,
             here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups,
-            TOP_GROUPS=routing.top_groups, SHARED=shared, GATED=routing.shared == "gated", LANES=lanes(count),
-            TOP_LANES=lanes(choices), num_warps=1, **launch_options(logits.device),
+            TOP_GROUPS=routing.top_groups, SIGMOID=routing.sigmoid, SHARED=shared, GATED=routing.shared == "gated",
+            LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1, **launch_options(logits.device),
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
     made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)

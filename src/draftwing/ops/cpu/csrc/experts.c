@@ -27,9 +27,10 @@ typedef struct {
     void *out;
     int64_t rows, half, router_half; /* router_half: of the router and its logits; it is in float32 else */
     const int32_t *scatter;          /* not 0: rows choose anything */
-    const float *correction;         /* of each expert: joins its sigmoid in the choice; 0: scores are a softmax */
+    const float *correction;         /* of each expert: joins its score in the choice; 0: that is by logits */
     const float *scales;             /* of each expert: what its shares are multiplied with, or 0 */
     int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn, gelu; /* gelu: in place of silu */
+    int64_t sigmoids;       /* scores are sigmoids, not a softmax */
     const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
     float limit, scale;     /* of gates and ups, 0: none, and silu; of shares */
     /* On the way; pairs by row and choice: */
@@ -83,13 +84,20 @@ INLINE int64_t best_of(const float *scores, const char *taken, int64_t n) {
     return most;
 }
 
-/* Makes sigmoids of logits, and of the logits, in their place, what experts are chosen by. */
-static void make_sigmoids(float *logits, float *sigmoids, const float *correction, int64_t n) {
+/* Makes scores of logits, sigmoids or a softmax, and of the logits, in their place, what experts are chosen by. */
+static void make_scores(float *logits, float *scores, const float *correction, int64_t n, int64_t sigmoids) {
+    float top = logits[0], sum = 0;
+    for (int64_t e = 1; e < n; e++) top = before(logits[e], top) ? logits[e] : top;
     for (int64_t c = 0; c < n; c += LANES) {
-        const vf x = loadf(logits + c);
-        storef(sigmoids + c, select_f(at_least(x, x), sigmoid(x), x));
+        const vf x = loadf(logits + c), below = (x - splat(top)) * splat(1.44269504f);
+        if (sigmoids) storef(scores + c, select_f(at_least(x, x), sigmoid(x), x));
+        else storef(scores + c, exp2_16(select_f(above(below, splat(0.0f)), splat(0.0f), below))); /* past the last: any */
+        for (int64_t l = c; l < c + LANES && l < n; l++) sum += scores[l];
     }
-    for (int64_t e = 0; e < n; e++) logits[e] = sigmoids[e] + (correction ? correction[e] : 0);
+    for (int64_t e = 0; e < n; e++) {
+        if (!sigmoids) scores[e] /= sum; /* of what is no number none is */
+        logits[e] = scores[e] + (correction ? correction[e] : 0);
+    }
 }
 
 /* Takes out the experts of all groups but those with the largest sums of their two best, or of logits with the largest
@@ -100,7 +108,7 @@ static void leave_groups(const Mixture *j, const float *scores, float *sums, cha
         char *const of = taken + g * size;
         const int64_t first = best_of(scores + g * size, of, size);
         of[first] = 1;
-        const int64_t second = j->correction ? best_of(scores + g * size, of, size) : -1;
+        const int64_t second = j->sigmoids ? best_of(scores + g * size, of, size) : -1;
         sums[g] = scores[g * size + first] + (second < 0 ? 0 : scores[g * size + second]);
     }
     memset(taken, 1, (size_t)j->count);
@@ -115,7 +123,7 @@ static void leave_groups(const Mixture *j, const float *scores, float *sums, cha
 INLINE float scale_of(const Mixture *j, int64_t expert) { return j->scale * (j->scales ? j->scales[expert] : 1); }
 
 /* Of row i the experts with the largest scores, the lower one of equals, and their shares. Scores are logits, and shares
-   those of the softmax of all, or of those chosen; or sigmoids, which the corrections join in the choice alone. Experts
+   those of the softmax of all, or of those chosen; or sigmoids or a softmax, which corrections join in the choice alone. Experts
    are different ones whatever the logits are. */
 static void route(const Mixture *j, int64_t i, float *scores) {
     const int64_t count = j->count, k = j->top_k;
@@ -128,7 +136,7 @@ static void route(const Mixture *j, int64_t i, float *scores) {
         const int64_t at = i * count + e;
         scores[e] = (float)(at * at % PRIME * SPREAD % PRIME) / PRIME;
     }
-    if (j->correction) make_sigmoids(scores, of, scattered ? NULL : j->correction, count);
+    if (j->correction) make_scores(scores, of, scattered ? NULL : j->correction, count, j->sigmoids);
     if (j->expert_groups > 1) leave_groups(j, scores, best, taken);
     for (int64_t c = 0; c < k; c++) {
         const int64_t most = best_of(scores, taken, count);
@@ -326,11 +334,11 @@ PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t giv
 
 /* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all), scatter or 0, router [count, hidden], its
    bias [count] or 0, router_half (of both), correction [count] float32 or 0, count, top_k, renormalise, groups,
-   top_groups, hidden, ffn, weights, spare, workers, by [rows, hidden], scales [count] float32 or 0, gelu; limit, scale.
+   top_groups, hidden, ffn, weights, spare, workers, by [rows, hidden], scales [count] float32 or 0, gelu, sigmoids; limit, scale.
    hidden and ffn are multiples of 32. */
 PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[23];
-    if (!numbers(args, given - 2, 23, n)) return NULL;
+    int64_t n[24];
+    if (!numbers(args, given - 2, 24, n)) return NULL;
     Mixture job = {.out = POINTER(n[0]),
                    .x = POINTER(n[1]),
                    .residual = POINTER(n[2]),
@@ -352,8 +360,9 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .by = POINTER(n[20]),
                    .scales = POINTER(n[21]),
                    .gelu = n[22],
-                   .limit = (float)PyFloat_AsDouble(args[23]),
-                   .scale = (float)PyFloat_AsDouble(args[24])};
+                   .sigmoids = n[23],
+                   .limit = (float)PyFloat_AsDouble(args[24]),
+                   .scale = (float)PyFloat_AsDouble(args[25])};
     if (PyErr_Occurred()) return NULL;
     Workers *workers = POINTER(n[19]);
     place_at(&job, POINTER(n[18]), workers->most);
