@@ -21,6 +21,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM, AsyncLLM
 from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
 from draftwing.engine.provenance import Provenance, StoredFile, digests_of, file_digest, model_files
 from draftwing.engine.receipts import (
     check_files,
@@ -135,6 +136,33 @@ def test_a_conversation_with_tools(drafting: LLM, plain: LLM) -> None:
     (done,) = drafting.chat(asked, {"max_new_tokens": 40}, tools=TOOLS, tool_choice="required", receipt=True)
     assert done.receipt is not None and "grammar" in done.receipt["request"]["sampling"]
     assert replay(read_receipt(text(done.receipt)), plain.engine).same
+
+
+def test_thinking_budgets_and_logits_processors(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget's tokens are in the receipt; code of the server's owner is only named, and never imported for it."""
+    (tmp_path / "even_tokens.py").write_text(
+        "def even(tokens, logits, params):\n    logits[params['from']::2] = -1e9\n    return logits\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"reasoning_parser": "qwen3", "logit_processor": "even_tokens:even"}
+    asked: list[dict[str, Any]] = [
+        {"temperature": 5, "thinking_budget": 3, "max_new_tokens": 30},
+        {"temperature": 5, "custom_logit_processor": "even", "custom_params": {"from": 1}, "ignore_eos": True},
+    ]
+    with LLM(str(target), **NGRAM, **own) as llm:
+        begun, end = [*PROMPT, *llm.tokenizer.encode("<think>\n")], llm.tokenizer.encode("</think>")
+        thought, even = llm.generate([begun, PROMPT], asked, receipt=True)
+    assert thought.receipt is not None and even.receipt is not None
+    assert thought.token_ids[3:11] == end and not any(token % 2 for token in even.token_ids)
+    assert thought.receipt["request"]["thinking"]["tokens"] == 3
+    read = [read_receipt(text(one.receipt)) for one in (thought, even) if one.receipt is not None]
+    with LLM(str(target), speculative_algorithm="none", max_total_tokens=1024) as bare:
+        assert replay(read[0], bare.engine).same
+        with pytest.raises(ReceiptError, match="custom_logit_processor 'even' is not one"):
+            replay(read[1], bare.engine)
+    options = options_for(read[1], {"logit_processor": "even_tokens:even", "max_total_tokens": 1024})
+    with LLM.from_engine(Engine(options)) as llm:
+        assert replay(read[1], llm.engine).same
 
 
 def test_a_request_of_an_engine_that_drafts_is_run_without_drafts(drafting: LLM, receipt: Receipt) -> None:

@@ -231,9 +231,10 @@ def check_files(receipt: Receipt, options: Options) -> Path:
     wanted = {part: digest for part, digest in receipt.digests.items() if part != "chat_template"}
     different = sorted(part for part in {*found, *wanted} if found.get(part) != wanted.get(part))
     if different:
+        option = "--tokenizer-path" if different == ["tokenizer"] else "--model"
         raise ReceiptError(
             f"{options.model} is not the model that the receipt is of: the digest of {' and '.join(different)} "
-            f"differs; name the right one with --model"
+            f"differs; name the right one with {option}"
         )
     return path
 
