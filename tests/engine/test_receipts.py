@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tiny_checkpoint import write_checkpoint
 from draftwing import LLM, AsyncLLM
 from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
-from draftwing.engine.provenance import Provenance, StoredFile, digests_of, file_digest, model_files
+from draftwing.engine.provenance import Digests, Provenance, StoredFile, digests_of, file_digest, model_files
 from draftwing.engine.receipts import (
     check_files,
     digest_of,
@@ -406,6 +407,29 @@ def test_a_file_is_read_once_for_all_starts(tmp_path: Path, monkeypatch: pytest.
     assert file_digest(now()) == hashlib.sha256(content[:-1]).hexdigest()
     with pytest.raises(GenerationError, match="has changed"):
         file_digest(before)
+
+
+def test_digests_are_computed_once_for_each_start(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+
+    def started(content: bytes) -> Any:
+        file.write_bytes(content)
+        stored = StoredFile("weights", str(file), len(content), file.stat().st_mtime_ns)
+        return SimpleNamespace(provenance=Provenance("cpu", (), (stored,), None))
+
+    digests, first = Digests(), started(b"a")
+    found = digests.begin(first)
+    assert digests.begin(first) is found and found.result()["weights"]
+    second = started(b"bc")
+    assert digests.begin(second).result()["weights"] != found.result()["weights"]
+    third = started(b"def")
+    file.write_bytes(b"other")
+    with pytest.raises(GenerationError, match="has changed"):
+        digests.begin(third).result()
+    file.write_bytes(b"def")
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, third.provenance.files[0].mtime_ns))
+    assert digests.begin(third).result()["weights"], "what failed is tried again"
 
 
 def test_a_file_that_has_changed_since_the_start_makes_no_receipt(tmp_path: Path) -> None:
