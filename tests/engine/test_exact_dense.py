@@ -21,7 +21,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "granite": ("cpu", "blocks", RANKS), "olmo3": ("cpu", RANKS), "exaone4": ("cpu",), "smollm3": ("blocks",),
     "phi3": ("blocks",), "phi3-longrope": (RANKS,), "glm4": ("cpu", RANKS), "ministral3": ("cpu", "blocks"),
     "gemma2": ("cpu", "blocks", RANKS), "cohere2": ("cpu", "blocks", RANKS),
-    "granite-moe": ("cpu",),
+    "granite-moe": ("cpu",), "ling2": ("cpu",),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
 }  # fmt: skip
 PAIRS = [

@@ -102,6 +102,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan-defaults": ("HunYuanDenseV1", {"head_dim": 16}),
     "hunyuan-moe": ("HunYuanMoEV1", {"head_dim": 32, "num_experts": 4, "moe_topk": 2, "rope_parameters": PLAIN}),
+    "ling2": (
+        "BailingMoeV2",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qkv_bias": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "sarvam": ("SarvamMoE", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}),
     "gemma2": (
         "Gemma2",
         {
@@ -275,6 +291,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+CONFIGS = {"Gemma3": "Gemma3Text", "BailingMoeV2": "SarvamMoE"}  # of these classes
 # Of all families whole sequences are compared; what else is done with a model is a matter of these differences.
 DIFFERENT = (
     "llama3.2-tied", "llama-biases", "mistral-window", "gemma3", "qwen3-moe-mixed", "gpt-oss", "mixtral",
@@ -287,10 +304,12 @@ of_different = pytest.mark.further(pair=[family for family in FAMILIES if family
 
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     prefix, settings = copy.deepcopy(FAMILIES[family])  # some configs write into their objects
-    kind = "Gemma3Text" if prefix == "Gemma3" else prefix
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings, **overrides})
+    config = getattr(transformers, f"{CONFIGS.get(prefix, prefix)}Config")(**{**SIZES, **settings, **overrides})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    made = getattr(transformers, f"{prefix}ForCausalLM", None)
+    # Of what transformers has no class of its own, another does, and the checkpoint has the name.
+    made = made or type(f"{prefix}ForCausalLM", (transformers.Glm4MoeForCausalLM,), {})
+    model = made(config).float().eval()
     with torch.no_grad():
         for name, param in model.named_parameters():  # the default biases and norms of 0 and 1 would test nothing
             if name.endswith("bias"):

@@ -191,6 +191,26 @@ ERNIE45_21B: dict[str, Any] = {
     "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_bias": False, "use_rmsnorm": True, "vocab_size": 103424,
 }  # fmt: skip
+LING_MINI2: dict[str, Any] = {
+    "architectures": ["BailingMoeV2ForCausalLM"], "embedding_dropout": 0.0, "eos_token_id": 156892,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120,
+    "max_position_embeddings": 32768, "model_type": "bailing_moe", "moe_intermediate_size": 512,
+    "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 512, "n_group": 8,
+    "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8,
+    "num_hidden_layers": 20, "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+    "output_dropout": 0.0, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 600000, "routed_scaling_factor": 2.5, "router_dtype": "fp32", "score_function": "sigmoid",
+    "tie_word_embeddings": False, "topk_group": 4, "torch_dtype": "bfloat16", "use_bias": False, "use_qk_norm": True,
+    "use_qkv_bias": False, "use_rmsnorm": True, "vocab_size": 157184,
+}  # fmt: skip
+SARVAM_30B: dict[str, Any] = {
+    "architectures": ["SarvamMoEForCausalLM"], "first_k_dense_replace": 1, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 8192, "max_position_embeddings": 131072, "model_type": "sarvam_moe",
+    "moe_intermediate_size": 1024, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts": 128, "num_experts_per_tok": 6, "num_hidden_layers": 19, "num_key_value_heads": 4,
+    "num_shared_experts": 1, "rms_norm_eps": 1e-06, "rope_theta": 8000000, "routed_scaling_factor": 2.5,
+    "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": True, "use_qkv_bias": False, "vocab_size": 262144,
+}  # fmt: skip
 HUNYUAN_7B: dict[str, Any] = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
     "cla_share_factor": 2, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,

@@ -91,6 +91,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
     "hunyuan": _QWEN2,  # with experts
+    "bailingmoe2": _QWEN2,
     "seed-coder": _SEED_CODER,
     "smollm": _GPT2,
     "refact": _GPT2,  # of Granite 3

@@ -1,0 +1,54 @@
+"""Ling 2.0 and Sarvam: the experts of DeepSeek-V3, and attention with norms of heads, under names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
+from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.fields import WIDEST, Fields
+from draftwing.parallel.cut import Stored
+
+# What is called otherwise in other configs.
+_NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"}
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    fields.check("score_function", ("sigmoid",))
+    said = {ours: fields.get(theirs) for ours, theirs in _NAMES.items() if fields.get(theirs) is not None}
+    usual = {"use_qk_norm": True, "routed_scaling_factor": 2.5}
+    found = said | {key: value for key, value in usual.items() if not fields.has(key)}
+    every = fields.overruled(found)
+    shared = every.whole("n_shared_experts", 0, 1 << 10, 1) * every.whole("moe_intermediate_size", high=WIDEST)
+    fields.check("moe_shared_expert_intermediate_size", (shared,))
+    return found
+
+
+def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+    return [(name.replace("model.word_embeddings.", "model.embed_tokens."), value)]
+
+
+_BAILING: dict[str, Any] = {
+    "o_bias": False, "qk_norm": "key", "turns_parts": True, "fused_qkv": True, "keys": _keys, "experts": experts,
+    "dense_layers": dense_layers, "apart": _apart,
+    "neutral": {
+        "first_k_dense_replace": None, "use_bias": (False,), "use_rmsnorm": (True,), "norm_head": (False,),
+        "router_dtype": ("fp32", "float32"), "moe_router_enable_expert_bias": (True,), "output_dropout": None,
+    },
+    "expert_names": ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.expert_bias"),
+    "layer_names": {
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+    },
+}  # fmt: skip
+FAMILIES = {
+    "BailingMoeV2ForCausalLM": Family(
+        "bailing_moe_v2",
+        **_BAILING,
+        gguf=InGGUF("bailingmoe2", names={"attn_qkv": "self_attn.qkv_proj"}, experts=IN_GGUF),
+    ),
+    "SarvamMoEForCausalLM": Family("sarvam_moe", **_BAILING, head_dim=64, theta=8e6),
+}
