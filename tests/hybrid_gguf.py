@@ -17,7 +17,7 @@ from torch import Tensor
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
-    "nemotron_h": "nemotron_h",
+    "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -97,6 +97,9 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         return
     if arch.startswith("nemotron_h"):
         _of_nemotron(writer, config)
+        return
+    if arch == "falcon-h1":
+        _of_falcon(writer, config)
         return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch.startswith("lfm2"):
@@ -187,6 +190,41 @@ def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any) -> None:
                config.mamba_num_heads * config.mamba_head_dim)  # fmt: skip
 
 
+def _of_falcon(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_vocab_size(config.vocab_size)
+    _add_mamba(writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads,
+               config.mamba_d_ssm)  # fmt: skip
+
+
+def _falcon(block: str, part: str, suffix: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    """With its factors, as converters do."""
+    gate, down = config.mlp_multipliers
+    attention = config.attention_in_multiplier
+    factors = {
+        "feed_forward.down_proj": down, "feed_forward.gate_proj": gate, "self_attn.q_proj": attention,
+        "self_attn.k_proj": attention * config.key_multiplier, "self_attn.v_proj": attention,
+        "self_attn.o_proj": config.attention_out_multiplier, "mamba.out_proj": config.ssm_out_multiplier,
+        "mamba.in_proj": config.ssm_in_multiplier,
+    }  # fmt: skip
+    value = value * factors.get(part, 1)
+    if part == "mamba.in_proj":
+        inner, shared = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        parts = value.split((inner, inner, shared, shared, config.mamba_n_heads))
+        value = torch.cat([one * factor for one, factor in zip(parts, config.ssm_multipliers, strict=True)])
+    if part == "mamba":
+        return _mamba(block, suffix, "", value, config.mamba_n_groups)
+    if part.startswith("mamba."):
+        return _mamba(block, part[6:], suffix, value, config.mamba_n_groups)
+    names = {**QWEN, "pre_ff_layernorm": "ffn_norm"}
+    return [(f"{block}.{names[part.replace('feed_forward', 'mlp')]}.weight", value)]
+
+
 def _add_mamba(writer: gguf_package.GGUFWriter, taps: int, state: int, groups: int, heads: int, inner: int) -> None:
     writer.add_ssm_conv_kernel(taps)
     writer.add_ssm_state_size(state)
@@ -253,14 +291,18 @@ def _converted(
     if not name.startswith(("model.layers.", "mtp.")):
         named = {
             "embed_tokens": "token_embd", "embeddings": "token_embd", "norm": "output_norm", "norm_f": "output_norm",
-            "embedding_norm": "token_embd_norm",
+            "embedding_norm": "token_embd_norm", "final_layernorm": "output_norm",
         }  # fmt: skip
+        if arch == "falcon-h1" and "layernorm" not in name:
+            value = value * (config.lm_head_multiplier if "head" in name else config.embedding_multiplier)
         return [(f"{named.get(module.rpartition('.')[2], 'output')}.weight", value)]
     if module in NEXTN:
         return [(f"blk.{config.num_hidden_layers}.{NEXTN[module]}.weight", value)]
     parts = name.split(".")
     number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
     block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
+    if arch == "falcon-h1":
+        return _falcon(block, part, suffix, value, config)
     if arch.startswith("nemotron_h"):
         return _nemotron(block, part, suffix, value, config)
     if arch == "granitehybrid":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import meet
 from torch import Tensor
 
-from draftwing.kv.pool import DeltaSpec, KVPool, RowStates
+from draftwing.kv.pool import KVPool, RowStates, delta_specs
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.ops.attention.batch import Batch, ChunkSpan
@@ -59,6 +59,12 @@ NEMOTRON_EXPERTS = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+FALCON = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 32, "head_dim": 32, "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4, "key_multiplier": 0.6, "mlp_multipliers": [1.3, 0.7], "attention_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.2, "ssm_multipliers": [0.7, 1.3, 1.4, 0.8, 1.5], "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -94,6 +100,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h-latent": (
         "NemotronH",
         {**NEMOTRON, **NEMOTRON_EXPERTS, "moe_latent_size": 32, "conv_kernel": 3, "use_conv_bias": False},
+    ),
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-normed": (
+        "FalconH1",
+        {
+            **FALCON,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-behind": (
+        "FalconH1",
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
@@ -191,7 +213,7 @@ class Pooled:
         """ops: whose attention, None: torch's."""
         self.model = model
         self.device = device = next(model.parameters()).device
-        specs = {i: spec for i, spec in enumerate(model.kv_layers) if isinstance(spec, DeltaSpec)}
+        specs = delta_specs(model.kv_layers)
         self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, device)
         self.states = self.pool.states = RowStates(specs, 2, 1, self.nodes, model.dtype, device)  # type: ignore[attr-defined]
         self.states.read[0], self.states.write[0] = 0, 1

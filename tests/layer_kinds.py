@@ -14,6 +14,7 @@ from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
+from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.mamba import Mamba2Config
 from draftwing.layers.rope import RopeConfig, rope_table
@@ -198,7 +199,7 @@ MAMBA = (
     Mamba2Config(2, 4, 16, 32, 4),
     ATTENTION,
     Mamba2Config(1, 4, 32, 16, 3, gates_first=False, conv_bias=False),
-    Mamba2Config(4, 4, 16, 16, 4, norm=False),
+    HybridConfig(AttentionConfig(4, 1, 32), Mamba2Config(4, 4, 16, 16, 4, norm=False)),
 )
 HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA}
 # All that run beside others, and from graphs.

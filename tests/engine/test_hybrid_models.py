@@ -73,10 +73,10 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind="granite4", dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4", "nemotron-h-moe"]
+    "kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4", "nemotron-h-moe", "falcon-h1"]
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
     folder, drafters = made(kind)

@@ -23,7 +23,7 @@ MORE = [
     "qwen2.5-1.5b-transformers-5", "glm-4.5-air", "qwen3-235b-a22b", "qwen3.5-9b", "deepseek-v3-bf16",
     "llama-3.2-1b-instruct", "mixtral-8x7b", "qwen3-8b-yarn", "qwen3-next-80b-a3b-instruct", "gemma-3-1b-it",
     "deepseek-v2-chat", "minimax-m2-bf16", "gpt-oss-20b-bf16", "lfm2-1.2b", "granite-4.0-h-tiny", "granite-4.0-micro",
-    "nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "nemotron-h-56b",
+    "nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "nemotron-h-56b", "falcon-h1-7b-instruct",
 ]  # fmt: skip
 # What no logits follow from, or so much that other tests have it.
 LEFT = {

@@ -318,6 +318,20 @@ NEMOTRON3_NANO: dict[str, Any] = {
     "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "use_bias": False,
     "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
+FALCON_H1_7B: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"], "attention_bias": False, "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.4375, "embedding_multiplier": 5.656854249492381, "eos_token_id": 11,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 12288,
+    "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_head": 128, "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_proj_bias": False,
+    "mamba_rms_norm": False, "mamba_use_mlp": True, "max_position_embeddings": 262144, "mlp_bias": False,
+    "mlp_multipliers": [0.8838834764831844, 0.3125], "model_type": "falcon_h1", "num_attention_heads": 12,
+    "num_hidden_layers": 44, "num_key_value_heads": 2, "num_logits_to_keep": 1, "projectors_bias": False,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587, "tie_word_embeddings": False, "vocab_size": 130049,
+}  # fmt: skip
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,

@@ -54,11 +54,13 @@ def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 
 class KVSpec(NamedTuple):
-    """Keys and values of one attention layer. shared: whether a head's value is its key, which is there once."""
+    """Keys and values of one attention layer. shared: whether a head's value is its key, which is there once.  state:
+    of a recurrent layer beside it, which is kept by row."""
 
     kv_heads: int
     head_dim: int
     shared: bool = False
+    state: DeltaSpec | None = None
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         """Returns the tensor's shape: index 0 of its second axis holds keys, index 1 values."""
@@ -292,7 +294,8 @@ class RowStates:
 
 def delta_specs(layers: Sequence[SlotSpec]) -> dict[int, DeltaSpec]:
     """Returns the specs of the pool layers that keep their state by row, by layer."""
-    return {at: spec for at, spec in enumerate(layers) if isinstance(spec, DeltaSpec)}
+    own = (spec.state if isinstance(spec, KVSpec) else spec for spec in layers)
+    return {at: spec for at, spec in enumerate(own) if isinstance(spec, DeltaSpec)}
 
 
 def state_bytes(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
+PARTS = ("z", "x", "B", "C", "dt")  # of the first matrix, as a checkpoint has them
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Mamba2Config(MixerConfig):
     """A state-space layer with the sizes of this rank.
 
     groups: of heads that share B and C.  norm: whether there is one, over the heads of a group; gates_first: behind the
-    gates, else before them.  conv_bias: whether the convolution has biases.
+    gates, else before them.  conv_bias: whether the convolution has biases.  in_parts: whether the first matrix comes
+    in `PARTS`.
     """
 
     groups: int
@@ -42,6 +45,7 @@ class Mamba2Config(MixerConfig):
     norm: bool = True
     gates_first: bool = True
     conv_bias: bool = True
+    in_parts: bool = False
 
     def keeps(self) -> DeltaSpec:
         return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=False)
@@ -83,15 +87,13 @@ class Mamba2Config(MixerConfig):
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
         own = self.spread(ranks)
         groups = range(ranks.rank * own.groups, (ranks.rank + 1) * own.groups)
-        channels, whole = self.keeps().channels, self.made
-        runs = [*self._channels(groups, self.inner), *self._heads(groups, self.head_dim)]
-        runs += self._heads(groups, 1, self.inner + channels)
-        into, conv = ordered(0, runs, whole), ordered(0, self._channels(groups), channels)
+        channels = self.keeps().channels
+        conv = ordered(0, self._channels(groups), channels)
         values = Cut(0, Share(ranks.rank * own.inner, own.inner, self.inner))
         per_head = Cut(0, Share(ranks.rank * own.heads, own.heads, self.heads)) if ranks.size > 1 else None
         some = values if ranks.size > 1 else None
         return [
-            StoredMatrix("mamba.in_proj", "into", 0, own.made, False, Cut(0, Share(0, whole, whole)), into),
+            *self._into(own, groups),
             StoredMatrix("mamba.out_proj", "out", 0, hidden, False, values._replace(axis=1)),
             StoredVector("mamba.conv1d.weight", "conv", own.keeps().channels, order=conv),
             StoredVector("mamba.A_log", "decay", own.heads, per_head, is_log=True),
@@ -100,6 +102,30 @@ class Mamba2Config(MixerConfig):
             *([StoredVector("mamba.norm.weight", "norm", own.inner, some)] if self.norm else []),
             *([StoredVector("mamba.conv1d.bias", "conv_bias", own.keeps().channels, order=conv)] * self.conv_bias),
         ]
+
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Returns where each of `PARTS` begins in the first matrix, and how many rows it has."""
+        shared = self.groups * self.state_size
+        sizes = self.inner, self.inner, shared, shared, self.heads
+        return {
+            part: (start, size) for part, start, size in zip(PARTS, accumulate(sizes, initial=0), sizes, strict=False)
+        }
+
+    def _into(self, own: Mamba2Config, groups: range) -> Iterator[StoredMatrix]:
+        """own: of this rank, which has these groups."""
+        of_group = {part: size // self.groups for part, (_, size) in self.parts().items()}
+        order, first = ("C", "B", "x", "z", "dt"), 0
+        if not self.in_parts:
+            runs = [(self.parts()[part][0] + groups.start * of_group[part], len(groups) * of_group[part])
+                    for part in order]  # fmt: skip
+            whole = Cut(0, Share(0, self.made, self.made))
+            yield StoredMatrix("mamba.in_proj", "into", 0, own.made, False, whole, ordered(0, runs, self.made))
+            return
+        for part in order:
+            size = len(groups) * of_group[part]
+            cut = Cut(0, Share(groups.start * of_group[part], size, self.parts()[part][1]))
+            yield StoredMatrix(f"mamba.in_proj.{part}", "into", first, size, False, cut)
+            first += size
 
     def _channels(self, groups: range, at: int = 0) -> Runs:
         """Yields where C, B and x of these groups lie, x of all of them beginning at `at`."""

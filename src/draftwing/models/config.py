@@ -16,6 +16,7 @@ import torch
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, FORMATS
@@ -41,7 +42,8 @@ class ModelConfig:
     in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that
     are never drawn.  max_positions: the context length.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
-    are stored that are quantised in a way which any format takes, None: none are.
+    are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
+    multiplied with when they are loaded, by their names below a layer.
     """
 
     architecture: str
@@ -61,6 +63,7 @@ class ModelConfig:
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
+    factors: tuple[tuple[str, float], ...] = ()
 
     @property
     def family(self) -> Family:
@@ -75,6 +78,7 @@ class ModelConfig:
         """Returns attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its
         heads would be without latents."""
         mixers = [layer.mixer for layer in self.layers]
+        mixers = [mixer.attention if isinstance(mixer, HybridConfig) else mixer for mixer in mixers]
         latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
         if latent is not None:
             return AttentionConfig(latent.heads, latent.heads, latent.plain + latent.turned)
@@ -218,6 +222,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
+        factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
     refuse_unread(fields, family.neutral, known_alone=head)
     return found

@@ -90,8 +90,8 @@ class DecoderModel(nn.Module):
 
     def head_shapes(self) -> list[HeadShape]:
         """Returns the different shapes of its attention, of this rank."""
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return list(dict.fromkeys(mixer.shape for mixer in mixers if isinstance(mixer, Attention | LatentAttention)))
+        mixers = [part for part in self.layers.modules() if isinstance(part, Attention | LatentAttention)]
+        return list(dict.fromkeys(mixer.shape for mixer in mixers))
 
     @property
     def needs_chunks(self) -> bool:

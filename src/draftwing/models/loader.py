@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -222,7 +223,7 @@ def open_checkpoint(
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     if config.family.apart is not None:
-        matrices = _apart(matrices, config.family.apart, cuts)  # type: ignore[assignment]
+        matrices = _apart(matrices, partial(config.family.apart, config.layers[0]), cuts)  # type: ignore[assignment]
     latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
     if latent is not None:
         matrices = without_latents(matrices, latent, cuts)  # type: ignore[assignment]
@@ -306,6 +307,8 @@ def fill_parameters(
             if shape != expected:
                 raise CheckpointError(f"{name}: expected shape {expected}, found {shape}")
             owner = module.get_submodule(part.param.rpartition(".")[0])
+            if isinstance(owner, Linear) and part.times != 1:
+                tensor, part = _scaled(name, tensor, part.times), part._replace(times=1.0)
             if isinstance(owner, Linear) and owner.op.keep(part, tensor):
                 continue
             if isinstance(tensor, BlockRows):
@@ -331,6 +334,16 @@ def fill_parameters(
         raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}")
     if unused:
         logger.warning("tensors of the checkpoint that are not used: %s", listed(sorted(unused)))
+
+
+def _scaled(name: str, value: Stored, times: float) -> Stored:
+    if isinstance(value, Tensor):
+        return value * times
+    if isinstance(value, QuantizedRows):
+        return value._replace(scales=value.scales * times)
+    raise CheckpointError(
+        f"{name}: expected a matrix that can be multiplied with {times:g}, found {type(value).__name__}"
+    )
 
 
 def _shape(value: Stored) -> list[int]:

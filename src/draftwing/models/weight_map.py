@@ -93,7 +93,7 @@ def layer_names(
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
-    names = config.family.layer_names
+    names, factors = config.family.layer_names, dict(config.factors)
     for part in parts:
         module, weight = part.checkpoint.removesuffix(".weight"), ".weight" * part.checkpoint.endswith(".weight")
         name, param = f"{checkpoint}.{names.get(module, module)}{weight}", f"{model}.{part.param}"
@@ -102,7 +102,9 @@ def layer_names(
             table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)
             continue
         form = blocks_or_dense(config.weight_format) if part.of_heads else config.weight_format
-        table |= named(form, name, param, part.first, part.rows, part.cut, part.order)
+        own = named(form, name, param, part.first, part.rows, part.cut, part.order)
+        times = factors.get(part.checkpoint, 1.0)
+        table |= own if times == 1 else {key: value._replace(times=times) for key, value in own.items()}
         if part.bias:
             order = part.order if part.order is not None and part.order.axis == 0 else None
             of_outputs = part.cut if part.cut.axis == 0 and size > 1 and order is None else None

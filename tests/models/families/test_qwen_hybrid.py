@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
@@ -83,7 +84,7 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
     stored, apart = load_file(folder / "model.safetensors"), model.config.family.apart
     stored = {canonical(name): value for name, value in stored.items()}
     if apart is not None:
-        stored = {name: value for one in stored.items() for name, value in apart(*one)}
+        stored = {name: value for one in stored.items() for name, value in apart(model.config.layers[0], *one)}
     for name, value in stored_tensors(model, checkpoint_names(model.config)):
         at = name if name in stored else None
         if at is None:  # experts may be one tensor there
@@ -198,7 +199,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen3-next-mixed"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("qwen3-next-mixed", "falcon-h1-normed")])
 def test_it_is_the_model_of_transformers(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ids = reference(kind), tokens(40)
     tied = theirs.config.tie_word_embeddings
@@ -208,7 +209,7 @@ def test_it_is_the_model_of_transformers(tmp_path: Path, kind: str, caplog: pyte
     assert "not used" not in caplog.text and model.config.stop_ids == (1,)
     for ours, of_folder in zip(model.config.layers, folder.layers, strict=True):
         assert ours.experts == of_folder.experts
-        assert ours.mixer == of_folder.mixer or isinstance(ours.mixer, DeltaNetConfig)
+        assert ours.mixer == of_folder.mixer or isinstance(ours.mixer, DeltaNetConfig | HybridConfig)
     assert model.config.ropes == folder.ropes and model.config.tie_embeddings == tied
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
