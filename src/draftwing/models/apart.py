@@ -1,5 +1,5 @@
-"""Stored tensors that are taken apart: those of all experts into those of each, and of latents the matrix that makes
-keys and values.
+"""Stored tensors that are taken apart: those of all experts into those of each, of latents the matrix that makes keys
+and values, and of state-space layers the first one, where its parts have factors of their own.
 
 Experts' gates and ups are one tensor there: all gates, then all ups, or a gate, its up and so on (interleaved). In
 MXFP4 (OCP Microscaling Formats 1.0) a matrix is two: `_blocks` [experts, rows, columns / 32, 16] with two values a
@@ -19,14 +19,17 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, listed
 from draftwing.gguf_file import dequantized
 from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.mamba import Mamba2Config
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Share
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 Value = Tensor | QuantizedRows | MXRows
 Part = TypeVar("Part", bound=Tensor | BlockRows | QuantizedRows | MXRows)
+IN_PROJ = ".mamba.in_proj.weight"  # of state-space layers
 JOINED, KEYS, VALUES = ".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight"  # of latents
 
 
@@ -117,6 +120,17 @@ def _mx_rows(name: str, _blocks: Tensor, _scales: Tensor) -> MXRows:
             f"{name}_blocks: expected shape {[*_scales.shape, 16]}, as _scales has it, found {list(_blocks.shape)}"
         )
     return MXRows(_blocks.flatten(2), _scales)
+
+
+def of_state_space(net: Mamba2Config, name: str, value: Part) -> Iterator[tuple[str, Part]]:
+    """Yields (name, value) of a tensor, or of the parts of a state-space layer's first matrix. net: of the whole
+    model."""
+    if not name.endswith(IN_PROJ):
+        yield name, value
+        return
+    for part, (start, size) in net.parts().items():
+        own = Cut(0, Share(start, size, net.made)).of(name, value)
+        yield f"{name.removesuffix('.weight')}.{part}.weight", own  # type: ignore[misc]
 
 
 # ---- latents ---------------------------------------------------------------------------------------------------------

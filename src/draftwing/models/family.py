@@ -189,8 +189,7 @@ class Family:
     layer_names: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
     # Yields name and value of a folder's tensor as they are here, where it has another name there or is several in one.
-    # Of the first layer, name and value there.
-    apart: Callable[[LayerConfig, str, Any], Iterable[tuple[str, Any]]] | None = None
+    apart: Callable[[str, Any], Iterable[tuple[str, Any]]] | None = None
     # What matrices are multiplied with, by their names below a layer.
     factors: Callable[[Fields], Mapping[str, float]] | None = None
     # Whether tensors of all experts have a gate, its up and so on, transposed, and may be in MXFP4.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError, listed
 from draftwing.gguf_file import dequantized, open_gguf
 from draftwing.layers.config import LayerConfig
+from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
@@ -27,7 +28,7 @@ from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models import gguf_config, gguf_tensors
-from draftwing.models.apart import each_expert, without_latents
+from draftwing.models.apart import each_expert, of_state_space, without_latents
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
@@ -223,7 +224,10 @@ def open_checkpoint(
     put_together = assembled(quantization, others, weight_format.reads_on)
     matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     if config.family.apart is not None:
-        matrices = _apart(matrices, partial(config.family.apart, config.layers[0]), cuts)  # type: ignore[assignment]
+        matrices = _apart(matrices, config.family.apart, cuts)  # type: ignore[assignment]
+    hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
+    if hybrid is not None and hybrid.net.in_parts:
+        matrices = _apart(matrices, partial(of_state_space, hybrid.net), cuts)  # type: ignore[assignment]
     latent = next((one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig)), None)
     if latent is not None:
         matrices = without_latents(matrices, latent, cuts)  # type: ignore[assignment]
@@ -250,7 +254,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
 def _apart(
     tensors: Tensors, apart: Callable[[str, Stored], Iterable[tuple[str, Stored]]], cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields what `Family.apart` makes of each, of which this rank has the part that `cuts` says."""
+    """Yields what such a function as `Family.apart` makes of each, of which this rank has the part that `cuts` says."""
     for name, value in tensors:
         for own, part in apart(name, value):
             yield own, cuts[own].of(own, part) if own != name and own in cuts else part

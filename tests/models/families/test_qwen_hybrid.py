@@ -24,6 +24,7 @@ from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
+from draftwing.models.apart import of_state_space
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.gguf_config import model_config
 from draftwing.models.loader import load_config, load_model
@@ -84,7 +85,10 @@ def test_a_checkpoint_is_written_as_it_was_read(pair: tuple[Any, DecoderModel, P
     stored, apart = load_file(folder / "model.safetensors"), model.config.family.apart
     stored = {canonical(name): value for name, value in stored.items()}
     if apart is not None:
-        stored = {name: value for one in stored.items() for name, value in apart(model.config.layers[0], *one)}
+        stored = {name: value for one in stored.items() for name, value in apart(*one)}
+    mixer = model.config.layers[0].mixer
+    if isinstance(mixer, HybridConfig):
+        stored = {name: value for one in stored.items() for name, value in of_state_space(mixer.net, *one)}
     for name, value in stored_tensors(model, checkpoint_names(model.config)):
         at = name if name in stored else None
         if at is None:  # experts may be one tensor there

@@ -3,7 +3,6 @@ give, with which the matrices are multiplied when they are loaded, as converters
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,6 @@ from draftwing.layers.mamba import PARTS
 from draftwing.models.families.granite_hybrid import IN_GGUF, has_conv_bias, mamba2, mamba2_in_gguf
 from draftwing.models.family import Family, InGGUF
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.parallel.cut import Cut, Stored
-from draftwing.parallel.ranks import Share
-
-_IN_PROJ = ".mamba.in_proj.weight"
 
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
@@ -72,18 +67,6 @@ def _factors(fields: Fields) -> dict[str, float]:
     }
 
 
-def _apart(layer: LayerConfig, name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
-    """Parts of a state-space layer's first matrix have factors of their own."""
-    if not name.endswith(_IN_PROJ):
-        yield name, value
-        return
-    assert isinstance(layer.mixer, HybridConfig)
-    net = layer.mixer.net
-    for part, (start, size) in net.parts().items():
-        cut = Cut(0, Share(start, size, net.made))
-        yield f"{name.removesuffix('.weight')}.{part}.weight", cut.of(name, value)
-
-
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     assert isinstance(layer.mixer, AttentionConfig)
     normed = any(name.endswith(".ssm_norm.weight") for name in file.tensors)
@@ -113,7 +96,6 @@ FAMILIES = {
             "mamba_use_mlp": (True,),
             "projectors_bias": (False,),
         },
-        apart=_apart,
         gguf=InGGUF(
             "falcon-h1",
             names=IN_GGUF,

@@ -102,7 +102,7 @@ def _turns(fields: Fields) -> bool:
     return fields.text("position_embedding_type", "nope") == "rope"
 
 
-def apart(_: LayerConfig, name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+def apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
     """Gates and ups of the MLP are one matrix there, and those of all experts one tensor."""
     match = _JOINED.fullmatch(name)
     if match is None:

@@ -93,7 +93,7 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig | None:
     )
 
 
-def _apart(_: LayerConfig, name: str, value: Any) -> Iterable[tuple[str, Any]]:
+def _apart(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     yield ("model.embed_tokens.weight" if name == "model.embeddings.weight" else name), value
 
 
