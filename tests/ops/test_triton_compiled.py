@@ -156,12 +156,11 @@ from draftwing.ops.attention.triton_common import TILING_HOPPER
 
 kernel = hopper._hopper_prefill_kernel
 for words in sys.argv[1:]:
-    dtype, slots, *numbers = words.split()
+    exact, dtype, slots, *numbers = words.split()
     heads, kv_heads, dim, aligned = map(int, numbers)
     constants = dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROWS=128, UNIT=TILING_HOPPER.overlap_unit,
-        STAGES=TILING_HOPPER.overlap_stages, LAST=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, PDL=True,
-        num_warps=hopper.WARPS,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROWS=128, LAST=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, PDL=True,
+        num_warps=hopper.WARPS, **hopper.shape_of(TILING_HOPPER, exact == "exact"),
     )
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(["q", "kv", "out"], "*" + dtype)
     types |= dict.fromkeys(["parts", "stats"], "*fp32") | dict.fromkeys(["tiles", "tickets"], "*i32")
@@ -183,7 +182,12 @@ for words in sys.argv[1:]:
 @pytest.mark.slow
 def test_prefill_of_hopper_compiles_for_all_that_an_engine_asks_for() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = ["bf16 i32 32 8 128 1", "fp16 i64 5 5 128 0", "bf16 i64 14 2 64 1"]
+    words = [
+        "exact bf16 i32 32 8 128 1",
+        "fast bf16 i32 32 8 128 1",
+        "fast fp16 i64 5 5 128 0",
+        "exact bf16 i64 14 2 64 1",
+    ]
     subprocess.run([sys.executable, "-c", COMPILE, *words], env=environ, check=True, timeout=240)
 
 

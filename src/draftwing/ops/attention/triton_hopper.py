@@ -1,4 +1,4 @@
-"""Causal attention of prefill chunks on compute capability 9.0 where bits may differ from decode's.
+"""Causal attention of prefill chunks on compute capability 9.0, also with the bits of decode.
 
 A block has three groups of four warps. One fetches keys and values of a tile's units into a ring in shared memory; the
 others take half of the tile's rows each. Scores of a unit and the weighted values of the unit before it are two
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.attention.batch import AttentionKind
-from draftwing.ops.attention.triton_common import Tiling
+from draftwing.ops.attention.triton_common import ROUNDING, Tiling
 from draftwing.ops.attention.triton_decode import Workspace
 from draftwing.ops.attention.triton_tiles import PIECES
 from draftwing.ops.triton.common import keep_cache, launch_options
@@ -30,6 +30,8 @@ WARPS = 4  # of a group
 # Registers of a thread: of the second group that multiplies, and of that which fetches; the first has what is left.
 # With others more is spilled, see docs/dev/gpu_kernels.md.
 MULTIPLYING, FETCHING = 232, 56
+_EXACT_STAGES = 4  # units in shared memory where bits are decode's
+ONES = gl.constexpr(8)  # columns of a product that sums weights
 
 
 @gluon.jit
@@ -194,6 +196,119 @@ def _attend(
             _store_mean(acc, den, v_scale, at_out, valid, ACC)
 
 
+# -- with the bits of decode: see `triton_common` ----------------------------------------------------------------------
+
+
+@gluon.jit
+def _raised(s, scale, top):
+    """`triton_common.raised` and weights: of scores s [ROWS, UNIT] -> factors of values, what is summed so far fades
+    by, and the new maximum [ROWS]."""
+    new = gl.maximum(top, gl.max(s, 1) * scale)
+    base = gl.where(new == float("-inf"), 0.0, new)
+    scales, below = gl.full_like(s, 0.0) + scale, gl.broadcast(gl.expand_dims(-base, 1), s)[0]
+    return gl.exp2(gl.fma(s, scales, below)), gl.exp2(top - base), new
+
+
+@gluon.jit
+def _merged(all_top, all_den, all_acc, top, den, acc, S: gl.constexpr, ACC: gl.constexpr):
+    """`triton_common.merged`: the splits before, and the next one, whose den [ROWS, ONES] has equal columns."""
+    new = gl.maximum(all_top, top)
+    base = gl.where(new == float("-inf"), 0.0, new)
+    a, b = gl.exp2(all_top - base), gl.exp2(top - base)
+    den = gl.convert_layout(gl.max(den, 1), gl.SliceLayout(1, S))
+    all_den = gl.fma(den, b, all_den * a)
+    a_acc = gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, ACC)), 1)
+    b_acc = gl.broadcast(gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(1, ACC)), 1), acc)[0]
+    return new, all_den, gl.fma(acc, b_acc, all_acc * a_acc)
+
+
+@gluon.jit
+def _step_in_splits(
+    unit, q_smem, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, last, columns, scale, top, den, acc, all_top,
+    all_den, all_acc, p,
+    MASKED: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, SHORT: gl.constexpr, TIER: gl.constexpr,
+    LONG: gl.constexpr, ROWS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, DEN: gl.constexpr,
+):  # fmt: skip
+    """Does scores of a unit, and values of the one before, of which p are the weights."""
+    stage, before = unit % STAGES, (unit - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), unit // STAGES & 1)
+    s = scores(q_smem, k_smem.index(stage), ROWS, UNIT, S)
+    mbarrier.wait(v_full.index(before), (unit - 1) // STAGES & 1)
+    acc = hopper.warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+    den = hopper.warpgroup_mma(
+        gl.convert_layout(p, gl.DotOperandLayout(0, DEN, 2)), ones.permute((1, 0)), den, is_async=True
+    )
+    s = hopper.warpgroup_mma_wait(2, (s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:
+        s = gl.where(gl.expand_dims(unit * UNIT + columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
+    at = unit * UNIT
+    begins = gl.where(at < TIER, at % SHORT, (at - TIER) % LONG) == 0
+    old = top
+    weight, fade, top = _raised(s, scale, gl.where(begins, float("-inf"), top))
+    p_next = gl.convert_layout(weight.to(p.dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc, den, p = hopper.warpgroup_mma_wait(0, (acc, den, p))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    if begins:
+        all_top, all_den, all_acc = _merged(all_top, all_den, all_acc, old, den, acc, S, ACC)
+        acc, den = gl.zeros_like(acc), gl.zeros_like(den)
+    else:
+        acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC)), 1)
+        den = den * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, DEN)), 1)
+    return top, den, acc, all_top, all_den, all_acc, p_next
+
+
+@gluon.jit
+def _attend_in_splits(
+    q_smem, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, out, first, position, length, begin, whole, units,
+    head, scale, v_scale,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
+    SHORT: gl.constexpr, TIER: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """Does half of the rows of a tile, from `begin` on, with the bits that `triton_prefill` gives."""
+    ROWS: gl.constexpr = 64
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, UNIT, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    DEN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    last = position + (begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
+    columns = gl.arange(0, UNIT, gl.SliceLayout(0, S))
+    mbarrier.wait(k_full.index(0), 0)
+    s = hopper.warpgroup_mma_wait(0, (scores(q_smem, k_smem.index(0), ROWS, UNIT, S),))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    s = gl.where(gl.expand_dims(columns, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
+    all_top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    all_den = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    weight, _, top = _raised(s, scale, all_top)
+    p = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc, den = gl.zeros([ROWS, DIM], gl.float32, ACC), gl.zeros([ROWS, ONES], gl.float32, DEN)
+    all_acc = acc
+    for unit in range(1, whole):
+        top, den, acc, all_top, all_den, all_acc, p = _step_in_splits(
+            unit, q_smem, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, last, columns, scale, top, den, acc,
+            all_top, all_den, all_acc, p, False, UNIT, STAGES, SHORT, TIER, LONG, ROWS, S, ACC, DEN,
+        )  # fmt: skip
+    for unit in range(gl.maximum(whole, 1), units):
+        top, den, acc, all_top, all_den, all_acc, p = _step_in_splits(
+            unit, q_smem, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, last, columns, scale, top, den, acc,
+            all_top, all_den, all_acc, p, True, UNIT, STAGES, SHORT, TIER, LONG, ROWS, S, ACC, DEN,
+        )  # fmt: skip
+    unit = units - 1
+    mbarrier.wait(v_full.index(unit % STAGES), unit // STAGES & 1)
+    acc = hopper.warpgroup_mma(p, v_smem.index(unit % STAGES), acc, is_async=True)
+    den = hopper.warpgroup_mma(
+        gl.convert_layout(p, gl.DotOperandLayout(0, DEN, 2)), ones.permute((1, 0)), den, is_async=True
+    )
+    acc, den, p = hopper.warpgroup_mma_wait(0, (acc, den, p))
+    all_top, all_den, all_acc = _merged(all_top, all_den, all_acc, top, den, acc, S, ACC)
+    flat = begin + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    row, own_head = (first + flat // GROUP).to(gl.int64), head * GROUP + flat % GROUP
+    at_out = out + gl.expand_dims((row * HEADS + own_head) * DIM, 1)
+    at_out = at_out + gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, ACC)), 0)
+    valid = gl.expand_dims(flat // GROUP < length, 1)
+    _store_mean(all_acc, gl.where(all_den > 0.0, all_den, 1.0), v_scale, at_out, valid, ACC)
+
+
 @gluon.jit
 def _fetch_queries(q, first, begin, length, head, q_stride, into, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     """Lets rows of a tile from `begin` on come, as many as there is room for."""
@@ -211,11 +326,15 @@ def _fetch_queries(q, first, begin, length, head, q_stride, into, HEADS: gl.cons
 def _hopper_prefill_kernel(
     q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q_stride, table_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, LAST: gl.constexpr, FETCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, SHORT: gl.constexpr, TIER: gl.constexpr, LONG: gl.constexpr, LAST: gl.constexpr,
+    FETCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: heads of a tile are neighbours. tiles [T, 6] int32: as of `prefill_tiles`. Pieces of a tile leave sums in
     parts [places, KV_HEADS, ROWS, DIM], and of each half maxima and denominators in stats [places, KV_HEADS, 2, ROWS];
-    who comes last, by tickets [places, KV_HEADS, 2], merges them. LAST, FETCHING: registers of the last groups."""
+    who comes last, by tickets [places, KV_HEADS, 2], merges them. LAST, FETCHING: registers of the last groups.
+
+    SHORT, TIER, LONG: splits of `triton_common`, where the bits are to be those of decode; tiles are whole then. Else
+    SHORT is 0."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -259,25 +378,48 @@ def _hopper_prefill_kernel(
     whole = gl.minimum(whole - low, units)
     half = begin + ROWS // 2
     place = ((cut // 1024 * KV_HEADS + head) * 2).to(gl.int64)
-    gl.warp_specialize(
-        [  # both with values of the same types alone, so that it is compiled once
-            (_attend, (
-                q_first, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
-                position, length, begin, place, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM,
-                UNIT, STAGES,
-            )),
-            (_attend, (
-                q_last, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
-                position, length, half, place + 1, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM,
-                UNIT, STAGES,
-            )),
-            (_fetch, (
-                kv + head * (2 * DIM), table_row, low, units, end, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
-                UNIT, STAGES, PITCH, DIM,
-            )),
-        ],
-        [4, 4], [LAST, FETCHING],
-    )  # fmt: skip
+    if SHORT > 0:
+        ones = gl.allocate_shared_memory(DTYPE, [ONES, UNIT], SHARED)
+        ones.store(gl.full([ONES, UNIT], 1.0, DTYPE, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+        hopper.fence_async_shared()
+        gl.thread_barrier()
+        gl.warp_specialize(
+            [
+                (_attend_in_splits, (
+                    q_first, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, out, first, position, length,
+                    begin, whole, units, head, scale, v_scale, HEADS, KV_HEADS, DIM, UNIT, STAGES, SHORT, TIER, LONG,
+                )),
+                (_attend_in_splits, (
+                    q_last, k_smem, v_smem, ones, k_full, v_full, k_empty, v_empty, out, first, position, length,
+                    half, whole, units, head, scale, v_scale, HEADS, KV_HEADS, DIM, UNIT, STAGES, SHORT, TIER, LONG,
+                )),
+                (_fetch, (
+                    kv + head * (2 * DIM), table_row, low, units, end, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+                    UNIT, STAGES, PITCH, DIM,
+                )),
+            ],
+            [4, 4], [LAST, FETCHING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [  # both with values of the same types alone, so that it is compiled once
+                (_attend, (
+                    q_first, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
+                    position, length, begin, place, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS, DIM,
+                    UNIT, STAGES,
+                )),
+                (_attend, (
+                    q_last, k_smem, v_smem, k_full, v_full, k_empty, v_empty, out, parts, stats, tickets, first,
+                    position, length, half, place + 1, low, whole, units, cut, head, scale, v_scale, HEADS, KV_HEADS,
+                    DIM, UNIT, STAGES,
+                )),
+                (_fetch, (
+                    kv + head * (2 * DIM), table_row, low, units, end, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+                    UNIT, STAGES, PITCH, DIM,
+                )),
+            ],
+            [4, 4], [LAST, FETCHING],
+        )  # fmt: skip
 
 
 def takes(q: Tensor, kv: Tensor, kind: AttentionKind) -> bool:
@@ -293,15 +435,25 @@ def reads(kv: Tensor) -> bool:
 
 def hopper_prefill_attention(
     q: Tensor, kv: Tensor, table: Tensor, rows: Tensor, tiles: Tensor, out: Tensor, workspace: Workspace, scale: float,
-    v_scale: float, tiling: Tiling,
+    v_scale: float, tiling: Tiling, exact: bool,
 ) -> None:  # fmt: skip
     """As `attention_prefill.prefill_attention`, whose tiles are of `ROWS`. scale: of scores, in powers of 2."""
     kv_heads, dim = kv.shape[1], kv.shape[3]
-    parts = workspace.take("prompts' parts", PIECES * ROWS * dim, torch.float32)
-    stats = workspace.take("prompts' stats", PIECES * ROWS * 2, torch.float32)
-    tickets = workspace.take("prompts' tickets", 2 * PIECES, torch.int32)
+    parts = stats = tickets = out  # which nobody reads or writes
+    if not exact:
+        parts = workspace.take("prompts' parts", PIECES * ROWS * dim, torch.float32)
+        stats = workspace.take("prompts' stats", PIECES * ROWS * 2, torch.float32)
+        tickets = workspace.take("prompts' tickets", 2 * PIECES, torch.int32)
     args = (q, kv, table, rows, tiles, out, parts, stats, tickets, scale, v_scale, q.stride(0), table.stride(0))
     sizes = dict(HEADS=out.shape[1] // dim, KV_HEADS=kv_heads, DIM=dim, ROWS=ROWS)
-    sizes |= dict(UNIT=tiling.overlap_unit, STAGES=tiling.overlap_stages, LAST=MULTIPLYING, FETCHING=FETCHING)
-    grid, options = (tiles.shape[0] * kv_heads,), launch_options(q.device)
+    sizes |= shape_of(tiling, exact) | dict(LAST=MULTIPLYING, FETCHING=FETCHING)
+    grid, options = (tiles.shape[0] * kv_heads,), launch_options(q.device) | (ROUNDING if exact else {})
     keep_cache(_hopper_prefill_kernel[grid](*args, **sizes, num_warps=WARPS, **options))
+
+
+def shape_of(tiling: Tiling, exact: bool) -> dict[str, int]:
+    """Returns the constants of a kernel that decide its bits, and the units of its ring."""
+    if not exact:
+        return dict(UNIT=tiling.overlap_unit, STAGES=tiling.overlap_stages, SHORT=0, TIER=0, LONG=0)
+    splits = dict(SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long)
+    return dict(UNIT=tiling.unit, STAGES=_EXACT_STAGES) | splits

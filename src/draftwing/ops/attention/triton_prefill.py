@@ -122,8 +122,8 @@ def prefill_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
     scale, v_scale = scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1]
-    if not exact and tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
-        hopper_prefill_attention(q, kv, table, rows, tiles, out, workspace, scale, v_scale, tiling)
+    if tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
+        hopper_prefill_attention(q, kv, table, rows, tiles, out, workspace, scale, v_scale, tiling, exact)
         return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, kind.sinks, out, scale, v_scale,
