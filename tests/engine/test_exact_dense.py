@@ -14,6 +14,7 @@ from models.test_decoder import FAMILIES, SIZES, random_reference
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
+from draftwing.engine.graphs import RecordedStages
 from draftwing.models.config import from_hf
 
 # Of each family what another harness would show as well is left out.
@@ -69,3 +70,19 @@ def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> Non
             texts.append(llm.generate([[1, 2, 3, 1, 2, 3, 1, 2]], params)[0].token_ids)
             contexts.append(llm.engine.info.context_length)
     assert contexts[1] <= 64 < contexts[0] and texts[0] == texts[1]
+
+
+@pytest.mark.further(family=["cohere2", "arcee", "ernie4.5-moe", "granite-moe", "ling2"])
+@pytest.mark.parametrize("family", ["gemma2", "cohere2", "apertus", "arcee", "ernie4.5-moe", "granite-moe", "ling2"])
+def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, family: str) -> None:
+    sizes = {"intermediate_size": 32 if family == "granite-moe" else 128}
+    random_reference(family, vocab_size=VOCAB, max_position_embeddings=128, **sizes).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    options = {"dtype": "float32", "max_total_tokens": 400, "quantization": "q8_0", "speculative_algorithm": "NGRAM"}
+    params = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0}
+    with LLM(str(tmp_path), **options) as llm:
+        stages = llm.engine.parts.executor.graphs
+        if not isinstance(stages, RecordedStages):
+            pytest.skip("nothing is recorded here")
+        llm.generate([[5, 6, 7, 8, 9, 5, 6, 7]], params)
+        assert stages.replays > 5 and not stages.refused
