@@ -73,7 +73,9 @@ def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> Non
 
 
 @pytest.mark.further(family=["cohere2", "arcee", "ernie4.5-moe", "granite-moe", "ling2"])
-@pytest.mark.parametrize("family", ["gemma2", "cohere2", "apertus", "arcee", "ernie4.5-moe", "granite-moe", "ling2"])
+@pytest.mark.parametrize(
+    "family", ["hunyuan", "gemma2", "cohere2", "apertus", "arcee", "ernie4.5-moe", "granite-moe", "ling2"]
+)
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, family: str) -> None:
     sizes = {"intermediate_size": 32 if family == "granite-moe" else 128}
     random_reference(family, vocab_size=VOCAB, max_position_embeddings=128, **sizes).save_pretrained(tmp_path)

@@ -196,7 +196,11 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
         pool = KVPool([KVSpec(kv_heads, dim)], 700, pool_dtype, torch.device("cpu"))
         backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
         cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
-        norms = None if dim < 128 else HeadNorms(made.floats(dtype, dim), made.floats(dtype, dim), 1e-6, values=True)
+        norms = None
+        if dim >= 100:
+            norms = HeadNorms(
+                made.floats(dtype, dim), made.floats(dtype, dim), 1e-6, values=dim > 100, after=dim == 100
+            )
         spans = [(0, 150), (150, 400)]
         batches = [
             (torch.arange(start, end), dict(chunks=(ChunkSpan(0, 0, start, end - start),), prefix_len=NONE))

@@ -256,8 +256,7 @@ class Attention(Mixer):
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms, cos, sin = self.head_norms(), cos[:, :1], sin[:, :1]
-        fuses = norms is None or (attend.norms_heads and not self.norms_after)
-        if fuses and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
+        if (norms is None or attend.norms_heads) and attend.fused_write(self.pool_layer, qkv, cos, sin, norms):
             return
         k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
         k_norm = None if self.whole_norms else self.k_norm
@@ -298,7 +297,7 @@ class Attention(Mixer):
             return None
         k_norm = self.q_norm if self.k_norm is None else self.k_norm  # there are no keys where there is no norm of them
         assert self.q_norm.eps == k_norm.eps
-        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.v_norm)
+        return HeadNorms(self.q_norm.weight, k_norm.weight, self.q_norm.eps, self.v_norm, self.norms_after)
 
     def _normed_values(self, v: Tensor) -> Tensor:
         """v [M, kv_heads, head_dim] -> the same"""
@@ -310,8 +309,7 @@ class Attention(Mixer):
         """qkv [M, heads + 2 * kv_heads, head_dim], or the queries alone of a layer that reads what another one wrote;
         may be overwritten -> [M, heads * head_dim]"""
         norms = self.head_norms()
-        fuses = norms is None or (attend.norms_heads and not self.norms_after)
-        if fuses and cos.shape[1] == 1:
+        if (norms is None or attend.norms_heads) and cos.shape[1] == 1:
             out = attend.fused(self.pool_layer, qkv, cos, sin, norms, self.kind)
             if out is not None:
                 return out

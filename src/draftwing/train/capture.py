@@ -143,7 +143,12 @@ class Causal(DenseAttend):
     def fused(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
-        if kind.reads or not self._kv_heads or not kernels_take(qkv) or (norms is not None and norms.values):
+        if (
+            kind.reads
+            or not self._kv_heads
+            or not kernels_take(qkv)
+            or (norms is not None and (norms.values or norms.after))
+        ):
             return None
         from draftwing.train.kernels.layer_ops import turn
 

@@ -187,6 +187,37 @@ def test_values_that_are_normed(dtype: torch.dtype, half: bool) -> None:
     assert torch.equal(found.kv[0], expected.kv[0])
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "half"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.int8, False), (torch.int8, True)],
+)
+def test_heads_that_are_normed_when_they_are_turned(dtype: torch.dtype, half: bool) -> None:
+    """The bits of turning them, and of the norm, one after the other."""
+    count, heads, kv_heads, dim = 20, 6, 2, 48
+    generator, ops = torch.Generator().manual_seed(0), make_ops(CPU)
+    qkv = torch.randn(count, heads + 2 * kv_heads, dim, generator=generator).to(
+        torch.bfloat16 if half else torch.float32
+    )
+    weights, given = [(torch.rand(dim, generator=generator) + 0.5).to(qkv.dtype) for _ in range(2)], qkv.clone()
+    table = torch.arange(1, count + 1)[None]
+    cos, sin = rope_table(RopeConfig(), dim, count, qkv.dtype, "cpu").unsqueeze(2).unbind(1)
+    batch = chunk_batch(table, (ChunkSpan(0, 0, 0, count),), table[0])
+    found, expected = (KVPool([KVSpec(kv_heads, dim)], count, dtype, CPU) for _ in range(2))
+    norms, made = HeadNorms(*weights, 1e-6, after=True), qkv.clone()
+    out = native(found).bind(batch, 0).fused(0, made, cos, sin, norms)
+    turned = KVPool([KVSpec(kv_heads, dim)], count, qkv.dtype, CPU)
+    native(turned).bind(batch, 0).fused(0, qkv, cos, sin, None)
+    keys = ops.rms_norm(turned.kv[0][table[0], :, 0], weights[1], 1e-6)
+    expected.write(0, table[0], keys, qkv[:, -kv_heads:])
+    queries = ops.rms_norm(qkv[:, :heads], weights[0], 1e-6)
+    assert torch.equal(found.kv[0], expected.kv[0]) and torch.equal(made[:, :heads], queries)
+    assert torch.equal(out, native(expected).bind(batch, 0).read(0, queries))
+    written = KVPool([KVSpec(kv_heads, dim)], count, dtype, CPU)
+    native(written).bind(batch, 0).fused_write(0, given[:, heads:].contiguous(), cos, sin, norms)
+    assert torch.equal(written.kv[0], expected.kv[0])
+
+
 OPS = make_ops(CPU)
 
 

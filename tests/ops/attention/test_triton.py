@@ -294,9 +294,13 @@ def test_overlapped_chunks_against_brute_force(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "dim, norm, v_norm", [(128, False, False), (48, False, False), (64, True, False), (512, True, True)]
-)
-def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, device: torch.device) -> None:
+    "dim, norm, v_norm, after",
+    [(128, False, False, False), (48, False, False, False), (64, True, False, False), (512, True, True, False),
+     (48, True, False, True)],
+)  # fmt: skip
+def test_rope_and_write(
+    dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, after: bool, device: torch.device
+) -> None:
     rng = torch.Generator().manual_seed(dim)
     heads, kv_heads, count = 6, 2, 5
     qkv = torch.randn(count, heads + 2 * kv_heads, dim, generator=rng).to(device, dtype)
@@ -308,18 +312,20 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, v_norm: bool, 
         layer.weight.data.copy_(torch.rand(dim, generator=rng) + 0.5)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    if norm:
+    if norm and not after:
         q, k = norms[0](q), norms[1](k)
     if v_norm:
         v = RMSNorm(dim, 1e-6, dtype, device)(v)
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if after:
+        q, k = norms[0](q), norms[1](k)
     expected = torch.zeros(10, kv_heads, 2, dim, device=device, dtype=dtype)
     expected[slots] = torch.stack((k, v), 2)
 
     kv = torch.zeros_like(expected)
     weights = [layer.weight.data for layer in norms] if norm else [None, None]
-    rope.rope_and_write(qkv, cos, sin, slots, kv, *weights, 1e-6, v_norm=v_norm)
+    rope.rope_and_write(qkv, cos, sin, slots, kv, *weights, 1e-6, v_norm=v_norm, after=after)
     torch.testing.assert_close(qkv[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert v_norm or torch.equal(kv[:, :, 1], expected[:, :, 1])

@@ -79,7 +79,7 @@ class Attend:
         """Returns what rotating q and k and a call do, or None: then the caller does it.
 
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, may be overwritten; cos, sin
-        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head before, where `norms_heads`.  With `kind.reads`
+        [M, 1, head_dim] -> [M, heads * head_dim]. norms: of every head, where `norms_heads`.  With `kind.reads`
         qkv are queries alone, and it is what rotating them and `read` do.
         """
         return None

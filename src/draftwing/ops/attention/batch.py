@@ -14,12 +14,14 @@ from draftwing.kv.pool import DeltaSpec
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of the heads of queries and keys, and perhaps of values, without weights."""
+    """RMS norms of the heads of queries and keys, and perhaps of values, without weights. after: those of queries and
+    keys are of heads that are turned, not of such that are to be."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
     eps: float
     values: bool = False
+    after: bool = False
 
 
 class HeadShape(NamedTuple):

@@ -113,12 +113,12 @@ class CpuAttend(KernelAttend):
         rows, all_heads, dim = qkv.shape
         heads = all_heads - 2 * kv_heads
         assert qkv.dtype == cos.dtype and qkv.stride()[1:] == (dim, 1) and self._slots.shape[0] == rows
-        q_norm, k_norm, eps, values = norms or (None, None, 0.0, False)
+        q_norm, k_norm, eps, values, after = norms or (None, None, 0.0, False, False)
         assert q_norm is None or q_norm.dtype in (qkv.dtype, torch.float32)
         wide = q_norm is not None and q_norm.dtype != qkv.dtype
         self._raw.rope_write(
             qkv, kv, self._slots, cos, sin, rows, heads, kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv),
-            self._kv_type, q_norm, k_norm, self._workers.address, wide, values, eps,
+            self._kv_type, q_norm, k_norm, self._workers.address, wide, values, after, eps,
         )  # fmt: skip
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:

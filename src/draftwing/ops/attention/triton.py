@@ -82,8 +82,8 @@ class TritonAttend(KernelAttend):
     def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._backend.pool.kv[self._first_layer + layer][:, :kv_heads]
         scales = self._backend.pool.scales[self._first_layer + layer]
-        q_norm, k_norm, eps, v_norm = norms or (None, None, 0.0, False)
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm)
+        q_norm, k_norm, eps, v_norm, after = norms or (None, None, 0.0, False, False)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm, after)
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,

@@ -30,6 +30,14 @@ def _normed(a, b, weight, half, ok, eps, DIM: tl.constexpr):
 
 
 @triton.jit
+def _heads_normed(a, b, is_q, q_norm, k_norm, half, ok, eps, dtype: tl.constexpr, DIM: tl.constexpr):
+    """a, b [HEADS, HALF_PAD] float32, is_q [HEADS, 1]: which are of queries -> the same under their norms, as dtype"""
+    qa, qb = _normed(a, b, q_norm, half, ok, eps, DIM)
+    ka, kb = _normed(a, b, k_norm, half, ok, eps, DIM)
+    return tl.where(is_q, qa, ka).to(dtype), tl.where(is_q, qb, kb).to(dtype)
+
+
+@triton.jit
 def _turned(a, b, cos, sin, half, ok, dtype: tl.constexpr, HALF: tl.constexpr):
     """a, b [HEADS, HALF_PAD] float32: halves of heads -> the same, turned; cos, sin: of the row. The first product is
     rounded, as in `rotate`."""
@@ -59,11 +67,11 @@ def _to_e4m3(x):
 def _rope_kernel(
     qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, AFTER: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. V_NORM: v
-    is normed, too, without weights. FP8: the pool holds codes of float8_e4m3fn, of keys times k_by and of values
-    times v_by."""
+    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. NORM: both
+    are normed, before it or AFTER it. V_NORM: v is normed, too, without weights. FP8: the pool holds codes of
+    float8_e4m3fn, of keys times k_by and of values times v_by."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -81,13 +89,14 @@ def _rope_kernel(
     if V_NORM:
         by = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
         low, high = (a * by).to(dtype), (b * by).to(dtype)
-    if NORM:
-        qa, qb = _normed(a, b, q_norm, half, ok, eps, DIM)
-        ka, kb = _normed(a, b, k_norm, half, ok, eps, DIM)
-        is_q = (head < HEADS)[:, None]
-        a = tl.where(is_q, qa, ka).to(dtype).to(tl.float32)
-        b = tl.where(is_q, qb, kb).to(dtype).to(tl.float32)
+    is_q = (head < HEADS)[:, None]
+    if NORM and not AFTER:
+        a, b = _heads_normed(a, b, is_q, q_norm, k_norm, half, ok, eps, dtype, DIM)
+        a, b = a.to(tl.float32), b.to(tl.float32)
     one, two = _turned(a, b, cos + m * turn_stride, sin + m * turn_stride, half, ok, dtype, HALF)
+    if AFTER:
+        a, b = one.to(tl.float32), two.to(tl.float32)
+        one, two = _heads_normed(a, b, is_q, q_norm, k_norm, half, ok, eps, dtype, DIM)
     is_v = head >= HEADS + KV_HEADS
     one = tl.where(is_v[:, None], low, one)
     two = tl.where(is_v[:, None], high, two)
@@ -257,13 +266,14 @@ def rope_and_write(
     eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
     v_norm: bool = False,
+    after: bool = False,
 ) -> None:
     """`rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
     qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin [M, ..., head_dim]:
     the halves of rows of a `rope_table`. write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn
     divided by `scales`, those of keys and of values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head
-    before it is turned.  v_norm: whether heads of values have one, too, without weights.
+    before it is turned, or after that.  v_norm: whether heads of values have one, too, without weights.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
@@ -278,7 +288,8 @@ def rope_and_write(
         qkv, kv.view(torch.uint8) if fp8 else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, 1 / scales[0], 1 / scales[1], qkv.stride(0), cos.stride(0),
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
-        BLOCK=block, NORM=q_norm is not None, V_NORM=v_norm, FP8=fp8, num_warps=4, **launch_options(qkv.device),
+        BLOCK=block, NORM=q_norm is not None, AFTER=after, V_NORM=v_norm, FP8=fp8, num_warps=4,
+        **launch_options(qkv.device),
     )  # fmt: skip
 
 

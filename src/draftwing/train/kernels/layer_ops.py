@@ -292,6 +292,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, queries: int = 0, nor
 
     norms: of those heads before that, of which the first `queries` are queries and the others keys.
     """
+    assert norms is None or not norms.after
     sizes = _sizes(x, queries, turned, norms is not None)
     out: Tensor = _Turn.apply(x, cos, sin, sizes, *((0.0,) if norms is None else (norms.eps, norms.q, norms.k)))
     return out

@@ -107,8 +107,16 @@ INLINE void ungated_row(const Rows *r, int64_t i, const int half) {
 static void ungated_float(const Rows *r, int64_t i) { ungated_row(r, i, 0); }
 static void ungated_half(const Rows *r, int64_t i) { ungated_row(r, i, 1); }
 
+/* A head to its place in the pool. wide: memory for what is rounded to 8 bits. */
+INLINE void keep_row(char *to, const char *from, float *wide, int64_t dim, const int half, const int kv_type) {
+    void *stored = kv_type == INT8 ? (char *)wide : to;
+    for (int64_t c = 0; c < dim; c += LANES)
+        store(stored, c, dim - c, kv_type == HALF, load(from, c, dim - c, half));
+    if (kv_type == INT8) round_row(to, wide, dim);
+}
+
 /* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
-   heads [from, to), perhaps normed before. The sine comes with its sign (rope_table); rounded as `rotate` does. */
+   heads [from, to), perhaps normed before, or after, and then keys are turned where they stand, too. The sine comes with its sign (rope_table); rounded as `rotate` does. */
 INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half, const int kv_type) {
     const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
     const int64_t bytes = kv_type == INT8 ? dim + SCALE_BYTES : dim * (kv_type == HALF ? 2 : 4);
@@ -118,14 +126,12 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
     float wide[kv_type == INT8 ? MOST_DIM : 1];
     for (int64_t h = from_head; h < to_head && h < turned; h++) {
         char *from = row + h * dim * width, *key = slot + (h - r->heads) * 2 * bytes;
-        const int is_key = h >= r->heads, round = is_key && kv_type == INT8;
-        void *to = !is_key ? from : round ? (char *)wide : key;
-        const int to_half = !is_key ? half : kv_type == HALF;
+        const int is_key = h >= r->heads, stays = !is_key || r->after, round = !stays && kv_type == INT8;
+        void *to = stays ? from : round ? (char *)wide : key;
+        const int to_half = stays ? half : kv_type == HALF;
         const void *weight = is_key ? r->k_norm : r->q_norm;
-        if (weight) {
-            const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .wide = r->wide, .eps = r->eps};
-            norm_row(&norm, 0, half);
-        }
+        const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .wide = r->wide, .eps = r->eps};
+        if (weight && !r->after) norm_row(&norm, 0, half);
         for (int64_t c = 0; c < mid; c += LANES) {
             const int64_t n = mid - c;
             vf a = load(from, c, n, half), b = load(from, mid + c, n, half);
@@ -137,6 +143,9 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
             store(to, mid + c, n, to_half, round ? rounded(upper, half) : upper);
         }
         if (round) round_row(key, wide, dim);
+        if (!r->after) continue;
+        norm_row(&norm, 0, half);
+        if (is_key) keep_row(key, from, wide, dim, half, kv_type);
     }
     for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
         char *value = slot + (2 * (h - turned) + 1) * bytes, *from = row + h * dim * width;
@@ -144,10 +153,7 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
             const Rows norm = {.out = from, .x = from, .size = dim, .eps = r->eps};
             norm_row(&norm, 0, half);
         }
-        void *to = kv_type == INT8 ? (char *)wide : value;
-        for (int64_t c = 0; c < dim; c += LANES)
-            store(to, c, dim - c, kv_type == HALF, load(from, c, dim - c, half));
-        if (kv_type == INT8) round_row(value, wide, dim);
+        keep_row(value, from, wide, dim, half, kv_type);
     }
 }
 void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
@@ -235,10 +241,11 @@ static PyObject *py_add_scaled(PyObject *self, PyObject *const *args, Py_ssize_t
 }
 
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, type of kv, norms
-   of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed; eps */
+   of the heads of q and k or zeros, workers, whether these norms are wide, whether heads of v are normed, whether those of
+   q and k are after they are turned; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[18];
-    if (!numbers(args, given - 1, 18, n)) return NULL;
+    int64_t n[19];
+    if (!numbers(args, given - 1, 19, n)) return NULL;
     Rows r = {.row = rope_all,
               .out = POINTER(n[0]),
               .kv = POINTER(n[1]),
@@ -257,7 +264,8 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .k_norm = POINTER(n[14]),
               .wide = n[16],
               .v_norm = n[17],
-              .eps = PyFloat_AsDouble(args[18])};
+              .after = n[18],
+              .eps = PyFloat_AsDouble(args[19])};
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[15]), n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 

@@ -404,6 +404,7 @@ typedef struct Rows {
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
     int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     int64_t centred;    /* whether the mean is taken from what is normed */
+    int64_t after;      /* whether heads of q and k are normed when they are turned, not before */
     int64_t v_norm;     /* whether heads of values are normed, too, without weights */
     double eps, cap, scale;
     void *out, *kv;
