@@ -26,6 +26,7 @@ from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
+from draftwing.ops import make_ops
 from draftwing.ops.gemm.stored import MXRows
 from draftwing.parallel.ranks import ALONE, Absent
 
@@ -535,6 +536,21 @@ def test_ranks_have_experts_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(found, whole_logits(whole_model, ids), atol=2e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="expected a --tp-size that divides the model's 4 experts; found 3"):
         load_config(tmp_path).layers[0].experts.spread(Absent(3, 0, True))
+
+
+OF_RANKS = ["gemma2", "cohere2", "hunyuan-moe", "apertus", "arcee", "granite-moe-shared", "ernie4.5-moe", "ling2"]
+
+
+@pytest.mark.slow
+@pytest.mark.further(family=[family for family in OF_RANKS if family not in ("apertus", "granite-moe-shared", "ling2")])
+@pytest.mark.parametrize("family", OF_RANKS)
+@torch.inference_mode()
+def test_a_folder_that_two_ranks_read(tmp_path: Path, family: str) -> None:
+    """Packed, of tensors that are cut, taken apart or put together."""
+    reference, ids = random_reference(family), tokens(40)
+    reference.save_pretrained(tmp_path)
+    found = on_two_ranks(tmp_path, make_ops(torch.device("cpu")), ids)
+    torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
