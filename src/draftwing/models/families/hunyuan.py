@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.family import SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
+from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 from draftwing.models.positions import rope_fields
 
@@ -54,12 +54,10 @@ _HUNYUAN: dict[str, Any] = {
 _NEUTRAL: dict[str, Values] = {
     "use_qk_norm": (True,), "use_cla": (False,), "use_rotary_pos_emb": (True,), "norm_type": ("rms", "hf_rms"),
     "add_classification_head": (False,), "position_embedding_xdrope": (False,), "mlp_bias": (False,),
-    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_start_id",
-                     "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id")),
-}  # fmt: skip
-_OF_EXPERTS: dict[str, Values] = {
     "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,), "moe_layer_num_skipped": (0,), "moe_drop_tokens": (False,),
     "moe_random_routing_dropped_token": (False,),
+    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_start_id",
+                     "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id")),
 }  # fmt: skip
 FAMILIES = {
     "HunYuanDenseV1ForCausalLM": Family(
@@ -74,12 +72,11 @@ FAMILIES = {
         **_HUNYUAN,
         keys=_of_all,
         experts=_experts,
-        neutral=_NEUTRAL | _OF_EXPERTS,
+        neutral=_NEUTRAL,
         expert_names=ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp"),
         gguf=InGGUF(
             "hunyuan-moe",
             experts=ExpertMetadata(
-                gating=(UNSAID, SOFTMAX),
                 neutral={"expert_shared_count": (0, 1), "expert_weights_scale": (0, 1)},
                 shared=True,
                 more={"wide_router": True},
