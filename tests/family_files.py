@@ -20,9 +20,10 @@ from tiny_checkpoint import write_tokenizer
 from torch import Tensor, from_numpy
 
 MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2"]
-HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
+MAMBA = ["granite4-rope", "nemotron-h-moe", "falcon-h1-behind"]
+HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", *MAMBA]
 FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS), *HYBRIDS]
-WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next"]
+WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
 FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
 PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # of whole blocks of K-quants
@@ -51,7 +52,7 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
     file, wide = folder / "model/model.safetensors", folder / "wide/model.safetensors"
     parts = moe_models.by_expert(load_file(file))  # as quantisers write experts
     save_file({name: part.clone() for name, part in parts.items()}, file)
-    small = ("_proj_a", "_proj_b", "_proj_ba", "conv")  # what quantisers leave of recurrent layers
+    small = ("_proj_a", "_proj_b", "_proj_ba", "conv", "conv1d")  # what quantisers leave of recurrent layers
     exact = tiny.quantise(folder / "model", config, lambda module: None if module.endswith(small) else write)
     read = load_file(wide)
     experts = [value for name, value in load_file(file).items() if ".experts." in name and name.endswith(".weight")]
@@ -69,6 +70,16 @@ def made(family: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
     if family in HYBRIDS:
         known = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"}
         known |= {"moe_intermediate_size"} if family in WITH_EXPERTS else set()
+        if family == "granite4-rope" and "intermediate_size" in sizes:
+            known, sizes = (
+                known | {"shared_intermediate_size"},
+                {**sizes, "shared_intermediate_size": sizes["intermediate_size"]},
+            )
+        if family == "nemotron-h-moe" and "moe_intermediate_size" in sizes:
+            known, sizes = (
+                known | {"moe_shared_expert_intermediate_size"},
+                {**sizes, "moe_shared_expert_intermediate_size": sizes["moe_intermediate_size"]},
+            )
         return hybrid_models.reference(family, **{name: size for name, size in sizes.items() if name in known}), None
     if family in MOE:
         own = {"rope_parameters": moe_models.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
@@ -99,7 +110,17 @@ def in_gguf(folder: Path, theirs: Any, helper: Any, extra: dict[str, Tensor], ki
         gemma4_models.write_gguf(path, theirs, kind)
         gemma4_models.write_gguf(folder / "assistant.gguf", helper, kind)
     block = GGML_QUANT_SIZES[kind][0]
-    kept = ["embed_tokens", "mlp.gate.", "moe.gate.", "router.", "expert_gate.", "conv1d", "conv.conv"]
+    kept = [
+        "embed_tokens",
+        "embeddings",
+        "mlp.gate.",
+        "mixer.gate.",
+        "moe.gate.",
+        "router.",
+        "expert_gate.",
+        "conv1d",
+        "conv.conv",
+    ]
     kept += ["lm_head"] * theirs.config.tie_word_embeddings
     for name, value in theirs.state_dict().items():
         if value.dim() > 1 and value.shape[-1] % block == 0 and not any(part in name for part in kept):

@@ -65,6 +65,11 @@ FALCON = {
     "attention_in_multiplier": 1.2, "ssm_multipliers": [0.7, 1.3, 1.4, 0.8, 1.5], "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+EVEN_FACTORS = {  # which quantised weights can be multiplied with to the bit
+    "embedding_multiplier": 4.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "mlp_multipliers": [2.0, 0.5],
+    "attention_out_multiplier": 0.5, "attention_in_multiplier": 2.0, "ssm_multipliers": [0.5, 2.0, 2.0, 0.5, 1.0],
+    "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "mamba_d_ssm": 128, "mamba_n_heads": 8,
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -115,7 +120,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1-behind": (
         "FalconH1",
-        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {**FALCON, **EVEN_FACTORS, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),

@@ -29,6 +29,9 @@ SOME = [
     ("gemma4-experts", "Q4_K"),
     ("qwen3.5", "Q4_K"),
     ("qwen3.5-moe", "fp8 block"),
+    ("granite4-rope", "compressed int4"),
+    ("nemotron-h-moe", "Q8_0"),
+    ("falcon-h1-behind", "awq"),
 ]
 
 

@@ -21,6 +21,7 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
 from draftwing.config.trees import PLAIN
+from draftwing.engine.graphs import RecordedStages
 from draftwing.engine.startup.warm_up import try_prompts
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,25 @@ def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
     assert all(len(set(ids)) > 8 for ids in expected)
     for algorithm in drafters:
         assert texts(folder, algorithm, dtype) == expected, algorithm
+
+
+EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
+    "granite4": {"shared_intermediate_size": 96, "intermediate_size": 64},
+    "nemotron-h-moe": {"moe_shared_expert_intermediate_size": 64},
+    "nemotron-h-latent": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
+}
+
+
+@pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1"])
+def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
+    folder, _ = written(tmp_path, kind, **EVEN.get(kind, {}))
+    with LLM(str(folder), **ENGINE, speculative_algorithm="NGRAM", quantization="q8_0") as llm:
+        stages = llm.engine.parts.executor.graphs
+        if not isinstance(stages, RecordedStages):
+            pytest.skip("nothing is recorded here")
+        llm.generate([[5, 6, 7, 8, 9, 5, 6, 7]], SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True))
+        assert stages.replays > 5 and not stages.refused
 
 
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}

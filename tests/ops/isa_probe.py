@@ -289,11 +289,12 @@ def blocks_at_their_ends(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Itera
 @case
 def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     count, hidden, ffn = 21, 96, 64
-    for kind, limit, routing in (
-        ("Q8_0", 0.0, Routing(5)),
-        ("Q4_0", 7.0, Routing(5, False, groups=7, top_groups=3)),
-        ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5)),
-        ("Q4_0", 0.0, Routing(4, corrected=True)),
+    for kind, limit, routing, parts in (  # parts: gates and ups, or ups alone
+        ("Q8_0", 0.0, Routing(5), 2),
+        ("Q4_0", 7.0, Routing(5, False, groups=7, top_groups=3), 2),
+        ("Q4_0", 0.0, Routing(4, sigmoid=True, groups=7, top_groups=2, scale=2.5), 2),
+        ("Q4_0", 0.0, Routing(4, corrected=True), 2),
+        ("Q8_0", 0.0, Routing(4, sigmoid=True), 1),
     ):
 
         def gemms(rows: int, columns: int, kind: str = kind) -> list[Gemm | None]:
@@ -301,12 +302,12 @@ def mixtures(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
             return [ops.block_gemm([ops.quantize(weight, kind)], dtype) for weight in weights]
 
         router, bias = made.floats(dtype, count, hidden, scale=0.3), made.floats(dtype, count)
-        biases = made.floats(dtype, count * 2 * ffn), made.floats(dtype, count * hidden)
+        biases = made.floats(dtype, count * parts * ffn), made.floats(dtype, count * hidden)
         correction = made.floats(torch.float32, count) if routing.has_correction else None
         router = router.float() if routing.has_correction else router
         bias = None if routing.has_correction else bias
-        ups, downs = gemms(2 * ffn, hidden), gemms(hidden, ffn)
-        more = (None, False) if limit else (made.floats(torch.float32, count), True)
+        ups, downs = gemms(parts * ffn, hidden), gemms(hidden, ffn)
+        more = (None, False) if limit else (made.floats(torch.float32, count), True, parts == 2)
         mixture = ops.whole_mixture(MixtureWeights(router, bias, correction, ups, downs, biases, routing, limit, *more))
         assert mixture is not None
         for rows in (1, 37):

@@ -99,33 +99,37 @@ class ExpertMLP(nn.Module):
         self._ops, self._exact = ops, mode.deterministic
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
-        if not self._gated or self.into is not None:
-            return
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
         if ops.whole_mixture is not None and gate_up and down and self._ranks.size == 1:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
             scales = None if self.scale is None else self.scale.detach().float()
-            self._whole = ops.whole_mixture(MixtureWeights(*router, gate_up, down, *more, scales, self._gelu))
+            self._whole = ops.whole_mixture(
+                MixtureWeights(*router, gate_up, down, *more, scales, self._gelu, self._gated)
+            )
 
     def forward(self, x: Tensor, residual: Tensor | None = None, by: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
         -> [M, hidden]"""
         residual = self._with_shared(x, residual)
+        if self.into is not None and self.back is not None:
+            made = self.back(self._of_latents(self.into(x), x), residual if self._ranks.size == 1 else None)
+            return made if self._ranks.size == 1 else self._ranks.sum_rows(made, None, residual, self._ops)
         if self._whole is not None:
             return self._whole(x, residual, self.scatter, by)
-        if self.into is not None and self.back is not None:
-            inner, routed = self._inner(self.into(x), x)
-            made = self.back(self._ops.mix(self.down(inner, routed), routed, None))
-            if self._ranks.size > 1:
-                return self._ranks.sum_rows(made, None, residual, self._ops)
-            return made if residual is None else self._ops.add_scaled(residual, made)
         inner, routed = self._inner(x, by)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
         # Which the sum over ranks has once.
         outs = self.down(inner, routed, with_bias=self._ranks.rank == 0 or self.experts.own is not None)
         return self._ranks.sum_rows(self._ops.mix(outs, routed, None), None, residual, self._ops)
+
+    def _of_latents(self, x: Tensor, by: Tensor) -> Tensor:
+        """x [M, latent], by [M, hidden] -> [M, latent], of this rank"""
+        if self._whole is not None:
+            return self._whole(x, None, self.scatter, by)
+        inner, routed = self._inner(x, by)
+        return self._ops.mix(self.down(inner, routed), routed, None)
 
     @property
     def mixes_under_norms(self) -> bool:

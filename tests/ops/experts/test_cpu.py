@@ -41,6 +41,8 @@ class Case(NamedTuple):
     beside: bool = (
         False  # as Gemma 4's: GELU, weights of rows with a factor of each expert, a router that reads another
     )
+    ungated: bool = False  # squares of ReLU
+    by: int = 0  # size of what the router reads, where that is another
 
     @property
     def routing(self) -> Routing:
@@ -66,6 +68,10 @@ CASES = {
     "corrected, half": Case(count=21, top_k=5, corrected=True, dtype=torch.bfloat16, wide=True),
     "odd number": Case(count=21, top_k=5),
     "gemma4": Case(count=21, top_k=5, beside=True),
+    "nemotron": Case(count=24, top_k=5, sigmoid=True, scale=2.5, wide=True, ungated=True),
+    "nemotron, latents, half": Case(
+        count=21, top_k=5, dtype=torch.bfloat16, sigmoid=True, wide=True, ungated=True, by=96
+    ),
 }
 
 
@@ -75,15 +81,17 @@ class Mixture:
     def __init__(self, cpu_ops: CpuOps, case: Case) -> None:
         self.case, count, hidden, ffn = case, case.count, case.hidden, case.ffn
         self._random = torch.Generator().manual_seed(0)
-        self.router, self.router_bias = self.some(count, hidden) * (3 / hidden**0.5), self.some(count)
+        size = case.by or hidden
+        self.router, self.router_bias = self.some(count, size) * (3 / size**0.5), self.some(count)
         if case.wide:  # of more bits than those of x
-            self.router = self.router.float() + 2**-11 * torch.randn(count, hidden, generator=self._random)
+            self.router = self.router.float() + 2**-11 * torch.randn(count, size, generator=self._random)
         self.correction = torch.randn(count, generator=self._random) if case.routing.has_correction else None
         if case.corrected and self.correction is not None:
             self.correction /= 10
-        self.biases = self.some(count * 2 * ffn), self.some(count * hidden)
+        self.biases = self.some(count * (1 if case.ungated else 2) * ffn), self.some(count * hidden)
         gate, up, down = case.kinds
-        ups = [[self._blocks(cpu_ops, gate, ffn, hidden), self._blocks(cpu_ops, up, ffn, hidden)] for _ in range(count)]
+        made = (up,) if case.ungated else (gate, up)
+        ups = [[self._blocks(cpu_ops, kind, ffn, hidden) for kind in made] for _ in range(count)]
         downs = [[self._blocks(cpu_ops, down, hidden, ffn)] for _ in range(count)]
         self.ups, self.downs = ([np.concatenate([_dense(p) for p in one]) for one in each] for each in (ups, downs))
         gemms = [[cpu_ops.block_gemm(one, case.dtype) for one in each] for each in (ups, downs)]
@@ -91,7 +99,7 @@ class Mixture:
         bias = self.router_bias if case.biases else None
         more = biases, case.routing, case.limit
         self.scales = torch.rand(count, generator=self._random) + 0.5 if case.beside else None
-        more = *more, self.scales, case.beside
+        more = *more, self.scales, case.beside, not case.ungated
         self.weights = MixtureWeights(self.router, bias, self.correction, gemms[0], gemms[1], *more)
 
     def some(self, *shape: int) -> Tensor:
@@ -141,8 +149,11 @@ class Mixture:
     def _expert(self, expert: int, row: Array) -> Array:
         case = self.case
         biases = [bias.double().numpy().reshape(case.count, -1)[expert] * case.biases for bias in self.biases]
-        gate, up = np.split(self.ups[expert] @ row + biases[0], 2)
-        if case.limit:
+        made = self.ups[expert] @ row + biases[0]
+        gate, up = (made, made) if case.ungated else np.split(made, 2)
+        if case.ungated:
+            inner = np.maximum(up, 0) ** 2
+        elif case.limit:
             gate, up = np.minimum(gate, case.limit), np.clip(up, -case.limit, case.limit)
             inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         elif case.beside:
@@ -175,7 +186,8 @@ def mixture(cpu_ops: CpuOps, request: pytest.FixtureRequest) -> Mixture:
 def test_mixtures(cpu_ops: CpuOps, mixture: Mixture, rows: int) -> None:
     x = mixture.some(rows, mixture.case.hidden)
     residual = mixture.some(rows, mixture.case.hidden) if rows > 1 else None
-    by = mixture.some(rows, mixture.case.hidden) if mixture.case.beside else None
+    case = mixture.case
+    by = mixture.some(rows, case.by or case.hidden) if case.beside or case.by else None
     found = mixture.made(cpu_ops)(x, residual, None, by)
     exact = mixture.exact(x, residual, by)
     assert found.dtype == x.dtype
@@ -186,18 +198,20 @@ def test_mixtures(cpu_ops: CpuOps, mixture: Mixture, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-oss", "half", "groups of one, half"])
+@pytest.mark.parametrize("name", ["gpt-oss", "half", "groups of one, half", "nemotron, latents, half"])
 def test_a_row_has_the_same_bits_among_any_number_and_any_threads(cpu_ops: CpuOps, name: str) -> None:
     mixture, before, rows = Mixture(cpu_ops, CASES[name]), torch.get_num_threads(), _SLICE + 70
     x, residual = mixture.some(rows, mixture.case.hidden), mixture.some(rows, mixture.case.hidden)
-    whole = mixture.made(cpu_ops)(x, residual, None)
+    by = mixture.some(rows, mixture.case.by) if mixture.case.by else x
+    whole = mixture.made(cpu_ops)(x, residual, None, by)
     try:
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
             again = mixture.made(cpu_ops)
             for size in (1, 2, 8, 9, 33, rows):
-                pairs = list(zip(x.split(size), residual.split(size), strict=True))[:12]
-                assert torch.equal(torch.cat([again(*pair, None) for pair in pairs]), whole[: size * len(pairs)])
+                parts = list(zip(x.split(size), residual.split(size), by.split(size), strict=True))[:12]
+                found = [again(one, added, None, read) for one, added, read in parts]
+                assert torch.equal(torch.cat(found), whole[: size * len(parts)])
     finally:
         torch.set_num_threads(before)
 

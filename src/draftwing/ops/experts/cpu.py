@@ -42,20 +42,24 @@ class NativeMixture:
         ups = [gemm for gemm in weights.gate_up if isinstance(gemm, BlockedGemm)]
         downs = [gemm for gemm in weights.down if isinstance(gemm, BlockedGemm)]
         self.hidden, self.ffn, self.dtype = ups[0].inputs, downs[0].inputs, ups[0].dtype
-        assert all(gemm.inputs == self.hidden and gemm.outputs == 2 * self.ffn for gemm in ups)
+        made = self.ffn * (2 if weights.gated else 1)
+        assert all(gemm.inputs == self.hidden and gemm.outputs == made for gemm in ups)
         assert all(gemm.inputs == self.ffn and gemm.outputs == self.hidden for gemm in downs)
-        assert weights.router.shape == (self.count, self.hidden)
+        assert len(weights.router) == self.count
+        self.by_size = weights.router.shape[1]
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the module's tensors.
         tensors = (weights.router, weights.router_bias, weights.correction, *weights.biases, weights.scales)
         *own, scales = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
         assert all(tensor is None or tensor.dtype == self.dtype for tensor in own[3:])
         assert scales is None or (scales.dtype == torch.float32 and scales.shape == (self.count,))
-        assert not (weights.gelu and weights.limit)
+        assert not (weights.limit and (weights.gelu or not weights.gated))
+        activation = int(weights.gelu) if weights.gated else 2
         assert weights.router.dtype in (self.dtype, torch.float32)
         assert weights.correction is None or weights.correction.dtype == torch.float32
         assert self.routing.has_correction == (weights.correction is not None)
         self._held = own, scales, ups, downs
-        self._more = 0 if scales is None else scales.data_ptr(), weights.gelu, self.routing.sigmoid
+        by_scales = 0 if scales is None else scales.data_ptr()
+        self._more = by_scales, activation, self.routing.sigmoid, self.by_size
         router, bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in own[:3])
         self._router = router, bias, weights.router.dtype == torch.bfloat16, correction
         numbers = []
@@ -72,7 +76,7 @@ class NativeMixture:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
         by = x if by is None else by.contiguous()
-        assert by.shape == x.shape and by.dtype == x.dtype
+        assert by.shape == (rows, self.by_size) and by.dtype == x.dtype
         half, count, routing = x.dtype == torch.bfloat16, self.count, self.routing
         sizes = count, routing.top_k, self.hidden, self.ffn
         size = self.raw.experts_spare(min(rows, _SLICE), half, *sizes, workers.most)
@@ -83,7 +87,7 @@ class NativeMixture:
                     out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
                     min(rows - start, _SLICE), half, scatter, *self._router, count, routing.top_k, routing.renormalise,
                     routing.groups, routing.top_groups, self.hidden, self.ffn, self._weights, spare, workers.address,
-                    by.data_ptr() + at, *self._more, self.limit, routing.scale,
+                    by.data_ptr() + start * self.by_size * x.element_size(), *self._more, self.limit, routing.scale,
                 )  # fmt: skip
         return out
 

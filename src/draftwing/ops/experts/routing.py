@@ -57,16 +57,17 @@ class Routing:
 class MixtureWeights(NamedTuple):
     """What a mixture of experts multiplies with, each expert by itself, in the order of experts."""
 
-    router: Tensor  # [count, hidden], in float32 where logits are not rounded
+    router: Tensor  # [count, size of what it reads], in float32 where logits are not rounded
     router_bias: Tensor | None  # [count]
     correction: Tensor | None  # [count] float32, as `ExpertOps.route` has it
-    gate_up: Sequence[Gemm | None]  # [2 * ffn, hidden] each, gates and then ups; None: it has no such GEMM
+    gate_up: Sequence[Gemm | None]  # [2 * ffn, hidden] each, gates and then ups, or ups; None: it has no such GEMM
     down: Sequence[Gemm | None]  # [hidden, ffn] each
     biases: tuple[Tensor | None, Tensor | None]  # of all: [count * 2 * ffn], [count * hidden]
     routing: Routing
     limit: float  # as `ExpertGemm.gated` has it
     scales: Tensor | None = None  # [count] float32: what weights of rows are multiplied with
     gelu: bool = False  # whether gates are GELU's
+    gated: bool = True  # else ups alone are squares of their ReLU
 
 
 class WholeMixture(Protocol):
@@ -74,7 +75,7 @@ class WholeMixture(Protocol):
 
     def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None, by: Tensor | None = None) -> Tensor:
         """x [M, hidden], residual [M, hidden] -> [M, hidden], all of one dtype; scatter as `ExpertOps.route` has it; by
-        [M, hidden]: what the router reads, None: x. A row has the same bits in any batch."""
+        [M, its size]: what the router reads, None: x. A row has the same bits in any batch."""
         ...
 
 

@@ -15,6 +15,7 @@
 #define SPREAD 618033 /* both as in ops/experts/spec.py, and this: */
 #define ALPHA 1.702f
 #define TINY 1e-20f /* joins the sum of shares, which may be 0 */
+enum { SILU, GELU, RELU2 }; /* what is done to gates, or, without gates, to what would be ups */
 
 typedef struct {
     int64_t expert, first, rows; /* pairs [first, first + rows) */
@@ -29,7 +30,8 @@ typedef struct {
     const int32_t *scatter;          /* not 0: rows choose anything */
     const float *correction;         /* of each expert: joins its score in the choice; 0: that is by logits */
     const float *scales;             /* of each expert: what its shares are multiplied with, or 0 */
-    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn, gelu; /* gelu: in place of silu */
+    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn, activation;
+    int64_t by_size;        /* of a row of `by` */
     int64_t sigmoids;       /* scores are sigmoids, not a softmax */
     const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
     float limit, scale;     /* of gates and ups, 0: none, and silu; of shares */
@@ -49,7 +51,7 @@ typedef struct {
 
 /* Logits of row i for experts [from, to), rounded to the storage. */
 INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, const int half, const int router_half) {
-    const int64_t n = j->hidden;
+    const int64_t n = j->by_size;
     for (int64_t e = from; e < to; e += AT_ONCE) {
         const int64_t count = to - e < AT_ONCE ? to - e : AT_ONCE;
         vf sums[AT_ONCE] = {{0}};
@@ -214,6 +216,26 @@ static Product product_with(const Mixture *j, const int64_t *weight, const Round
                      .outputs = outputs,
                      .half = j->half};
 }
+static void squared(const Rows *r, int64_t i, int64_t from, int64_t to) {
+    const int half = (int)r->half;
+    const vf zero = {0};
+    for (int64_t c = from; c < to; c += LANES) {
+        const vf x = load(r->x, i * r->size + c, to - c, half);
+        store(r->out, i * r->size + c, to - c, half, select_f(above(zero, x), zero, x * x));
+    }
+}
+/* The same of experts without gates. */
+static void ungated_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
+    const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
+    char *up = j->gate_up + g->first * ffn * width, *gated = j->gated + g->first * ffn * width;
+    const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, up, ffn);
+    multiply_blocks(&p, from, to);
+    const Rows ups = {.out = gated, .x = up, .size = ffn, .half = j->half};
+    for (int64_t i = 0; i < g->rows; i++) {
+        squared(&ups, i, from, to);
+        round_part(&g->gated, gated, i, from, to, j->half);
+    }
+}
 /* Inner elements [from, to) of an expert's pairs: multiples of UNIT. */
 static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
     const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
@@ -221,7 +243,7 @@ static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) 
     const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, gate_up, 2 * ffn);
     multiply_blocks(&p, from, to);
     multiply_blocks(&p, ffn + from, ffn + to);
-    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->gelu};
+    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->activation == GELU};
     for (int64_t i = 0; i < g->rows; i++) {
         if (j->limit != 0) clamped(&gates, i, from, to, j->limit);
         else silu_part(&gates, i, from, to);
@@ -293,7 +315,7 @@ static void some_of_mixture(void *data) {
         }
         meet(&me, &nothing);
     }
-    each_unit(j, &me, &j->next_up, j->ffn, up_part);
+    each_unit(j, &me, &j->next_up, j->ffn, j->activation == RELU2 ? ungated_part : up_part);
     meet(&me, &nothing);
     each_unit(j, &me, &j->next_down, hidden, down_part);
     meet(&me, &nothing);
@@ -334,11 +356,11 @@ PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t giv
 
 /* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all), scatter or 0, router [count, hidden], its
    bias [count] or 0, router_half (of both), correction [count] float32 or 0, count, top_k, renormalise, groups,
-   top_groups, hidden, ffn, weights, spare, workers, by [rows, hidden], scales [count] float32 or 0, gelu, sigmoids; limit, scale.
-   hidden and ffn are multiples of 32. */
+   top_groups, hidden, ffn, weights, spare, workers, by [rows, its size], scales [count] float32 or 0, activation,
+   sigmoids, size of a row of `by`; limit, scale. hidden and ffn are multiples of 32. */
 PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[24];
-    if (!numbers(args, given - 2, 24, n)) return NULL;
+    int64_t n[25];
+    if (!numbers(args, given - 2, 25, n)) return NULL;
     Mixture job = {.out = POINTER(n[0]),
                    .x = POINTER(n[1]),
                    .residual = POINTER(n[2]),
@@ -359,10 +381,11 @@ PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                    .weights = POINTER(n[17]),
                    .by = POINTER(n[20]),
                    .scales = POINTER(n[21]),
-                   .gelu = n[22],
+                   .activation = n[22],
                    .sigmoids = n[23],
-                   .limit = (float)PyFloat_AsDouble(args[24]),
-                   .scale = (float)PyFloat_AsDouble(args[25])};
+                   .by_size = n[24],
+                   .limit = (float)PyFloat_AsDouble(args[25]),
+                   .scale = (float)PyFloat_AsDouble(args[26])};
     if (PyErr_Occurred()) return NULL;
     Workers *workers = POINTER(n[19]);
     place_at(&job, POINTER(n[18]), workers->most);
