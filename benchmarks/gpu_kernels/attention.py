@@ -338,6 +338,7 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
     yield f"{name}, default", ours(False)
     yield f"{name}, default, tiles whole", ours(False, True)
     if tiling.overlap_unit:
+        yield f"{name}, exact by Triton", ours(True, overlap_unit=0)
         yield f"{name}, default by Triton", ours(False, overlap_unit=0)
     yield f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)
     if with_torch:

@@ -1,6 +1,7 @@
-"""GEMMs in bfloat16 with the weights of Llama 3.1 8B or, with `27b`, of Qwen3.5-27B: gemm_dense.cu, gemm.cu, cuBLAS.
+"""GEMMs in bfloat16 with the weights of Llama 3.1 8B or, with `27b`, of Qwen3.5-27B: gemm_dense.cu, for many rows
+gemm_dense_many.cu, gemm.cu, cuBLAS.
 
-    python benchmarks/gpu_kernels/dense.py [27b] [2048x2048 ...]
+    python benchmarks/gpu_kernels/dense.py [27b] [rows=512,2048,8192] [2048x2048 ...]
 
 By rows of x: microseconds of a product among others in a graph, the three by turns, and what the weights are read at by
 the first. cuBLAS gives gates and ups, the others silu(gates) * ups. `all`: the products of a layer one after the other;
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from draftwing.ops.gemm.contract import DenseKernels
 from draftwing.ops.gemm.cuda import small_m_gemm
-from draftwing.ops.gemm.cuda_dense import MOST, dense_gemm
+from draftwing.ops.gemm.cuda_dense import dense_gemm
 
 ROWS = (1, 8, 16, 17, 32, 64, 96, 128)
 FEW = 64  # rows that gemm.cu is timed with
@@ -57,7 +58,9 @@ def products(given: dict[str, Product], x: Tensor, weights: list[Tensor], gated:
 
 def main() -> None:
     shapes = PRODUCTS["27b" if "27b" in sys.argv[1:] else "8b"]
-    others = [tuple(map(int, word.split("x"))) for word in sys.argv[1:] if "x" in word]
+    chosen = [word.removeprefix("rows=") for word in sys.argv[1:] if word.startswith("rows=")]
+    counts = [int(rows) for word in chosen for rows in word.split(",")] or ROWS
+    others = [tuple(map(int, word.split("x"))) for word in sys.argv[1:] if "x" in word and "=" not in word]
     if others:
         shapes = {f"weight {i}": (height, columns, False) for i, (height, columns) in enumerate(others)}
     device = torch.device("cuda", torch.cuda.current_device())
@@ -69,14 +72,18 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, a pure read {read_rate() / 1e6:.2f} TB/s")
     for name, (height, columns, gated) in shapes.items():
         weights = [weight_of(height, columns) for _ in range(max(2, -(-BYTES // (height * columns * 2))))]
-        for rows in ROWS:
+        for rows in counts:
             took = products(given, torch.randn(rows, columns, device="cuda").bfloat16(), weights, gated)
             rate = height * columns * 2 / took["ours"] / 1e6
             words = ", ".join(f"{which} {us:.1f}" for which, us in took.items())
-            print(f"{name} {height} x {columns}, {rows} rows: {words} us, {rate:.2f} TB/s", flush=True)
+            flops = 2 * rows * rate
+            print(
+                f"{name} {height} x {columns}, {rows} rows: {words} us, {rate:.2f} TB/s, {2 * rows * rate:.0f} TFLOP/s",
+                flush=True,
+            )
         del weights
     layers = [{name: weight_of(*shape[:2]) for name, shape in shapes.items()} for _ in range(4)]
-    for rows in ROWS:
+    for rows in counts:
         inputs = {columns: torch.randn(rows, columns, device="cuda").bfloat16() for _, columns, _ in shapes.values()}
         steps = [(inputs[shape[1]], layer[name], shape[2]) for layer in layers for name, shape in shapes.items()]
         calls = {
@@ -86,7 +93,6 @@ def main() -> None:
         }
         took = times(calls, len(layers))
         print(f"all, {rows} rows: {', '.join(f'{which} {us:.1f}' for which, us in took.items())} us", flush=True)
-    assert max(ROWS) <= MOST
 
 
 if __name__ == "__main__":
