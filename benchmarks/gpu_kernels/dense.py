@@ -76,7 +76,6 @@ def main() -> None:
             took = products(given, torch.randn(rows, columns, device="cuda").bfloat16(), weights, gated)
             rate = height * columns * 2 / took["ours"] / 1e6
             words = ", ".join(f"{which} {us:.1f}" for which, us in took.items())
-            flops = 2 * rows * rate
             print(
                 f"{name} {height} x {columns}, {rows} rows: {words} us, {rate:.2f} TB/s, {2 * rows * rate:.0f} TFLOP/s",
                 flush=True,
