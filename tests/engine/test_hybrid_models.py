@@ -170,10 +170,29 @@ def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3.5",
+        "qwen3.5-even",
+        "qwen3.5-moe",
+        "qwen3-next",
+        "lfm2",
+        "granite4",
+        "nemotron-h-moe",
+        "nemotron-h-latent",
+        "falcon-h1-behind",
+    ],
+)
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     """In float32 the text is a CPU's; in the deterministic mode drafts change nothing."""
     ffn = {"intermediate_size": 192}  # exact kernels take multiples of 64
+    if kind == "granite4":
+        ffn |= {"shared_intermediate_size": 128}
+    if kind.startswith("nemotron"):
+        ffn |= {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 128}
+    if kind == "nemotron-h-latent":
+        ffn |= {"moe_latent_size": 64}
     if kind in ("qwen3.5-moe", "qwen3-next"):
         ffn |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     folder, drafters = written(tmp_path, kind, **ffn | ({"block_multiple_of": 64} if kind == "lfm2" else {}))

@@ -78,8 +78,11 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "lfm2": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "pixtral": _LLAMA3,  # of Nemotron-H and Nemotron 3
     "glm4": _LLAMA3,
-    "dbrx": _LLAMA3,  # of OLMo 2 and Phi-4
+    "dbrx": _LLAMA3,  # of OLMo 2, Phi-4 and Granite 4
     "smaug-bpe": _LLAMA3,  # of SmolLM3
     "qwen2": _QWEN2,
     "qwen35": _QWEN35,
@@ -103,7 +106,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 _SINGLE_DIGITS = frozenset({"smollm", "refact", "command-r"})
 _COMPOSED = frozenset({"qwen2", "qwen35"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"})
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "tekken"})
 
 _LONGEST = 512  # characters of a sentencepiece token that is looked at in all its parts
 
