@@ -2,13 +2,13 @@
 // from the L2 cache.
 //
 // A cluster's two blocks have the same 128 rows of x, of which each copies a half to both, and features side by side.
-// Blocks stay and take one tile after the other. Where few rows have K in ranges, or in the shares of gemm.cu, a block sums
-// one after the other and adds them in the same order. A tile's results leave while the next one's first products are made: in turn
-// with them, by way of shared memory and the copy engine, which also brings what is added to results.
+// Blocks stay and take one tile after the other. Where few rows have K in ranges, or in the shares of gemm.cu, a block
+// sums one after the other and adds them in the same order. A tile's results leave while the next one's first products are
+// made: in turn with them, by way of shared memory and the copy engine, which also brings what is added to results.
 
-#define MANY 128    // rows of x of a block
+#define MANY 128     // rows of x of a block
 #define TOGETHER 16  // of which all features are done before others begin: x and weights stay in the L2 cache
-#define WAY 32      // columns of a box of results: rows of 64 bytes
+#define WAY 32       // columns of a box of results: rows of 64 bytes
 
 #ifndef ON_HOST
 // A box to the same place in both blocks of the cluster, whose barriers at the same place expect it.
