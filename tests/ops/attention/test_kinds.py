@@ -132,7 +132,7 @@ class Text:
         return brute_force(self.q[position], self.k[: position + 1], self.v[: position + 1], self.kind)
 
 
-@pytest.mark.further(ops="triton", exact=False)
+@pytest.mark.further(ops="triton", exact=False, name=["all", "cap", "latents", "window 40"])
 @pytest.mark.further(ops="triton", name=["longer than all", "sinks", "window 1"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -217,6 +218,21 @@ def test_equals_sorting(vocab: int, coarse: bool) -> None:
         checked += 1
         removed += vocab - len(want)
     assert checked > 120 and removed > 80
+
+
+def test_top_p_at_a_limit() -> None:
+    """The float32 nearest to k / n asks for k or k + 1 of n tokens whose probabilities float32 cannot tell apart, though
+    their logits differ: as many as whole numbers say."""
+    asked = [(count, kept) for count in range(2, 60) for kept in range(1, count)]
+    top_p = torch.tensor([kept / count for count, kept in asked])
+    logits = torch.full((len(asked), 60), -math.inf)
+    for row, (count, _) in enumerate(asked):
+        logits[row, :count] = torch.arange(count) * -1e-12
+    want = [math.ceil(Fraction(p) * count) for p, (count, _) in zip(top_p.tolist(), asked, strict=True)]
+    assert {more - kept for more, (_, kept) in zip(want, asked, strict=True)} == {0, 1}
+    zero = torch.zeros(len(asked))
+    got = keep_mask(logits, torch.ones(len(asked)), zero.long(), top_p, zero)
+    assert torch.equal(got, torch.arange(60) < torch.tensor(want)[:, None])
 
 
 @pytest.mark.parametrize("k", [1, 2, 50, 1024, 5000, 49_151])
