@@ -221,8 +221,8 @@ def test_equals_sorting(vocab: int, coarse: bool) -> None:
 
 
 def test_top_p_at_a_limit() -> None:
-    """The float32 nearest to k / n asks for k or k + 1 of n tokens whose probabilities float32 cannot tell apart, though
-    their logits differ: as many as whole numbers say."""
+    """The float32 nearest to k / n asks for k or k + 1 of n tokens whose probabilities float32 cannot tell apart,
+    though their logits differ: as many as whole numbers say."""
     asked = [(count, kept) for count in range(2, 60) for kept in range(1, count)]
     top_p = torch.tensor([kept / count for count, kept in asked])
     logits = torch.full((len(asked), 60), -math.inf)
