@@ -3,6 +3,7 @@ what is not there yet.)"""
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,27 @@ def test_a_result_tells_how_far_it_really_is() -> None:
     assert one.behind == 6
     catch_ups.commit(3, LOOKUP, one, 1)
     assert one.behind == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_it_is_shown_what_was_committed_and_what_steps_in_flight_may_commit(lag: int) -> None:
+    """Since it caught up last, with the step of that plan as the first: results come so many steps later."""
+    random = Random(lag)
+    one, catch_ups = req(0), DraftExtendPlanner([PLAIN, LOOKUP])
+    shapes = random.choices([PLAIN, LOOKUP], k=300)
+    counts = [random.randint(1, shape.max_commit) for shape in shapes]
+    caught_up, shown = 0, 0
+    for step, shape in enumerate(shapes):
+        catch_ups.plan(step, shape, [one])
+        plan = catch_ups.take()
+        if plan is not None:
+            known = max(step - lag, caught_up)
+            in_flight = sum(late.max_commit for late in shapes[known:step])
+            assert plan.behind == sum(counts[caught_up:known]) + in_flight
+            caught_up, shown = step, shown + 1
+        if step >= lag:
+            catch_ups.commit(step - lag, shapes[step - lag], one, counts[step - lag])
+    assert shown > 10
 
 
 def test_who_is_released_catches_up_for_the_cache_alone() -> None:
