@@ -8,6 +8,7 @@ from toy_grammar import ToyGrammar
 from draftwing.config.trees import TreeShape
 from draftwing.models.heads.base import DraftLM
 from draftwing.ops import make_ops
+from draftwing.ops.attention.spec import TorchAttention
 from draftwing.spec.model_drafter import ModelDrafter
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,15 @@ def all_accepted(got, depth):
 def test_own_draft_is_always_accepted(harness, case, chunk, lag):
     rig = rig_with_draft(harness, case[0], case[0], CHAIN, chunk=chunk, lag=lag)
     got = answer(rig, case)
+    assert all_accepted(got, CHAIN.depth), "a draft was rejected"
+
+
+def test_it_reads_its_newest_token_where_attention_reads_pages_up_to_a_bound(harness, case):
+    """The longest row's bound is exact: alone, and without overlap."""
+    model, prompts, params, expected = case
+    rig = rig_with_draft(harness, model, model, CHAIN, rows=1, attn=TorchAttention)
+    got = rig.answer(prompts[:2], params[:2])
+    assert got.tokens == {uid: expected.tokens[uid] for uid in ("0", "1")}
     assert all_accepted(got, CHAIN.depth), "a draft was rejected"
 
 
