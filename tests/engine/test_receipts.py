@@ -24,15 +24,8 @@ from draftwing import LLM, AsyncLLM
 from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 from draftwing.engine.provenance import Digests, Provenance, StoredFile, digests_of, file_digest, model_files
-from draftwing.engine.receipts import (
-    check_files,
-    digest_of,
-    first_difference,
-    options_for,
-    read_receipt,
-    replay,
-    warnings_of,
-)
+from draftwing.engine.receipt_replay import replay
+from draftwing.engine.receipts import check_files, digest_of, first_difference, options_for, read_receipt, warnings_of
 from draftwing.errors import ConfigError, DraftwingError, GenerationError, ReceiptError, RequestError
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import usable_sets
@@ -418,18 +411,18 @@ def test_digests_are_computed_once_for_each_start(tmp_path: Path) -> None:
         return SimpleNamespace(provenance=Provenance("cpu", (), (stored,), None))
 
     digests, first = Digests(), started(b"a")
-    found = digests.begin(first)
-    assert digests.begin(first) is found and found.result()["weights"]
+    found = digests.begin(first.provenance)
+    assert digests.begin(first.provenance) is found and found.result()["weights"]
     second = started(b"bc")
-    assert digests.begin(second).result()["weights"] != found.result()["weights"]
+    assert digests.begin(second.provenance).result()["weights"] != found.result()["weights"]
     third = started(b"def")
     file.write_bytes(b"other")
     with pytest.raises(GenerationError, match="has changed"):
-        digests.begin(third).result()
+        digests.begin(third.provenance).result()
     file.write_bytes(b"def")
     stat = file.stat()
     os.utime(file, ns=(stat.st_atime_ns, third.provenance.files[0].mtime_ns))
-    assert digests.begin(third).result()["weights"], "what failed is tried again"
+    assert digests.begin(third.provenance).result()["weights"], "what failed is tried again"
 
 
 def test_a_file_that_has_changed_since_the_start_makes_no_receipt(tmp_path: Path) -> None:
@@ -448,7 +441,8 @@ CHECK = """
 import json, sys
 from pathlib import Path
 from draftwing import LLM
-from draftwing.engine.receipts import read_receipt, replay
+from draftwing.engine.receipt_replay import replay
+from draftwing.engine.receipts import read_receipt
 folder, file, threads = sys.argv[1:]
 with LLM(folder, speculative_algorithm="none", num_threads=int(threads), max_total_tokens=4096, device="cpu") as llm:
     found = [replay(read_receipt(json.dumps(one)), llm.engine) for one in json.loads(Path(file).read_text())]

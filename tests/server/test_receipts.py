@@ -17,7 +17,8 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.engine.engine import Engine
 from draftwing.engine.provenance import Digests
-from draftwing.engine.receipts import check_files, options_for, read_receipt, replay
+from draftwing.engine.receipt_replay import replay
+from draftwing.engine.receipts import check_files, options_for, read_receipt
 from draftwing.errors import GenerationError
 
 CHAT, COMPLETION, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"

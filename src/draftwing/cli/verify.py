@@ -14,7 +14,7 @@ from draftwing.config.sources import POSITIONAL_MODEL, add_arguments
 from draftwing.errors import ReceiptError
 
 if TYPE_CHECKING:
-    from draftwing.engine.receipts import Replay
+    from draftwing.engine.receipt_replay import Replay
     from draftwing.text.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ def add_verify(commands: Any) -> dict[str, Callable[[dict[str, Any]], None]]:
 def run_verify(arguments: dict[str, Any]) -> None:
     """Prints what became of it. Raises ReceiptError, ConfigError or CheckpointError where it cannot be checked, and
     SystemExit with code 1 where the answer differs."""
-    from draftwing.engine.receipts import check_files, options_for, read_receipt, replay, warnings_of
+    from draftwing.engine.receipts import check_files, options_for, read_receipt, warnings_of
 
     receipt = read_receipt(_content(arguments.pop("receipt")))
     arguments.pop(POSITIONAL_MODEL, None)
@@ -44,6 +44,7 @@ def run_verify(arguments: dict[str, Any]) -> None:
     logging.getLogger("draftwing").setLevel(options.log_level.upper())
     check_files(receipt, options)
     from draftwing.engine.engine import Engine
+    from draftwing.engine.receipt_replay import replay
 
     with contextlib.closing(Engine(options)) as engine:
         for warning in warnings_of(receipt, engine.info):

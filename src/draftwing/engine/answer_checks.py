@@ -151,7 +151,7 @@ class AnswerChecks:
         where = "in why it ended" if index is None else f"at token {index}"
         info = self._info()
         try:
-            digests = self._digests.begin(info).result()
+            digests = self._digests.begin(info.provenance).result()
             receipts = [json.dumps(make_receipt(info, digests, one)) for one in (served, replayed)]
         except GenerationError as error:
             receipts = [str(error), "none"]

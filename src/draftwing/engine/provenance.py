@@ -22,7 +22,6 @@ from draftwing.errors import GenerationError
 from draftwing.files import cache_folder, load_json, write_json
 
 if TYPE_CHECKING:
-    from draftwing.engine.admission import EngineInfo
     from draftwing.engine.executor import Executor
 
 # Options that can change a text. Those that name code or files of a machine are left to who checks a receipt.
@@ -154,9 +153,9 @@ class Digests:
         self._of: Provenance | None = None
         self._found: Future[dict[str, str]] = Future()
 
-    def begin(self, info: EngineInfo) -> Future[dict[str, str]]:
-        """Returns the digests as they will be; they raise GenerationError as `file_digest`."""
-        provenance = info.provenance
+    def begin(self, provenance: Provenance | None) -> Future[dict[str, str]]:
+        """Returns the digests as they will be; they raise GenerationError as `file_digest`. provenance: that of an engine
+        which admits requests for receipts."""
         assert provenance is not None, "`EngineInfo.admit` has refused the request"
         with self._lock:
             failed = self._found.done() and self._found.exception() is not None

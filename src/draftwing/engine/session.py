@@ -74,7 +74,7 @@ class Session:
             text = answer.push(output)
             if answer.wants_receipt:
                 info = self.engine.info
-                answer.receipt = make_receipt(info, self._digests.begin(info).result(), answer)
+                answer.receipt = make_receipt(info, self._digests.begin(info.provenance).result(), answer)
             yield answer, text
 
     def run(self, requests: Iterable[GenerationRequest], at_once: int | None = None) -> Generator[Output, None, None]:

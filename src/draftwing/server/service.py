@@ -79,7 +79,7 @@ class Generation:
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
         self._info, self._pools = engine.info, pools
-        self._digests = engine.digests.begin(engine.info) if first.request.receipt else None
+        self._digests = engine.digests.begin(engine.info.provenance) if first.request.receipt else None
         self.records = engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
