@@ -154,8 +154,8 @@ class Digests:
         self._found: Future[dict[str, str]] = Future()
 
     def begin(self, provenance: Provenance | None) -> Future[dict[str, str]]:
-        """Returns the digests as they will be; they raise GenerationError as `file_digest`. provenance: that of an engine
-        which admits requests for receipts."""
+        """Returns the digests of an engine that admits requests for receipts, as they will be; they raise
+        GenerationError as `file_digest`."""
         assert provenance is not None, "`EngineInfo.admit` has refused the request"
         with self._lock:
             failed = self._found.done() and self._found.exception() is not None
