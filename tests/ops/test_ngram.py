@@ -244,6 +244,27 @@ def test_search(ops: TorchOps, few: int, small_chunks: None, low: int, high: int
     assert total > rows // 3
 
 
+def test_a_row_copies_nothing_at_first(ops: TorchOps) -> None:
+    """Whatever the request before it copied: of equal matches the most recent counts, until one has gone on."""
+    index, s = ops.ngram_index(2, ops.device, capacity=1), slots_on(ops, 1, 30)
+    row = torch.tensor([0], device=ops.device)
+
+    def found(text: list[int]) -> tuple[int, list[int]]:
+        """The confidence, and the newest token with the best that may follow."""
+        s.tokens[0, : len(text)] = torch.tensor(text)
+        s.kv_len[0], s.last[0] = len(text) - 1, text[-1]
+        confidence = int(index.confidence(s, row, len(text) - 1))
+        return confidence, index.propose(s, row, TreeShape(1, 1, 2)).tokens[0].tolist()
+
+    one, two = [*range(20, 30), 20, 21, 22], [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3]
+    index.begin(s, row)
+    assert found(one) == (3, [22, 23])
+    assert found([*one, 23]) == (12 + 4, [23, 24]), "it goes on"
+    index.begin(s, row)
+    assert found(two) == (3, [3, 6]), "ten tokens before the newest, as in the first text, 4 followed"
+    assert found([*two, 6]) == (12 + 4, [6, 7])
+
+
 def test_long_context(ops: TorchOps) -> None:
     """8000 tokens: nothing to find, the same token all along, and a copy from far away."""
     pair, rng = Pair(ops, 4, 8001, capacity=1), random.Random(3)
