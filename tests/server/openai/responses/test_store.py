@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -120,6 +121,22 @@ def test_an_id_that_is_given_twice() -> None:
     store.put("", made("a", 5))
     store.put("", made("a", 50, previous="a"))
     assert len(store) == 1 and store.bytes == made("a", 50).size and store.conversation("", "a") is None
+
+
+def test_responses_that_are_stored_at_once_are_all_kept() -> None:
+    """Bob's comes while alice's, her first, is being stored: when it is asked for the time."""
+    bobs = threading.Thread(target=lambda: store.put("bob", made("b")))
+
+    def clock() -> float:
+        if bobs.ident is None:
+            bobs.start()
+            bobs.join(0.3)  # it waits for its turn, or is done long before
+        return 1000.0
+
+    store = ResponseStore(MB, clock=clock)
+    store.put("alice", made("a"))
+    bobs.join()
+    assert store.get("alice", "a") and store.get("bob", "b") and len(store) == 2
 
 
 @pytest.mark.slow
