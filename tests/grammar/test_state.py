@@ -193,6 +193,18 @@ def test_the_end(vocab):
         assert not one.may_end and vocab.eos not in vocab.bits(one.mask())
 
 
+def test_no_token_is_illegal_because_the_grammar_became_too_complex(byte_vocab):
+    """Any number of letters is legal, which thirty rules may divide in any way; the library gives up after a few."""
+    names = [f"s{i}" for i in range(30)]
+    rules = [f"root ::= {' | '.join(names)}", *(f'{name} ::= {name} {name} | "a"' for name in names)]
+    state = start(byte_vocab, "ebnf", "\n".join(rules))
+    (letter,) = byte_vocab.encode("a")
+    with pytest.raises(RequestError, match="too complex"):
+        for _ in range(1000):
+            assert letter in byte_vocab.bits(state.mask())
+            assert state.advance(letter)
+
+
 def test_several_stop_ids_and_none(byte_vocab):
     tokenizer = byte_vocab.tokenizer
     plain = byte_vocab.encode("b")[0]
