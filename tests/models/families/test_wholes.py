@@ -46,7 +46,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v-moe": ("Glm4vMoe", {"rope_parameters": PARTIAL, **SIGMOIDS}, SIGHT | {"image_size": 28}),
     "lfm2-vl": ("Lfm2Vl", {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, SIGLIP),
     "llava": ("Llava", {"model_type": "llama"}, CLIP),
-    "voxtral": ("Voxtral", {"model_type": "llama"}, {}),
+    "voxtral": ("Voxtral", {"model_type": "llama"}, {**INTERN, "num_mel_bins": 16, "max_source_positions": 32}),
     "qwen2-vl": ("Qwen2VL", {"rope_parameters": MROPE}, SIGHT | {"embed_dim": 32, "hidden_size": 64}),
 }  # fmt: skip
 
@@ -55,7 +55,8 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @torch.inference_mode()
 def test_text_alone_equals_transformers(name: str, tmp_path: Path) -> None:
     prefix, text, sight = WHOLES[name]
-    config = getattr(transformers, f"{prefix}Config")(text_config=TEXT | text, vision_config=sight)
+    tower = {"audio_config" if prefix == "Voxtral" else "vision_config": sight}
+    config = getattr(transformers, f"{prefix}Config")(text_config=TEXT | text, **tower)
     torch.manual_seed(0)
     reference = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
     for key, param in reference.named_parameters():
