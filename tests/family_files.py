@@ -25,7 +25,7 @@ HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", *MAMBA]
 FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS), *HYBRIDS]
 WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
 FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
-PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
+PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # of whole blocks of K-quants
 
 
@@ -36,11 +36,13 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
     extra: dict[str, Tensor] = {}
     more: dict[str, Any] = {}
     if family in PREDICTING and family in HYBRIDS:
-        extra, more = hybrid_models.layer_weights(theirs), {"mtp_num_hidden_layers": 1}
+        extra, more = hybrid_models.layer_weights(theirs), {hybrid_models.mtp_key(theirs): 1}
     elif family in PREDICTING:
         extra = moe_models.published(theirs, moe_models.predicting(theirs))
     if form in Type.__members__:
         return theirs, in_gguf(folder, theirs, helper, extra, Type[form])
+    if family.startswith("nemotron"):
+        extra = hybrid_models.expert_by_expert(extra)
     moe_models.with_layer(folder / "model", theirs, extra, **more)
     write_tokenizer(folder / "model")
     if helper is not None:

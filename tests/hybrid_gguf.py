@@ -44,6 +44,8 @@ MAMBA = {
 NEXTN = {
     "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
     "mtp.norm": "nextn.shared_head_norm",
+    "mtp.layers.0.eh_proj": "nextn.eh_proj", "mtp.layers.0.enorm": "nextn.enorm", "mtp.layers.0.hnorm": "nextn.hnorm",
+    "mtp.layers.1.final_layernorm": "nextn.shared_head_norm", "mtp.layers.1.norm": "ffn_norm",
 }  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         _of_granite(writer, config)
         return
     if arch.startswith("nemotron_h"):
-        _of_nemotron(writer, config)
+        _of_nemotron(writer, config, blocks)
         return
     if arch == "falcon-h1":
         _of_falcon(writer, config)
@@ -164,16 +166,17 @@ def _of_granite(writer: gguf_package.GGUFWriter, config: Any) -> None:
                config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
 
 
-def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any) -> None:
-    kinds, experts = config.layer_types, "moe" in config.layer_types
-    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> None:
+    kinds, experts = [[kind] for kind in config.layer_types], "moe" in config.layer_types
+    kinds += [["full_attention", "moe"]] * (blocks - len(kinds))  # a prediction layer
+    writer.add_head_count_kv([config.num_key_value_heads * ("full_attention" in kind) for kind in kinds])
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_scaling_finetuned(False)
     ffn = config.moe_intermediate_size if experts else config.intermediate_size
-    writer.add_feed_forward_length([ffn * (kind in ("mlp", "moe")) for kind in kinds])
+    writer.add_feed_forward_length([ffn * ("mlp" in kind or "moe" in kind) for kind in kinds])
     if experts:
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -299,7 +302,7 @@ def _converted(
     if module in NEXTN:
         return [(f"blk.{config.num_hidden_layers}.{NEXTN[module]}.weight", value)]
     parts = name.split(".")
-    number = int(parts[2]) + config.num_hidden_layers * (parts[0] == "mtp")
+    number = config.num_hidden_layers if parts[0] == "mtp" else int(parts[2])
     block, part, suffix = f"blk.{number}", ".".join(parts[3:-1]), parts[-1]
     if arch == "falcon-h1":
         return _falcon(block, part, suffix, value, config)

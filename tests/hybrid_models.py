@@ -59,6 +59,7 @@ NEMOTRON_EXPERTS = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+NEMOTRON_MTP = "layers.0.eh_proj", "layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm"
 FALCON = {
     "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 32, "head_dim": 32, "embedding_multiplier": 3.0,
     "lm_head_multiplier": 0.4, "key_multiplier": 0.6, "mlp_multipliers": [1.3, 0.7], "attention_out_multiplier": 0.8,
@@ -157,17 +158,20 @@ def saved(folder: Path, model: Any) -> Path:
 
 
 def layer_weights(theirs: Any, seed: int = 5) -> dict[str, Tensor]:
-    """`mtp.*` of a prediction layer, of the shapes of the model's first layer with attention."""
+    """`mtp.*` of a prediction layer, of the shapes of the model's first layer with attention; of Nemotron's, of the
+    first with experts, too."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = theirs.config.hidden_size
-    layer = next(i for i, kind in enumerate(theirs.config.layer_types) if kind == "full_attention")
+    hidden, nemotron = theirs.config.hidden_size, theirs.config.model_type == "nemotron_h"
+    first = theirs.config.layer_types.index
     shapes = {
-        name.replace(f"model.layers.{layer}.", "mtp.layers.0."): value.shape
+        name.replace(f"model.layers.{layer}.", f"mtp.layers.{i}."): value.shape
+        for i, layer in enumerate((first("full_attention"), *([first("moe")] if nemotron else ())))
         for name, value in theirs.state_dict().items()
         if name.startswith(f"model.layers.{layer}.")
     }
-    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    join, *norms = NEMOTRON_MTP if nemotron else ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in norms}
+    shapes[f"mtp.{join}.weight"] = (hidden, 2 * hidden)
     return {
         name: 0.3 * torch.randn(shape, generator=generator) / (1 if len(shape) == 1 else shape[-1] ** 0.5 / 3)
         for name, shape in shapes.items()
@@ -178,10 +182,26 @@ def with_layer(folder: Path, theirs: Any, weights: Mapping[str, Tensor], **more:
     """A checkpoint with its prediction layer, as published: experts of one tensor, or of many."""
     saved(folder, theirs)
     stored = load_file(folder / "model.safetensors")
-    save_file({**stored, **weights}, folder / "model.safetensors")
+    own = expert_by_expert(weights) if theirs.config.model_type == "nemotron_h" else weights
+    save_file({**stored, **own}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1, **more}))
+    (folder / "config.json").write_text(json.dumps({**config, mtp_key(theirs): 1, **more}))
     return folder
+
+
+def mtp_key(theirs: Any) -> str:
+    """Of a config that has a prediction layer."""
+    return "num_nextn_predict_layers" if theirs.config.model_type == "nemotron_h" else "mtp_num_hidden_layers"
+
+
+def expert_by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tensors of all experts, those of each."""
+    apart = {}
+    for name, value in weights.items():
+        prefix, found, matrix = name.partition(".experts.")
+        some = {f"{prefix}.experts.{i}.{matrix}.weight": one.clone() for i, one in enumerate(value)} if found else {}
+        apart |= some or {name: value}
+    return apart
 
 
 @torch.inference_mode()

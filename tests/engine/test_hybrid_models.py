@@ -47,7 +47,7 @@ def texts(
 def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind.startswith("qwen")
+    predicts = kind.startswith(("qwen", "nemotron-h-"))
     if predicts:
         with_layer(folder, theirs, layer_weights(theirs))
     else:
@@ -97,8 +97,8 @@ EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe"])
 @pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1"])
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
-    folder, _ = written(tmp_path, kind, **EVEN.get(kind, {}))
-    with LLM(str(folder), **ENGINE, speculative_algorithm="NGRAM", quantization="q8_0") as llm:
+    folder, drafters = written(tmp_path, kind, **EVEN.get(kind, {}))
+    with LLM(str(folder), **ENGINE, speculative_algorithm=drafters[:2][-1], quantization="q8_0") as llm:
         stages = llm.engine.parts.executor.graphs
         if not isinstance(stages, RecordedStages):
             pytest.skip("nothing is recorded here")

@@ -197,6 +197,7 @@ class Family:
     # How prediction layers are named: `model.mtp_layers.N`; `mtp`, of which there is one, that reads the embedding
     # first; or such a one as the layer behind the model's own. "": there are none with the model.
     predicts: Literal["", "mtp_layers", "mtp", "numbered"] = ""
+    mtp_names: Mapping[str, str] = field(default_factory=dict)  # what is called otherwise below `mtp`, without layers
     assistants: tuple[str, ...] = ()  # `model_type` of models that draft by its keys and values
     gguf: InGGUF | None = None
 

@@ -138,7 +138,7 @@ def _of_experts(
         for part, rows in zip(parts, np.array_split(stored, len(parts)), strict=True)
     ]
     for expert, part, stored in each:
-        theirs = f"{layer_name(int(match[1]), own)}.{names.experts}.{expert}.{part}.{match[3]}"
+        theirs = f"{layer_name(int(match[1]), match[2], config, own)}.{names.experts}.{expert}.{part}.{match[3]}"
         if bias:
             yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
         elif as_stored:
@@ -247,9 +247,13 @@ _NEXTN_NAMES = {
 _BARE = {"attn_sinks", "ssm_a", "ssm_dt", "ssm_d", "layer_output_scale"}  # in folders without `.weight` or `.bias`
 
 
-def layer_name(block: int, own: int) -> str:
-    """Returns what a block's names begin with. own: layers of the model itself."""
-    return f"model.layers.{block}" if block < own else f"{MTP}layers.{block - own}"
+def layer_name(block: int, part: str, config: ModelConfig, own: int) -> str:
+    """Returns what the name of a block's part begins with. own: layers of the model itself."""
+    if block < own:
+        return f"model.layers.{block}"
+    # Where layers have one part alone, the MLP of a prediction layer is one of its own.
+    of_mlp = part.startswith(("ffn_", "exp_probs_b", "post_attention_norm"))
+    return f"{MTP}layers.{block - own + bool(of_mlp and config.family.mtp_names)}"
 
 
 def hf_name(name: str, config: ModelConfig, own: int) -> str:
@@ -259,7 +263,8 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias|)", name)
     if match is None:
         return (TOP_NAMES | {**form.top_names}).get(name, name)
-    layer, part, suffix = layer_name(int(match[1]), own), match[2], match[3]
+    part, suffix = match[2], match[3]
+    layer = layer_name(int(match[1]), part, config, own)
     names = {**BLOCK_NAMES, **(_OUT_NORM_NAMES if family.out_norms else {}), **form.names}
     of_experts, experts = family.expert_names, config.experts
     if part == "ffn_gate_inp" and experts is not None:
@@ -270,7 +275,7 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     if shared is not None and experts is not None and experts.shared:
         return f"{layer}.{of_experts.shared}.{getattr(of_experts, shared[1])}{suffix}"
     if part in _NEXTN_NAMES:
-        return f"{MTP}{_NEXTN_NAMES[part]}{suffix}"
+        return f"{MTP}{family.mtp_names.get(_NEXTN_NAMES[part], _NEXTN_NAMES[part])}{suffix}"
     if part not in names:
         return name
     return f"{layer}.{family.layer_names.get(names[part], names[part])}{'' if part in _BARE else suffix}"

@@ -168,11 +168,23 @@ _NEMOTRON_H: dict[str, Any] = {
         "post_attention_layernorm": "norm",
     },
     "final_norm": "model.norm_f",
+    "predicts": "mtp",
+    "mtp_names": {
+        "fc": "layers.0.eh_proj",
+        "pre_fc_norm_embedding": "layers.0.enorm",
+        "pre_fc_norm_hidden": "layers.0.hnorm",
+        "norm": "layers.1.final_layernorm",
+    },
     "neutral": _NEUTRAL,
     "apart": _apart,
 }
 _IN_GGUF: dict[str, Any] = {
-    "names": {**IN_GGUF, "ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"},
+    "names": {
+        **IN_GGUF,
+        "ffn_latent_down": "mlp.fc1_latent_proj",
+        "ffn_latent_up": "mlp.fc2_latent_proj",
+        "post_attention_norm": "post_attention_layernorm",  # of prediction layers
+    },
     "top_names": {"output_norm.weight": "model.norm_f.weight"},
     "fields": _metadata,
     "layers": _in_gguf,

@@ -50,7 +50,7 @@ from draftwing.models.heads.config import (
     same,
 )
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead, first_layer_name
-from draftwing.models.heads.mtp import MTPHead, untrained
+from draftwing.models.heads.mtp import MTPHead, stored_layers, untrained
 from draftwing.models.heads.own_layers import UNSERVED, mtp_tensors, of_prediction_layer, unserved
 from draftwing.models.loader import Tensors, fill_parameters
 from draftwing.models.quantised.read import assembled, is_quantised
@@ -176,7 +176,8 @@ def load_mtp_head(
     one = all(not name.startswith(MTP_LAYERS) for name in own)
     prefix = f"{MTP}layers." if one else MTP_LAYERS
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}
-    head = MTPHead(target, len(numbers) or 1, dtype, "meta", stored_format, one)
+    each = len(stored_layers(target.config)) if one else 1
+    head = MTPHead(target, -(-len(numbers) // each) or 1, dtype, "meta", stored_format, one)
     fill_head(head, own.items(), device, dummy)
     return _finish(head, token_ids, started, dummy)
 

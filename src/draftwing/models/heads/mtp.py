@@ -1,10 +1,10 @@
-"""Multi-token prediction layers that are stored with their model, as MiMo-7B (arXiv 2505.07608), Qwen3.5
-and GLM-4.5 have them.
+"""Multi-token prediction layers that are stored with their model, as MiMo-7B (arXiv 2505.07608), Qwen3.5,
+GLM-4.5 and Nemotron 3 have them.
 
 Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise,
-with attention also in models whose own layers mostly have none; embedding and head are the model's. One layer is run
-for any number of steps. Of several, each predicts one token further: layer j joins the model's output at position t
-with the embedding of token t + 1 + j.
+with attention also in models whose own layers mostly have none, and with an MLP where these are one part alone;
+embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
+further: layer j joins the model's output at position t with the embedding of token t + 1 + j.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import LayerConfig, NoMixer
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.latent import LatentAttentionConfig
@@ -139,26 +139,47 @@ class MTPHead(FeatureHead):
         return table
 
     def _names_of_one(self) -> dict[str, ParamSlice]:
-        hidden, added = self.config.hidden_size, self.config.norm.offset
-        table = layer_names(self.config, f"{MTP}layers.0", "layers.0.layer", ranks=self.ranks)
+        hidden, added, theirs = self.config.hidden_size, self.config.norm.offset, self.config.family.mtp_names
+        table: dict[str, ParamSlice] = {}
+        for i, part in enumerate(stored_layers(self.target.config)):
+            config = replace(self.config, layers=(part,))
+            table |= layer_names(config, f"{MTP}layers.{i}", "layers.0.layer", ranks=self.ranks)
         for name, param in (
             ("pre_fc_norm_embedding", "token_norm"),
             ("pre_fc_norm_hidden", "hidden_norm"),
             ("norm", "final_norm"),
         ):
-            table[f"{MTP}{name}.weight"] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
-        return table | named(self.config.weight_format, f"{MTP}fc", "layers.0.input_proj", 0, hidden)
+            at = f"{MTP}{theirs.get(name, name)}.weight"
+            table[at] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
+        return table | named(
+            self.config.weight_format, f"{MTP}{theirs.get('fc', 'fc')}", "layers.0.input_proj", 0, hidden
+        )
 
 
 def _layer_of(config: ModelConfig) -> LayerConfig:
-    """Returns what a prediction layer is like: the target's first with attention, and with experts where it has any."""
+    """Returns what a prediction layer is like, from the config of its target."""
+    layer, *mlp = stored_layers(config)
+    return replace(mlp[0], mixer=layer.mixer) if mlp else layer
+
+
+def stored_layers(config: ModelConfig) -> list[LayerConfig]:
+    """Returns as what layers it is stored: the target's first with attention, and with experts where it has any; behind
+    one without an MLP the first that is an MLP alone, and has experts where any has. Raises CheckpointError where no
+    layer of the target could be one."""
     able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
-    return next((layer for layer in able if layer.experts is not None), able[0])
+    if not able:
+        raise CheckpointError(
+            f"prediction layers of {config.architecture} are not supported: no layer is plain attention"
+        )
+    alone = [] if able[0].has_mlp else [layer for layer in config.layers if isinstance(layer.mixer, NoMixer)]
+    return [next((layer for layer in some if layer.experts is not None), some[0]) for some in (able, alone) if some]
 
 
 def untrained(config: ModelConfig) -> str | None:
     """Returns what prediction layers of such a model have that is not trained; None where they can be."""
-    layer = _layer_of(config)
+    layer, *mlp = stored_layers(config)
+    if mlp:
+        return "an MLP that is a layer of its own"
     if layer.experts is not None:
         return "experts"
     if not isinstance(layer.mixer, AttentionConfig):
