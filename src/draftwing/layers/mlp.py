@@ -48,11 +48,6 @@ class UngatedMLP(nn.Module):
         self._ops = PLAIN
         self._how: Tensor | None = None  # as `LayerOps.xielu` has it, once packed
 
-    @property
-    def gate_up(self) -> Linear:
-        """Returns the matrix in front of the activation, under the name that it has in `GatedMLP`."""
-        return self.up
-
     def pack(self, ops: LayerOps) -> None:
         """Lets the device do the activation as it does it best; the activation is not trainable afterwards."""
         self._ops = ops

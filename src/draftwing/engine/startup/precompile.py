@@ -414,7 +414,7 @@ def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Qu
         if isinstance(part, ExpertLinear):
             held.append((_ANY_EXPERT, part))
         elif isinstance(part, ExpertMLP) and part.shared is not None and (stored is None or stored.method != "mxfp4"):
-            held += [(_SHARED_EXPERT, part.shared.gate_up), (_SHARED_EXPERT, part.shared.down)]
+            held += [(_SHARED_EXPERT, linear) for linear in part.shared.linears()]
     for name, linear in held:
         weight = _held(name, linear.out_features, linear.in_features, dtype, asked, stored)
         if weight is not None:
