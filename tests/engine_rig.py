@@ -65,6 +65,8 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
                 weight.copy_(-torch.rand(weight.shape, generator=generator))
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
+            elif name.endswith(("norm.bias", "mlp.down.bias")):  # larger ones choose the tokens
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 32)
             elif not name.endswith("norm.weight"):  # biases, and vectors of a mixer
                 weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
     return model.to(device=device, dtype=dtype).eval()

@@ -239,8 +239,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 }
 
 
+OTHERS = "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"  # matrices without `_proj`
+
+
 def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
-    """Rewrites the matrices `*_proj*` of a checkpoint; returns all its tensors with these dequantised, float32.
+    """Rewrites the matrices of a checkpoint's layers; returns all its tensors with these dequantised, float32.
 
     writer: of a module; None: it stays as it is.
     """
@@ -250,7 +253,7 @@ def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Write
     for name, value in load_file(file).items():
         module, _, suffix = name.rpartition(".")
         part = module.rpartition(".")[2]  # of experts in Mixtral's names, too
-        is_matrix = ("_proj" in part or part in ("w1", "w2", "w3")) and suffix == "weight" and value.dim() == 2
+        is_matrix = ("_proj" in part or part in OTHERS) and suffix == "weight" and value.dim() == 2
         write = writer(module) if is_matrix else None
         if write is None:
             stored[name] = exact[name] = value

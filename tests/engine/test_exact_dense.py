@@ -23,6 +23,8 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "phi3": ("blocks",), "phi3-longrope": (RANKS,), "glm4": ("cpu", RANKS), "ministral3": ("cpu", "blocks"),
     "gemma2": ("cpu", "blocks", RANKS), "cohere2": ("cpu", "blocks", RANKS),
     "granite-moe": ("cpu",), "ling2": ("cpu",),
+    "stablelm-parallel": ("cpu",), "starcoder2": ("cpu",), "phi": ("cpu", "blocks", RANKS),
+    "neox": ("cpu", "blocks", RANKS), "nemotron": ("blocks",),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
 }  # fmt: skip
 PAIRS = [
@@ -32,6 +34,9 @@ PAIRS = [
 ]
 # Else logits are nearly equal: of heads the rig makes larger ones, but not of one that is the embedding.
 MORE: dict[str, dict[str, Any]] = {
+    "stablelm-parallel": {"tie_word_embeddings": False},
+    "starcoder2": {"tie_word_embeddings": False, "use_bias": False},
+    "neox": {"attention_bias": False},
     "granite": {"logits_scaling": 0.5},
     "apertus": {"attention_bias": False},
     "arcee": {"attention_bias": False, "mlp_bias": False},
@@ -72,9 +77,10 @@ def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> Non
     assert contexts[1] <= 64 < contexts[0] and texts[0] == texts[1]
 
 
-@pytest.mark.further(family=["cohere2", "arcee", "ernie4.5-moe", "granite-moe", "ling2"])
+@pytest.mark.further(family=["cohere2", "arcee", "phi", "neox", "ernie4.5-moe", "granite-moe", "ling2"])
 @pytest.mark.parametrize(
-    "family", ["hunyuan", "gemma2", "cohere2", "apertus", "arcee", "ernie4.5-moe", "granite-moe", "ling2"]
+    "family",
+    ["hunyuan", "gemma2", "cohere2", "apertus", "arcee", "phi", "neox", "ernie4.5-moe", "granite-moe", "ling2"],
 )
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, family: str) -> None:
     sizes = {"intermediate_size": 32 if family == "granite-moe" else 128}

@@ -25,7 +25,7 @@ from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.weight_map import checkpoint_names, stored_tensors
+from draftwing.models.weight_map import canonical, checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.gemm.stored import MXRows
 from draftwing.parallel.ranks import ALONE, Absent
@@ -282,6 +282,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4.5-moe-defaults": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_intermediate_size": 32}),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "rope_parameters": PLAIN}),
+    "stablelm": (
+        "StableLm",
+        {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "tie_word_embeddings": True}),
+    "stablelm-defaults": ("StableLm", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 30, "norm_epsilon": 1e-3, "rope_parameters": PLAIN}),
+    "starcoder2-plain": ("Starcoder2", {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}),
+    "phi": ("Phi", {"layer_norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}}),
+    "phi-tied": ("Phi", {"tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "neox": ("GPTNeoX", {"layer_norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "neox-sequential": (
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "neox-defaults": ("GPTNeoX", {}),
+    "nemotron": (
+        "Nemotron",
+        {"head_dim": 32, "norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
+    "nemotron-biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
     "ministral3": (
         "Ministral3",
         {
@@ -360,6 +386,7 @@ def test_prefill_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
 def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair
     ids, cache = tokens(60), DenseCache()
+    model.set_max_positions(256, context=60)  # longrope's factors of short contexts
     expected = reference(ids[None]).logits[0]
     rows = []
     for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 60))]:
@@ -367,6 +394,7 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
         assert aux_hidden is None
         rows.append(model.logits(hidden))
     torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
+    model.set_max_positions(256)
 
 
 @pytest.mark.slow
@@ -380,8 +408,12 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     F.cross_entropy(reference(ids[None]).logits[0, :-1], ids[1:]).backward()
     hidden, _ = model(ids, torch.arange(12), DenseCache())
     F.cross_entropy(model.logits(hidden)[:-1], ids[1:]).backward()
-    theirs, found = dict(reference.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
-    ends = r"embed_tokens|layers\.0\.(self_attn\.(q|qkv)_proj|(input|post_attention|attention)_layernorm)"
+    # By the names that they have here.
+    parameters, apart = reference.named_parameters(), model.config.family.apart or (lambda name, value: [(name, value)])
+    theirs = dict(one for name, value in parameters for one in apart(canonical(name), value))
+    found = dict(model.named_parameters(remove_duplicate=False))
+    of_layer = r"self_attn\.(q|qkv)_proj|attention\.query_key_value|(input|post_attention|attention)_layernorm"
+    ends = rf"embed_tokens|layers\.0\.({of_layer})"
     table = checkpoint_names(model.config)
     named = [(name, part) for name, part in table.items() if re.fullmatch(rf"model\.({ends})\.weight", name)]
     assert len(named) >= 3
@@ -538,11 +570,27 @@ def test_ranks_have_experts_whole(tmp_path: Path) -> None:
         load_config(tmp_path).layers[0].experts.spread(Absent(3, 0, True))
 
 
-OF_RANKS = ["gemma2", "cohere2", "hunyuan-moe", "apertus", "arcee", "granite-moe-shared", "ernie4.5-moe", "ling2"]
+OF_RANKS = [
+    "gemma2",
+    "cohere2",
+    "stablelm",
+    "starcoder2",
+    "phi",
+    "neox",
+    "nemotron-biases",
+    "hunyuan-moe",
+    "apertus",
+    "arcee",
+    "granite-moe-shared",
+    "ernie4.5-moe",
+    "ling2",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.further(family=[family for family in OF_RANKS if family not in ("apertus", "granite-moe-shared", "ling2")])
+@pytest.mark.further(
+    family=[family for family in OF_RANKS if family not in ("apertus", "phi", "neox", "granite-moe-shared", "ling2")]
+)
 @pytest.mark.parametrize("family", OF_RANKS)
 @torch.inference_mode()
 def test_a_folder_that_two_ranks_read(tmp_path: Path, family: str) -> None:

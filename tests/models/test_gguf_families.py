@@ -36,6 +36,9 @@ IN_FILES = {
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
     "dots1": ("dots1", False),
+    "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
+    "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
+    "nemotron": ("nemotron", False),
 }  # fmt: skip
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias",
@@ -44,7 +47,11 @@ IN_CONVERTERS = {
     "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
 }  # fmt: skip
 # What files do not say: windows of some layers, a scale that is that of the heads' size.
-UNSAID: dict[str, dict[str, Any]] = {"dots1": {"sliding_window": None}, "gemma2": {"query_pre_attn_scalar": 32}}
+UNSAID: dict[str, dict[str, Any]] = {
+    **{key: {"num_key_value_heads": 4, "hidden_act": "gelu"} for key in ("neox", "neox-sequential")},
+    "dots1": {"sliding_window": None},
+    "gemma2": {"query_pre_attn_scalar": 32},
+}
 
 
 def _head_dim(config: Any) -> int:
@@ -60,11 +67,15 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
-    if hasattr(config, "layer_norm_eps"):
-        writer.add_layer_norm_eps(config.layer_norm_eps)
-        writer.add_logit_scale(config.logit_scale)
-    else:
+    if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        named = (getattr(config, f"{key}", None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
+        writer.add_layer_norm_eps(next(eps for eps in named if eps is not None))
+    if hasattr(config, "logit_scale"):
+        writer.add_logit_scale(config.logit_scale)
+    if hasattr(config, "use_parallel_residual"):
+        writer.add_parallel_residual(config.use_parallel_residual)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
@@ -155,7 +166,10 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
         if ".act_fn." in name:
             continue
         name = name.removesuffix("_proj") + "_proj.weight" if values.ndim == 3 else name
-        if arch in ("gemma", "gemma2") and "norm" in name:
+        if arch == "gptneox" and "query_key_value" in name:  # converters put all queries first
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = by_head.swapaxes(0, 1).reshape(values.shape).copy()
+        if arch in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith(("expert_gate.weight", "moe_statics.e_score_correction_bias")):
             values = values[0]

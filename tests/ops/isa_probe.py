@@ -75,6 +75,7 @@ def norms(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         x, delta, weight = made.floats(dtype, 7, size), made.floats(dtype, 7, size), made.floats(dtype, size)
         yield ops.rms_norm(x, weight, 1e-5)
         yield ops.layer_norm(x, weight, 1e-5)
+        yield ops.layer_norm(x, weight, 1e-5, delta[0])
         yield from ops.add_rms_norm(x, delta, weight, 1e-6)
 
 
@@ -84,6 +85,7 @@ def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.gelu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
         yield ops.relu_squared(made.floats(dtype, 5, ffn))
+        yield from (ops.gelu(made.floats(dtype, 5, ffn, scale=scale), exact) for exact in (False, True))
         yield ops.xielu(made.floats(dtype, 5, ffn, scale=3.0), torch.tensor([0.8, 1.3, 0.5, -1e-6]))
         yield ops.soft_cap(made.floats(dtype, 5, ffn, scale=scale), 30.0)
         yield ops.add_scaled(made.floats(dtype, 5, ffn), made.floats(dtype, 5, ffn), scale / 3)

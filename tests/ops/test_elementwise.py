@@ -69,6 +69,23 @@ def test_activations_without_a_gate(size: int, dtype: torch.dtype, ops: TorchOps
         assert found.isnan().nonzero().tolist() == [[1, 5]]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [31, 576])
+def test_gelu_without_a_gate(size: int, exact: bool, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = edges(made(ops, dtype, 5, size) * 3)
+    found = ops.gelu(x, exact)
+    expected = torch.nn.functional.gelu(x.double(), approximate="none" if exact else "tanh")
+    if dtype == torch.float32:  # far below zero, where 1 and what is nearly 1 cancel in torch
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=3e-6 if ops.name != "cpu" else 1e-9)
+    else:
+        close(found, expected, ops, floor=0.1)
+    assert found.dtype == dtype and ops.gelu(x[:0], exact).shape == (0, size)
+    if size % 32 == 0 or (ops.name == "cpu" and dtype != torch.float16):  # torch rounds ends of memory otherwise
+        assert torch.equal(ops.gelu(x[3:4], exact), found[3:4])
+    x[1, 5] = torch.nan
+    assert ops.gelu(x, exact).isnan().nonzero().tolist() == [[1, 5]]
+
+
 @pytest.mark.parametrize("size", [31, 576])
 def test_soft_cap(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     x = edges(made(ops, dtype, 5, size) * 20)

@@ -58,11 +58,13 @@ def test_rms_norm_rounds_as_its_device_does(ops: TorchOps) -> None:
 def test_layer_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     x, weight = made(ops, dtype, 7, size) + 2, made(ops, dtype, size, seed=1)
     x[2] *= 100
-    found = ops.layer_norm(x, weight, 1e-5)
-    assert found.dtype == dtype and ops.layer_norm(x[:0], weight, 1e-5).shape == (0, size)
-    close(found, F.layer_norm(x.double(), (size,), weight.double(), eps=1e-5), ops, floor=1.0)
-    for rows in (1, 3):
-        assert torch.equal(ops.layer_norm(x[2 : 2 + rows], weight, 1e-5), found[2 : 2 + rows])
+    assert ops.layer_norm(x[:0], weight, 1e-5).shape == (0, size)
+    for bias in (None, made(ops, dtype, size, seed=2)):
+        found, exact = ops.layer_norm(x, weight, 1e-5, bias), None if bias is None else bias.double()
+        assert found.dtype == dtype
+        close(found, F.layer_norm(x.double(), (size,), weight.double(), exact, 1e-5), ops, floor=1.0)
+        for rows in (1, 3):
+            assert torch.equal(ops.layer_norm(x[2 : 2 + rows], weight, 1e-5, bias), found[2 : 2 + rows])
 
 
 @pytest.mark.further(ops="triton", size=576)

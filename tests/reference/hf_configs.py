@@ -151,6 +151,46 @@ GEMMA3_1B: dict[str, Any] = {  # as it was published
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
+PHI_2: dict[str, Any] = {
+    "architectures": ["PhiForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 50256, "embd_pdrop": 0.0,
+    "eos_token_id": 50256, "hidden_act": "gelu_new", "hidden_size": 2560, "initializer_range": 0.02,
+    "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "phi",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4,
+    "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "vocab_size": 51200,
+}  # fmt: skip
+STABLELM2_12B: dict[str, Any] = {
+    "architectures": ["StableLmForCausalLM"], "eos_token_id": 100257, "hidden_act": "silu", "hidden_dropout": 0.0,
+    "hidden_size": 5120, "intermediate_size": 13824, "layer_norm_eps": 1e-05, "max_position_embeddings": 4096,
+    "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10000, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_parallel_residual": True, "use_qkv_bias": False, "vocab_size": 100352,
+}  # fmt: skip
+STARCODER2_7B: dict[str, Any] = {
+    "activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1,
+    "attention_softmax_in_fp32": True, "bos_token_id": 0, "embedding_dropout": 0.1, "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.018042,
+    "intermediate_size": 18432, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type": "default",
+    "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 36,
+    "num_hidden_layers": 32, "num_key_value_heads": 4, "residual_dropout": 0.1, "rope_theta": 1000000,
+    "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 4096,
+    "torch_dtype": "bfloat16", "use_bias": True, "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+PYTHIA_14B: dict[str, Any] = {
+    "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 16, "num_hidden_layers": 24,
+    "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "use_cache": True, "use_parallel_residual": True, "vocab_size": 50304,
+}  # fmt: skip
+MINITRON_4B: dict[str, Any] = {
+    "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+    "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134,
+    "intermediate_size": 9216, "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "nemotron",
+    "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
 APERTUS_8B: dict[str, Any] = {
     "architectures": ["ApertusForCausalLM"], "attention_bias": False, "eos_token_id": [68, 72], "hidden_act": "xielu",
     "hidden_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 21504, "max_position_embeddings": 65536,

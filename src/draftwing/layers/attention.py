@@ -34,7 +34,8 @@ class AttentionConfig(MixerConfig):
     second.
     v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
     matrix for keys, before their norm, and values.  interleaved: whether elements that are turned lie in pairs in a
-    checkpoint.  fused: whether it has one matrix for queries, keys and values.  scaled_queries: whether the rotary
+    checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head lie
+    together.  scaled_queries: whether the rotary
     embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are normed when
     they are turned, not before.
     """
@@ -57,6 +58,7 @@ class AttentionConfig(MixerConfig):
     values_are_keys: bool = False
     interleaved: bool = False
     fused: bool = False
+    by_head: bool = False
     scaled_queries: bool = False
     cap: float = 0.0
     norms_after: bool = False
@@ -85,6 +87,8 @@ class AttentionConfig(MixerConfig):
                 f"the number of heads must be a multiple of the number of key/value heads, "
                 f"found {self.heads} and {self.kv_heads}"
             )
+        if self.by_head and self.kv_heads != self.heads:
+            raise CheckpointError(f"expected as many key/value heads as heads, {self.heads}, found {self.kv_heads}")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
         if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
@@ -114,7 +118,10 @@ class AttentionConfig(MixerConfig):
         q_order, k_order = self._q_order(own, rank), self._order(range(first, first + own.kv_heads), self.kv_heads)
         parts: list[StoredMatrix | StoredVector] = []
         if self.fused:
-            parts.append(self._stored_as_one((q, q_order), (kv.share, k_order)))
+            every = range(rank * own.heads, (rank + 1) * own.heads)
+            parts.append(
+                self._stored_by_head(every) if self.by_head else self._stored_as_one((q, q_order), (kv.share, k_order))
+            )
         else:
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), q_order))
         if self.kv_from is None and not self.fused:
@@ -139,6 +146,15 @@ class AttentionConfig(MixerConfig):
             at += share.whole
         order, rows = ordered(0, runs, at), q.size + 2 * kv.size
         return StoredMatrix("self_attn.qkv_proj", "qkv", 0, rows, self.qkv_bias, Cut(0, Share(0, at, at)), order)
+
+    def _stored_by_head(self, heads: range) -> StoredMatrix:
+        """Returns the matrix of queries, keys and values that has those of a head together. heads: of this rank."""
+        size, turned = self.head_dim, self._order(heads, self.heads, 3)
+        assert turned is not None
+        runs = [(start + part * size, rows) for part in range(2) for start, rows in turned.runs]
+        order = ordered(0, [*runs, *((3 * head * size + 2 * size, size) for head in heads)], turned.whole)
+        whole = Cut(0, Share(0, turned.whole, turned.whole))
+        return StoredMatrix("self_attn.qkv_proj", "qkv", 0, 3 * len(heads) * size, self.qkv_bias, whole, order)
 
     def _stored_norms(self, own: AttentionConfig, ranks: Ranks) -> list[StoredVector]:
         """own: of this rank."""

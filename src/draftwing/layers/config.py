@@ -29,13 +29,14 @@ class NormConfig:
 
     wide: whether weights are in float32, and what they are multiplied with is not rounded before.  offset: what is
     added to a weight as checkpoints store it.  centred: whether a row's mean is taken from it first, so that they are
-    LayerNorm without a bias, which is rounded once; else they are RMS norms.
+    LayerNorm, which is rounded once; else they are RMS norms.  bias: whether LayerNorm has one.
     """
 
     eps: float = 1e-6
     wide: bool = False
     offset: float = 0.0
     centred: bool = False
+    bias: bool = False
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns that of the weights in a model in `dtype`, which is what float64 stays in tests."""
@@ -43,7 +44,8 @@ class NormConfig:
 
 
 NORM = NormConfig()  # of Llama
-Activation = Literal["silu", "gelu", "relu2", "xielu"]  # relu2: the square of ReLU, which as xIELU has no gate
+# Of a gate: SiLU, or GELU by tanh. Without a gate: the square of ReLU, xIELU, GELU by tanh and as it is.
+Activation = Literal["silu", "gelu", "relu2", "xielu", "ungated_gelu", "ungated_exact_gelu"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class LayerConfig:
     mixer: the part in which tokens read of earlier ones, or `NoMixer`.  ffn: width of its MLP, 0: there is none.
     experts: in place of an MLP of `ffn`, or beside it.  activation: of the MLP's gate, or of one without a gate.
     in_norms, out_norms: whether there are norms before mixer and MLP, and behind them, before the residual stream is
-    added.  parallel: whether the MLP reads what the mixer reads, and has no norm of its own.  residual_scale: of what
-    mixer and MLP give, before it is added.
+    added.  parallel: whether the MLP stands beside the mixer, and reads what that reads; own_norm: it has a norm of its
+    own then, of the same stream.  residual_scale: of what mixer and MLP give, before it is added.
     per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
     none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
     """
@@ -130,6 +132,7 @@ class LayerConfig:
     in_norms: bool = True
     out_norms: bool = False
     parallel: bool = False
+    own_norm: bool = False
     residual_scale: float = 1.0
     per_layer: int = 0
     scaled: bool = False

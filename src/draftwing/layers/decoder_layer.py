@@ -43,7 +43,9 @@ class DecoderLayer(nn.Module):
         at = -1 if pool_layer is None else pool_layer
         self.mixer = config.mixer.build(Placement(config, at, dtype, device, in_size or config.hidden))
         self.attn_out_norm = norm() if config.out_norms else None
-        self.mlp_norm = norm() if config.in_norms and config.has_mlp and not config.parallel else None
+        self.mlp_norm = (
+            norm() if config.in_norms and config.has_mlp and (config.own_norm or not config.parallel) else None
+        )
         self.mlp_out_norm = norm() if config.out_norms else None
         beside = config.experts is not None and config.experts.beside
         dense = GatedMLP if config.gated else UngatedMLP
@@ -171,7 +173,8 @@ class DecoderLayer(nn.Module):
             return self._ops.add_scaled(x, self.mlp_out_norm(made if self.beside is None else self.beside(made, x)))
         if self._parallel:
             assert isinstance(normed, Tensor)
-            return self.mlp(normed, residual=self.mixer(normed, cos, sin, attend, residual=x))
+            read = normed if self.mlp_norm is None else self.mlp_norm(x)
+            return self.mlp(read, residual=self.mixer(normed, cos, sin, attend, residual=x))
         quantises, norm = self._quantises[1], self.mlp_norm
         assert norm is not None
         if self._scale != 1:

@@ -117,7 +117,8 @@ class Linear(LinearBase):
 
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., in_features], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32"""
-        return self.op.exact_logits(hidden, ids, self._ops)
+        logits = self.op.exact_logits(hidden, ids, self._ops)
+        return logits if self.bias is None else logits + self.bias[ids]
 
 
 def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
@@ -129,7 +130,8 @@ def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
 
 
 def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
-    """Returns the layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
+    """Returns the layer, whose outputs are this rank's share of `whole`, with all of them once it is packed. A bias is
+    that of all."""
     if ranks.size > 1:
         linear.wrap_packed = lambda op, ops: VocabParallel(op, ops, ranks, whole)
     return linear

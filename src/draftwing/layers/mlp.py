@@ -36,14 +36,14 @@ class GatedMLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """down(relu(up(x))²), or with xIELU (Huang and Schlag 2024, arXiv 2411.13010)."""
+    """down(relu(up(x))²), or with GELU, or xIELU (Huang and Schlag 2024, arXiv 2411.13010)."""
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
         self.up = Linear(hidden, ffn, bias, dtype, device, form)
         self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
-        learned = config.activation == "xielu"
+        learned, self._activation = config.activation == "xielu", config.activation
         self.xielu = nn.Parameter(torch.zeros(len(XIELU), dtype=torch.float32, device=device)) if learned else None
         self._ops = PLAIN
         self._how: Tensor | None = None  # as `LayerOps.xielu` has it, once packed
@@ -56,10 +56,12 @@ class UngatedMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """As `GatedMLP`."""
         made = self.up(x)
-        if self.xielu is None:
+        if self.xielu is not None:
+            made = self._ops.xielu(made, self._made_how(self.xielu) if self._how is None else self._how)
+        elif self._activation == "relu2":
             made = self._ops.relu_squared(made)
         else:
-            made = self._ops.xielu(made, self._made_how(self.xielu) if self._how is None else self._how)
+            made = self._ops.gelu(made, self._activation == "ungated_exact_gelu")
         return self.down(made, residual, overwrite=True)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -44,10 +44,16 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight over the last axis, in float32."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight, perhaps + bias, over the last axis, in float32."""
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, bias: bool = False
+    ) -> None:
+        super().__init__(size, eps, dtype, device)
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ops.layer_norm(x, self.weight, self.eps)
+        return self._ops.layer_norm(x, self.weight, self.eps, self.bias)
 
     __call__ = forward
 
@@ -58,4 +64,6 @@ class LayerNorm(RMSNorm):
 
 def norm_of(config: NormConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
     """Returns the norm of a stream of this size in a model in `dtype`, its weight not filled."""
-    return (LayerNorm if config.centred else RMSNorm)(size, config.eps, config.dtype(dtype), device)
+    if config.centred:
+        return LayerNorm(size, config.eps, config.dtype(dtype), device, config.bias)
+    return RMSNorm(size, config.eps, config.dtype(dtype), device)

@@ -15,7 +15,7 @@ import torch
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import NORM, ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
@@ -40,7 +40,7 @@ class ModelConfig:
     name.  norm: of layers, heads and the last one.  embed_scale, logit_scale: what embeddings and logits are multiplied
     with.  soft_cap: logits x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved
     in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that
-    are never drawn.  max_positions: the context length.
+    are never drawn.  max_positions: the context length.  head_bias: whether logits have a bias.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
     multiplied with when they are loaded, by their names below a layer.
@@ -57,6 +57,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     soft_cap: float = 0.0
     tie_embeddings: bool = False
+    head_bias: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
     suppressed: tuple[int, ...] = ()
@@ -164,10 +165,6 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     fields = Fields(config, f"config of {name}")
     if family.keys is not None:
         fields = fields.overruled(family.keys(fields))
-    key, known = _ACTIVATIONS[family.activation]
-    activation = fields.text(key, known[0])
-    if activation not in known:
-        raise fields.unsupported(key, activation)
     trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
     hidden = fields.whole("hidden_size", high=WIDEST)
     attention = _attention(fields, family, hidden)
@@ -178,8 +175,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     max_positions = context(rope, trained)
     if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
         rope = NOPE
-    eps = fields.number("rms_norm_eps", 0, 1, family.eps)
-    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
+    eps = fields.number(family.eps_key, 0, 1, family.eps)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
     rope = replace(rope, dims=attention.rotary)
     attention = replace(attention, scaled_queries=rope.query_beta > 0)
     layer = LayerConfig(
@@ -187,9 +184,9 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         attention,
         ffn=fields.whole("intermediate_size", high=WIDEST),
         norm=norm,
-        mlp_bias=fields.flag(family.mlp_bias),
+        mlp_bias=fields.flag(family.mlp_bias) if isinstance(family.mlp_bias, str) else family.mlp_bias,
         experts=None if family.experts is None else family.experts(fields, layers),
-        activation=family.activation,
+        activation=_activation(fields, family),
         in_norms=family.in_norms,
         out_norms=family.out_norms,
         parallel=family.parallel,
@@ -218,6 +215,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         logit_scale=1 / _multiplier(fields, family, "logits_scaling"),
         soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        head_bias=family.head_bias,
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
@@ -257,7 +255,8 @@ def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
         gated=family.gated,
         rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
         interleaved=family.rope_interleaved,
-        fused=family.fused_qkv,
+        fused=bool(family.fused_qkv),
+        by_head=family.fused_qkv == "heads",
         cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )
 
@@ -281,12 +280,25 @@ def _family(config: Fields) -> tuple[str, Family]:
 
 
 # The key that names an MLP's activation, and its names.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu": ("hidden_act", ("silu", "swish")),
     "gelu": ("hidden_activation", ("gelu_pytorch_tanh", "gelu_new")),
     "relu2": ("hidden_act", ("relu2",)),
     "xielu": ("hidden_act", ("xielu",)),
+    "ungated_gelu": ("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")),
+    "ungated_exact_gelu": ("hidden_act", ("gelu",)),
 }
+_EITHER: tuple[Activation, ...] = ("ungated_gelu", "ungated_exact_gelu")
+
+
+def _activation(fields: Fields, family: Family) -> Activation:
+    """Returns that of the MLPs: a family whose MLPs have GELU without a gate may have either."""
+    key, usual = _ACTIVATIONS[family.activation]
+    name = fields.text(key, usual[0])
+    for kind in _EITHER if family.activation in _EITHER else (family.activation,):
+        if name in _ACTIVATIONS[kind][1]:
+            return kind
+    raise fields.unsupported(key, name)
 
 
 def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:

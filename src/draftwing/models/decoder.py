@@ -59,6 +59,8 @@ class DecoderModel(nn.Module):
         )
         self.norm = norm_of(config.norm, config.hidden_size, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
+        if config.head_bias:
+            self.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size, dtype=dtype, device=device), False)
         self.kv_scales = KVScales()
         # Which layer writes each pool layer, and what it keeps there of this rank.
         self.pool_owners = [pool_layer.index(at) for at in range(len({*pool_layer} - {None}))]
@@ -205,7 +207,8 @@ class DecoderModel(nn.Module):
     def rescored_by(self) -> Tensor | None:
         """Returns the head's weight [vocab, hidden] where its products are `exact_logits`, and it lies as such."""
         config = self.config
-        return None if config.soft_cap or config.logit_scale != 1 or config.suppressed else self.lm_head.op.stored
+        changes = config.soft_cap or config.logit_scale != 1 or config.suppressed or config.head_bias
+        return None if changes else self.lm_head.op.stored
 
     def weight_bytes(self) -> dict[str, int]:
         """Returns bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`,

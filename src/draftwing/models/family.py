@@ -137,7 +137,8 @@ class Family:
     model_type: str
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = "attention_bias"
-    mlp_bias: str = "mlp_bias"  # the key
+    mlp_bias: bool | str = "mlp_bias"
+    head_bias: bool = False  # whether the head has one
     qk_norm: bool | Literal["key", "whole"] = False  # "key": `use_qk_norm`, "whole": of whole projections
     norms_after: bool = False  # whether heads are normed when they are turned
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
@@ -145,7 +146,8 @@ class Family:
     window_switch: WindowSwitch = ""
     window_pattern: int = 0  # without `layer_types` one in so many layers has no window, 0: none of them
     theta: float = 10000.0  # `rope_theta` when the config has none
-    eps: float = 1e-6  # `rms_norm_eps` when the config has none
+    eps: float = 1e-6  # when the config has none
+    eps_key: str = "rms_norm_eps"
     bias: bool = False  # that of queries, keys and values when the config has none
     scaled: bool = False  # whether a config without a rotary embedding means a scaled one, which is refused
     # The same of `rope_local_base_freq`, 0: it is that of all, not scaled; None: all layers have one rotary embedding.
@@ -159,6 +161,7 @@ class Family:
     in_norms: bool = True
     out_norms: bool = False
     centred: bool = False  # whether norms are LayerNorm
+    norm_bias: bool = False  # whether these have biases
     parallel: bool = False  # whether mixer and MLP are beside each other
     activation: Activation = "silu"
     scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size
@@ -171,7 +174,8 @@ class Family:
     turns_parts: bool = False  # whether a part of each head may be turned
     rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none
     rope_interleaved: bool = False  # whether a checkpoint has elements that are turned together beside each other
-    fused_qkv: bool = False  # whether it has one matrix of queries, keys and values
+    # Whether it has one matrix of queries, keys and values, "heads": in a folder with those of a head together.
+    fused_qkv: bool | Literal["heads"] = False
     fused_mlp: bool = False  # the same of gates and ups
     # Of the config and the number of layers: experts of layers that have them, None where none has; and which layers
     # have an MLP in their place.

@@ -67,8 +67,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     positions = context(rope, size("context_length"))
     if not (form.turns if isinstance(form.turns, bool) else form.turns(fields)):
         rope = NOPE
-    eps = fields.number("attention.layer_norm_rms_epsilon", 0, 1)
-    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred)
+    eps = fields.number(f"attention.layer_norm_{'' if family.centred else 'rms_'}epsilon", 0, 1)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
     layer = LayerConfig(
         hidden,
         attention,
@@ -103,6 +103,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         logit_scale=1 / _multiplier(fields, family, "logit_scale"),
         soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
         tie_embeddings="output.weight" not in file.tensors,
+        head_bias="output.bias" in file.tensors,
         stop_ids=_stop_ids(tokenizer),
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
@@ -132,7 +133,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         gated=family.gated,
         rotary=rotary,
         interleaved=family.rope_interleaved,
-        fused=family.fused_qkv,
+        fused=bool(family.fused_qkv),
         scalar=query_scalar(fields, "attention.scale", 0.0) if family.multipliers else 0,
         cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )

@@ -38,6 +38,8 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     table[f"{config.family.final_norm}.weight"] = ParamSlice(
         "norm.weight", 0, config.hidden_size, added=config.norm.offset
     )
+    if config.norm.bias:
+        table[f"{config.family.final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
     if config.per_layer:
         rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
         table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.vocab_size)
@@ -45,6 +47,8 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
         table["model.per_layer_projection_norm.weight"] = ParamSlice(inner, 0, config.per_layer)
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
+    if config.head_bias:
+        table["lm_head.bias"] = ParamSlice("lm_head.bias", 0, config.vocab_size)
     for i in range(config.num_layers):
         table |= layer_names(config, f"model.layers.{i}", f"layers.{i}", ranks=ranks, index=i)
     return table
@@ -71,7 +75,7 @@ def layer_names(
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
-    if layer.parallel or not layer.has_mlp:
+    if (layer.parallel and not layer.own_norm) or not layer.has_mlp:
         norms.clear()
     if not layer.in_norms:
         norms.pop("pre_feedforward_layernorm")
@@ -89,14 +93,17 @@ def layer_names(
     if layer.experts is not None and layer.experts.beside:
         norms |= _BESIDE_NORMS
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
+    if layer.norm.bias:
+        parts += (StoredVector(f"{name}.bias", f"{own}.bias", hidden) for name, own in norms.items())
     table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks, layer.gated)
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
     names, factors = config.family.layer_names, dict(config.factors)
     for part in parts:
-        module, weight = part.checkpoint.removesuffix(".weight"), ".weight" * part.checkpoint.endswith(".weight")
-        name, param = f"{checkpoint}.{names.get(module, module)}{weight}", f"{model}.{part.param}"
+        suffix = next((one for one in (".weight", ".bias") if part.checkpoint.endswith(one)), "")
+        module = part.checkpoint.removesuffix(suffix)
+        name, param = f"{checkpoint}.{names.get(module, module)}{suffix}", f"{model}.{part.param}"
         if isinstance(part, StoredVector):
             added = layer.norm.offset if part.is_norm else 0.0
             table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)

@@ -98,7 +98,7 @@ class LayerOps:
 
         self.silu_mul, self.gelu_mul = elementwise.silu_mul, elementwise.gelu_mul
         self.gate, self.gate_fp8 = elementwise.gate, elementwise.gate_fp8
-        self.relu_squared, self.xielu = elementwise.relu_squared, elementwise.xielu
+        self.relu_squared, self.xielu, self.gelu = elementwise.relu_squared, elementwise.xielu, elementwise.gelu
         self.soft_cap, self.add_scaled = elementwise.soft_cap, elementwise.add_scaled
         self.recur, self.gru = elementwise.recur, elementwise.gru
         self.sum_parts = elementwise.sum_parts

@@ -344,6 +344,7 @@ def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switche
         embed_scale=1.0,
         logit_scale=1.0,
         tie_embeddings=False,
+        head_bias=False,
         weight_format=DENSE,
     )
 

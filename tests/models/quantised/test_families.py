@@ -17,6 +17,8 @@ from draftwing.models.loader import load_model
 
 FAMILIES = [
     "apertus",
+    "starcoder2",
+    "neox",
     "llama-biases",
     "mistral-window",
     "qwen2.5",

@@ -66,7 +66,9 @@ class VocabParallel(_Parallel):
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         assert residual is None
-        return self._ranks.gather_columns(self._op(x, bias), self._share)
+        start, size, _ = self._share
+        own = None if bias is None else bias[start : start + size]
+        return self._ranks.gather_columns(self._op(x, own), self._share)
 
     def rows(self, ids: Tensor) -> Tensor:
         weight = self._op.stored

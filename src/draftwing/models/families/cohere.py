@@ -12,15 +12,11 @@ _SCALE = "logit_scale"  # which others divide by
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    scale = fields.number(_SCALE, 1e-3, 1e3, 0.0625)
-    return {"rms_norm_eps": fields.number("layer_norm_eps", 0, 1, 1e-5), "logits_scaling": 1 / scale}
+    return {"logits_scaling": 1 / fields.number(_SCALE, 1e-3, 1e3, 0.0625)}
 
 
 def _metadata(fields: Fields) -> Fields:
-    eps = fields.number("attention.layer_norm_epsilon", 0, 1)
-    return fields.overruled(
-        {"attention.layer_norm_rms_epsilon": eps, _SCALE: 1 / fields.number(_SCALE, 1e-3, 1e3, 1.0)}
-    )
+    return fields.overruled({_SCALE: 1 / fields.number(_SCALE, 1e-3, 1e3, 1.0)})
 
 
 def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
@@ -29,6 +25,7 @@ def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
 
 _COHERE: dict[str, Any] = {
     "centred": True, "parallel": True, "rope_interleaved": True, "multipliers": True, "tied": True, "keys": _keys,
+    "eps": 1e-5, "eps_key": "layer_norm_eps",
     "neutral": {
         "use_parallel_block": (True,), "use_gated_activation": (True,), "position_embedding_type": ("rope_gptj",),
         "order_of_interleaved_layers": ("local_attn_first",),

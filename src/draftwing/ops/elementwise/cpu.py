@@ -31,18 +31,21 @@ class CpuElementwiseOps(ElementwiseOps):
         self.raw.silu_mul(out, gate_up, rows, both // 2, out.dtype == torch.bfloat16, self.workers.address, gelu)
         return out
 
+    def gelu(self, x: Tensor, exact: bool) -> Tensor:
+        return self._ungated(x, None, 1 + exact) if x.dtype in DTYPES else super().gelu(x, exact)
+
     def relu_squared(self, x: Tensor) -> Tensor:
         return self._ungated(x, None) if x.dtype in DTYPES else super().relu_squared(x)
 
     def xielu(self, x: Tensor, how: Tensor) -> Tensor:
         return self._ungated(x, how) if x.dtype in DTYPES and how.dtype == torch.float32 else super().xielu(x, how)
 
-    def _ungated(self, x: Tensor, how: Tensor | None) -> Tensor:
+    def _ungated(self, x: Tensor, how: Tensor | None, gelu: int = 0) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
         rows = x.numel() // max(size, 1)
-        self.raw.ungated(out, x, how, rows, size, x.dtype == torch.bfloat16, self.workers.address)
+        self.raw.ungated(out, x, how, rows, size, x.dtype == torch.bfloat16, self.workers.address, gelu)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

@@ -23,6 +23,10 @@ class ElementwiseOps:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def gelu(self, x: Tensor, exact: bool) -> Tensor:
+        """x of any shape -> gelu(x), by the approximation with tanh unless it is exact."""
+        return F.gelu(x, approximate="none" if exact else "tanh")
+
     def relu_squared(self, x: Tensor) -> Tensor:
         """x of any shape -> relu(x)²"""
         return F.relu(x).square()

@@ -37,22 +37,24 @@ class CpuNormOps(NormOps):
         """Computes what torch does, with the same roundings."""
         if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
-        return self._normed(x, weight, eps, False)
+        return self._normed(x, weight, eps)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in DTYPES or weight.dtype != x.dtype or len(weight) % LANES:
-            return super().layer_norm(x, weight, eps)
-        return self._normed(x, weight, eps, True)
+            return super().layer_norm(x, weight, eps, bias)
+        return self._normed(x, weight, eps, True, bias)
 
-    def _normed(self, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    def _normed(
+        self, x: Tensor, weight: Tensor, eps: float, centred: bool = False, bias: Tensor | None = None
+    ) -> Tensor:
         x = x if x.is_contiguous() or x.dim() != 2 else self._rows.concat_columns(x)  # which is no operation of torch's
         x = x.contiguous()
         out = torch.empty_like(x)
         size = weight.shape[0]
-        assert x.shape[-1] == size
+        assert x.shape[-1] == size and (bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape))
         self.raw.rms_norm(
             out, x, weight, x.numel() // size, size, x.dtype == torch.bfloat16, self.workers.address,
-            weight.dtype != x.dtype, centred, eps,
+            weight.dtype != x.dtype, centred, bias, eps,
         )  # fmt: skip
         return out
 

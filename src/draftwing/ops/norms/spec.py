@@ -28,9 +28,9 @@ class NormOps:
         both = torch.cat((x, -x), -1)
         return F.layer_norm(both, both.shape[-1:], eps=eps)[..., : x.shape[-1]] * weight
 
-    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., size], weight [size] -> (x - mean(x)) / sqrt(var(x) + eps) * weight, in float32."""
-        return F.layer_norm(x, weight.shape, weight.to(x.dtype), eps=eps)
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        """x [..., size], weight, bias [size] -> (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in float32."""
+        return F.layer_norm(x, weight.shape, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), eps)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""

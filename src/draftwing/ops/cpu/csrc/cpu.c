@@ -15,8 +15,8 @@ static void some_rows(void *data) {
 }
 
 /* x / sqrt(mean(x^2) + eps), rounded to the storage, times weight: rounded twice, as in transformers; once where the
-   weight is wide. Where it is centred, a multiple of 16 values, the mean is taken from x first, and that is rounded once,
-   too. */
+   weight is wide. Where it is centred, a multiple of 16 values, the mean is taken from x first, perhaps y added last, and
+   that is rounded once, too. */
 INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     const int64_t n = r->size, at = i * n;
     vf squares = {0}, total = {0};
@@ -35,6 +35,7 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
         else if (r->centred) x *= load(r->weight, c, n - c, half);
         else if (half && r->wide) x *= load(r->weight, c, n - c, 0);
         else x = rounded(x, half) * load(r->weight, c, n - c, half);
+        if (r->centred && r->y) x += load(r->y, c, n - c, half);
         store(r->out, at + c, n - c, half, x);
     }
 }
@@ -89,7 +90,30 @@ void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
     else silu_row(r, i, from, to, 0);
 }
 
-/* The square of ReLU, or with a weight xIELU by it: rise, fall, beta, eps. What is no number stays so. */
+/* GELU, by tanh as above, or as it is: x times the normal distribution's share below it. For t = 1 / (1 + |x| / sqrt(8))
+   the share beyond |x| is t / 2 * exp(P(t) - x^2 / 2), P by least squares, to 1e-7 of it. */
+INLINE vf gelu_16(const vf x, const int exact) {
+    const vf zero = {0};
+    if (!exact) {
+        vf power = x * (splat(-2.30220819f) - x * x * splat(0.102943240f));
+        return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+    }
+    const vf size = select_f(above(zero, x), -x, x), t = 1.0f / (1.0f + size * splat(0.353553391f));
+    vf p = splat(0.206196205f);
+    p = p * t + splat(-0.966409563f);
+    p = p * t + splat(1.63145094f);
+    p = p * t + splat(-0.954544767f);
+    p = p * t + splat(-0.157303727f);
+    p = p * t + splat(0.023973153f);
+    p = p * t + splat(0.0423512881f);
+    p = p * t + splat(0.559396797f);
+    p = p * t + splat(1.44053605f);
+    p = p * t + splat(-1.82564631f);
+    const vf beyond = splat(0.5f) * t * exp2_16(p - x * x * splat(0.721347520f));
+    return x * select_f(above(x, zero), 1.0f - beyond, beyond);
+}
+
+/* The square of ReLU, GELU, or with a weight xIELU by it: rise, fall, beta, eps. What is no number stays so. */
 INLINE void ungated_row(const Rows *r, int64_t i, const int half) {
     const float *how = r->weight;
     const vf zero = {0};
@@ -97,6 +121,10 @@ INLINE void ungated_row(const Rows *r, int64_t i, const int half) {
     const vf eps = splat(how ? how[3] : 0);
     for (int64_t c = 0, at = i * r->size; c < r->size; c += LANES) {
         const vf x = load(r->x, at + c, r->size - c, half);
+        if (r->gelu) {
+            store(r->out, at + c, r->size - c, half, gelu_16(x, r->gelu == 2));
+            continue;
+        }
         const vf least = select_f(above(x, eps), eps, x);
         const vf falling = (exp2_16(least * splat(1.44269504f)) - 1.0f - x) * fall;
         const vf rising = x * x * rise;
@@ -174,10 +202,10 @@ static PyObject *go(Rows *r, void *workers, int64_t elements) {
     Py_RETURN_NONE;
 }
 
-/* out, x, weight, rows, size, half, workers, wide, centred; eps */
+/* out, x, weight, rows, size, half, workers, wide, centred, bias or 0; eps */
 static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[9];
-    if (!numbers(args, given - 1, 9, n)) return NULL;
+    int64_t n[10];
+    if (!numbers(args, given - 1, 10, n)) return NULL;
     Rows r = {.row = n[5] ? norm_half : norm_float,
               .out = POINTER(n[0]),
               .x = POINTER(n[1]),
@@ -186,7 +214,8 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t g
               .size = n[4],
               .wide = n[7],
               .centred = n[8],
-              .eps = PyFloat_AsDouble(args[9])};
+              .y = POINTER(n[9]),
+              .eps = PyFloat_AsDouble(args[10])};
     return PyErr_Occurred() ? NULL : go(&r, POINTER(n[6]), n[3] * n[4]);
 }
 
@@ -200,16 +229,17 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
     return go(&r, POINTER(n[5]), 2 * n[2] * n[3]);
 }
 
-/* out, x, four numbers of xIELU or 0, rows, size, half, workers */
+/* out, x, four numbers of xIELU or 0, rows, size, half, workers, gelu: 0, 1 by tanh, or 2 */
 static PyObject *py_ungated(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+    int64_t n[8];
+    if (!numbers(args, given, 8, n)) return NULL;
     Rows r = {.row = n[5] ? ungated_half : ungated_float,
               .out = POINTER(n[0]),
               .x = POINTER(n[1]),
               .weight = POINTER(n[2]),
               .rows = n[3],
-              .size = n[4]};
+              .size = n[4],
+              .gelu = n[7]};
     return go(&r, POINTER(n[6]), 2 * n[3] * n[4]);
 }
 

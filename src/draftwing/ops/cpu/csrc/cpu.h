@@ -402,7 +402,8 @@ HIDDEN void round_row(char *to, const float *x, int64_t dim);
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
-    int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
+    int64_t wide; /* weights of norms are floats beside bfloat16 */
+    int64_t gelu; /* in place of silu, or without a gate: 1 by tanh, 2 as it is */
     int64_t centred;    /* whether the mean is taken from what is normed */
     int64_t after;      /* whether heads of q and k are normed when they are turned, not before */
     int64_t v_norm;     /* whether heads of values are normed, too, without weights */
