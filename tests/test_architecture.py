@@ -55,7 +55,7 @@ MAY_NAME = {
 }
 FAMILY = re.compile(
     r"apertus|arcee|bailing|cohere|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minimax|"
-    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for)|qwen|sarvam|seed_?oss|smollm3|stablelm|starcoder",
+    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder",
     re.IGNORECASE,
 )
 

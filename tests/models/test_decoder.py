@@ -308,6 +308,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
     "nemotron-biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "solar": (
+        "SolarOpen",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "solar-defaults": ("SolarOpen", {"head_dim": 16, "n_routed_experts": 8}),
     "ministral3": (
         "Ministral3",
         {

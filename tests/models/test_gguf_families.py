@@ -38,7 +38,7 @@ IN_FILES = {
     "dots1": ("dots1", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
-    "nemotron": ("nemotron", False),
+    "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
 }  # fmt: skip
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias",
@@ -123,9 +123,9 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         return
     writer.add_expert_weights_norm(config.norm_topk_prob)
-    if config.model_type in ("dots1", "sarvam_moe"):
+    if config.model_type in ("dots1", "sarvam_moe", "solar_open"):
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_expert_group_count(config.n_group)

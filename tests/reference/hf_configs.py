@@ -183,6 +183,16 @@ PYTHIA_14B: dict[str, Any] = {
     "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16",
     "use_cache": True, "use_parallel_residual": True, "vocab_size": 50304,
 }  # fmt: skip
+SOLAR_OPEN: dict[str, Any] = {
+    "architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 10240, "max_position_embeddings": 131072, "model_type": "solar_open",
+    "moe_intermediate_size": 1280, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 8, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+    "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 196608,
+}  # fmt: skip
 MINITRON_4B: dict[str, Any] = {
     "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
     "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134,

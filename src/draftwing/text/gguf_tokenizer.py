@@ -96,6 +96,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "hunyuan": _QWEN2,  # with experts
     "bailingmoe2": _QWEN2,
     "stablelm2": _QWEN2,
+    "solar-open": _QWEN2,
     "seed-coder": _SEED_CODER,
     "smollm": _GPT2,
     "refact": _GPT2,  # of Granite 3
