@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
 from draftwing.core import Output
+from draftwing.engine import answer_checks as answer_checks_module
 from draftwing.engine import engine as engine_module
-from draftwing.engine.answer_checks import PENDING
+from draftwing.engine.answer_checks import PENDING, AnswerChecks
 from draftwing.engine.engine import Engine
+from draftwing.engine.provenance import Digests
 from draftwing.engine.receipts import read_receipt
 from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
@@ -225,6 +229,112 @@ def test_a_client_may_be_forgotten_meanwhile(engine: Engine) -> None:
     engine.forget_client("bob")
     rest(engine, engine.idle)
     assert counts(engine) == (2, 0)
+
+
+def test_an_answer_that_ends_after_its_client_was_forgotten_is_left_out(engine: Engine) -> None:
+    for traced in (False, True):
+        engine.submit(request("a", client="bob", traced=traced))
+        engine.step()
+        engine.step()
+        engine.forget_client("bob")
+        while not engine.idle():
+            engine.step()
+    threading.Timer(0.1, engine.wake).start()
+    engine.step(block=True)
+    assert engine.idle() and counts(engine) == (0, 0)
+    answers(engine, request("b", client="bob"), request("c", client="eve", traced=True))
+    rest(engine, lambda: counts(engine) == (2, 0))
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Errors, once all threads that log differences have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "draftwing-difference":
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+
+
+def test_nothing_is_logged_of_a_client_that_was_forgotten_while_files_are_read(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, begin = threading.Event(), Digests.begin
+    monkeypatch.setattr(Digests, "begin", lambda *args: (read.wait(SECONDS), begin(*args))[1])
+    plant(engine)
+    answers(engine, request("a", client="bob"))
+    rest(engine, lambda: counts(engine) == (1, 1))
+    engine.forget_client("bob")
+    read.set()
+    assert not logged(caplog)
+
+
+def interrupted(call: Callable[[], Any], line: int, meanwhile: Callable[[], Any]) -> tuple[Any, bool]:
+    """Returns what the call does, before whose line of this number, in the file of answer checks, another thread does
+    something for which it may have to wait; and whether there is such a line."""
+    thread, seen = threading.Thread(target=meanwhile), 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename != answer_checks_module.__file__:
+            return None
+        seen += event == "line"
+        if event == "line" and seen == line:
+            thread.start()
+            thread.join(0.05)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = call()
+    finally:
+        sys.settrace(before)
+    if seen >= line:
+        thread.join(SECONDS)
+    return found, seen >= line
+
+
+@pytest.mark.parametrize("part", ["begin", "stop", "take"])
+def test_a_client_may_be_forgotten_at_any_moment(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Before any line of what handles its answer, which is then neither replayed again nor logged."""
+    ended: list[Any] = []
+    monkeypatch.setattr(engine.parts.sched, "answered", lambda *args: ended.append(args))
+    answers(engine, request("a", 3, client="bob"))
+    read, begin = threading.Event(), Digests.begin
+    monkeypatch.setattr(Digests, "begin", lambda *args: (read.wait(SECONDS), begin(*args))[1])
+
+    def kept(line: int) -> bool:
+        """Whether the answer is replayed again or logged where the client is forgotten before that line; asserts that
+        it is not, if there is such a line."""
+        read.clear()
+        checks, there = AnswerChecks(1, lambda: engine.info), False
+        checks.answered(*ended[0])
+
+        def here(name: str, call: Callable[[], Any]) -> Any:
+            nonlocal there
+            if name != part:
+                return call()
+            found, there = interrupted(call, line, lambda: checks.forget("bob"))
+            return found
+
+        asked, again = here("begin", lambda: checks.begin(lambda grammar: True)), None
+        if part == "stop":
+            here("stop", checks.stop)
+            again = checks.begin(lambda grammar: True)
+        elif asked is not None:
+            output = Output(asked.uid, [1], {"type": "length", "length": 1})
+            assert here("take", lambda: checks.take([output])) == []
+        read.set()
+        found = again is not None or bool(logged(caplog))
+        assert not (found and there), line
+        return found
+
+    lines = 1
+    while not kept(lines):
+        lines += 1
+    assert lines > 3, "after the last line it is too late"
 
 
 def test_few_answers_wait_for_it(engine: Engine) -> None:

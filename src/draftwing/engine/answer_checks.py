@@ -29,13 +29,14 @@ PENDING = 16  # answers that wait for a replay; of more the oldest are left out
 CLIENT = "/replay"  # who asks for replays
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Served:
-    """An answer that was given, as `receipts.Complete`."""
+    """An answer that was given, as `receipts.Complete`. forgotten: whether its client was forgotten since."""
 
     request: GenerationRequest
     token_ids: list[int]
     finish_reason: dict[str, Any]
+    forgotten: bool = False
 
 
 class AnswerChecks:
@@ -48,12 +49,14 @@ class AnswerChecks:
         self.checked = self.different = 0
         self._every, self._info = every, info
         self._seen = 0
-        self._lock = threading.Lock()  # held while what is pending changes
+        # Held while an answer goes from one of the next three to another, so that `forget` sees it, and while one is
+        # logged.
+        self._lock = threading.Lock()
         self._pending: deque[Served] = deque(maxlen=PENDING)
         self._now: tuple[str, Served] | None = None  # uid of the replay that runs, and what it is compared with
+        self._ended: list[Served] = []  # that were replayed, until they are found the same or logged
         self._tokens: list[int] = []  # of that replay
         self._stopped: set[str] = set()  # uids of replays that were ended, whose last output is still to come
-        self._forgotten: Served | None = None  # the last one that was replayed when its client was forgotten
         self._digests = Digests()
 
     @property
@@ -81,16 +84,16 @@ class AnswerChecks:
     def begin(self, knows: Callable[[Grammar], bool]) -> GenerationRequest | None:
         """Returns a request for the oldest answer that waits. knows: says of a grammar whether it is compiled; else its
         answer is left out, for nobody can end a compilation."""
-        served = None
+        served, uid = None, os.urandom(16).hex()
         with self._lock:
             while self._pending and served is None:
                 served = self._pending.popleft()
                 grammar = served.request.params.grammar
                 served = served if grammar is None or knows(grammar) else None
-        if served is None:
-            return None
-        uid, drafts = os.urandom(16).hex(), SpecLimits(0, 1, 1) if self._info().speculates else None
-        self._now, self._tokens = (uid, served), []
+            if served is None:
+                return None
+            self._now, self._tokens = (uid, served), []
+        drafts = SpecLimits(0, 1, 1) if self._info().speculates else None
         return served.request._replace(
             uid=uid, cache_salt=uid, client=CLIENT, name="", priority=0, logprobs=None, limits=drafts, prediction=(),
             traced=False, learn=False, receipt=False, arrived=None,
@@ -98,22 +101,21 @@ class AnswerChecks:
 
     def stop(self) -> str | None:
         """Returns the uid of the replay that runs, which is to be ended: it is begun anew later."""
-        if self._now is None:
-            return None
-        uid, served = self._now
-        self._now = None
-        self._stopped.add(uid)
         with self._lock:
-            if len(self._pending) < PENDING and served is not self._forgotten:
+            if self._now is None:
+                return None
+            (uid, served), self._now = self._now, None
+            self._stopped.add(uid)
+            if len(self._pending) < PENDING and not served.forgotten:
                 self._pending.appendleft(served)
         return uid
 
     def forget(self, client: str) -> None:
-        """Forgets the answers of a client that wait. From any thread."""
+        """Forgets the answers of a client that wait, and has none of it logged from now on. From any thread."""
         with self._lock:
             self._pending = deque((one for one in self._pending if one.request.client != client), PENDING)
-            if (now := self._now) is not None and now[1].request.client == client:
-                self._forgotten = now[1]
+            for one in (*self._ended, *(() if self._now is None else self._now[1:])):
+                one.forgotten = one.forgotten or one.request.client == client
 
     def stats(self) -> dict[str, int]:
         """Returns what is counted, where answers are checked."""
@@ -131,16 +133,22 @@ class AnswerChecks:
                 continue
             self._tokens += output.token_ids
             if output.finish_reason is not None:
-                served, self._now = self._now[1], None
+                with self._lock:
+                    served, self._now = self._now[1], None
+                    self._ended.append(served)
                 self._compare(served, replace(served, token_ids=self._tokens, finish_reason=output.finish_reason))
         return others
 
     def _compare(self, served: Served, replayed: Served) -> None:
-        if served is self._forgotten:
-            return
-        self.checked += 1
         index = first_difference(served.token_ids, replayed.token_ids)
-        if index is None and served.finish_reason["type"] == replayed.finish_reason["type"]:
+        same = index is None and served.finish_reason["type"] == replayed.finish_reason["type"]
+        with self._lock:
+            if served.forgotten or same:
+                self._ended.remove(served)
+            if served.forgotten:
+                return
+        self.checked += 1
+        if same:
             return
         self.different += 1
         # Digests of a model may take a minute, for which nobody waits.
@@ -155,7 +163,10 @@ class AnswerChecks:
             receipts = [json.dumps(make_receipt(info, digests, one)) for one in (served, replayed)]
         except GenerationError as error:
             receipts = [str(error), "none"]
-        log.error(
-            "an answer differs from its replay without drafts, %s; as it was given: %s as it was replayed: %s",
-            where, *receipts,
-        )  # fmt: skip
+        with self._lock:  # in which it is logged, too: what is forgotten is in no later line
+            self._ended.remove(served)
+            if not served.forgotten:
+                log.error(
+                    "an answer differs from its replay without drafts, %s; as it was given: %s as it was replayed: %s",
+                    where, *receipts,
+                )  # fmt: skip

@@ -241,7 +241,7 @@ class Engine:
         self._seeds = random.Random(self.options.random_seed)
         self._namespaces, self._searches = CacheNamespaces(), Searches()
         self._memory: LookupMemory | None = None
-        self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept in it
+        self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept
 
     def _remember(self, memory: LookupMemory) -> None:
         """Has the drafter learn the answers of a memory, which gets those to come."""
@@ -260,7 +260,9 @@ class Engine:
 
     def _answered(self, req: Req, reason: dict[str, Any]) -> None:
         self._keep(req)
-        self._checks.answered(req, reason)
+        with self._forgetting:
+            if req.salt == self._namespaces.of(req.request):  # else its client was forgotten meanwhile
+                self._checks.answered(req, reason)
 
     def _watch(self, plan: Plan, result: StepResult) -> None:
         """Counts a step, but for those of replays, which nobody has asked for."""
@@ -280,7 +282,7 @@ class Engine:
         many answers `--speculative-memory` had of it."""
         with self._forgetting:
             self._namespaces.forget(client)
-        self._checks.forget(client)
+            self._checks.forget(client)
         return 0 if self._memory is None else self._memory.delete(client)
 
     def measure_read_rate(self) -> None:
