@@ -87,6 +87,9 @@ def test_what_cannot_be_checked(
     assert "--dtype must be one of" in said(str(file), "--dtype", "float8")
     file.write_text(json.dumps(receipt | {"draftwing": "9"}))
     assert "was changed after it was made" in said(str(file))
+    asked = receipt["request"] | {"thinking": {"tokens": 2**70, "begin": [], "end": [1], "open": True, "again": False}}
+    file.write_text(json.dumps(receipt | {"request": asked, "digest": digest_of(receipt | {"request": asked})}))
+    assert "request.thinking.tokens" in said(str(file))
 
 
 def test_another_device_is_a_warning(file: Path, receipt: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

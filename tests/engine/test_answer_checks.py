@@ -146,7 +146,7 @@ def test_a_difference_is_counted_and_logged_with_both_receipts(
     )
     tokens = [token for output in given for token in output.token_ids]
     assert second.answer.token_ids == tokens and first.answer.token_ids == [*tokens[:-1], tokens[-1] ^ 1]
-    assert first.request == second.request and first.request.sampling["sampling_seed"] == "8"
+    assert first.request == second.request and first.request.sampling.sampling_seed == "8"
 
 
 def test_a_request_ends_a_replay_with_its_first_step(engine: Engine) -> None:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,18 @@ def changed(*path: Any, to: Callable[[Any], Any]) -> Callable[[Receipt], None]:
     return change
 
 
+def with_grammar(_: Any, **more: Any) -> dict[str, Any]:
+    return {"kind": "regex", "text": "[ab]+", "whitespace": None, **more}
+
+
+def with_processor(_: Any, **more: Any) -> dict[str, Any]:
+    return {"name": "none", "params": "{}", **more}
+
+
+def with_thinking(_: Any, **more: Any) -> dict[str, Any]:
+    return {"tokens": 3, "begin": [60], "end": [62], "open": False, "again": False, **more}
+
+
 SAMPLING = ("request", "sampling")
 # Whether a forged digest hides it; what a replay does not depend on is not found out by one, and changes no text.
 TAMPERED: dict[str, tuple[Callable[[Receipt], None], str]] = {
@@ -264,6 +277,41 @@ TAMPERED: dict[str, tuple[Callable[[Receipt], None], str]] = {
     "an unknown option": (changed("options", "model", to=lambda value: "x"), "refused"),
     "an option's value": (changed("options", "dtype", to=lambda value: "float8"), "refused"),
     "thinking": (changed("request", "thinking", to=lambda value: {"tokens": 1}), "refused"),
+    "a version that is no number": (changed("version", to=lambda version: True), "refused"),
+    **{
+        f"a grammar with {name}={value!r}": (
+            changed(*SAMPLING, "grammar", to=partial(with_grammar, **{name: value})),
+            "refused",
+        )
+        for name, value in (("kind", "zz"), ("kind", []), ("text", 5), ("text", None), ("whitespace", 7), ("more", 1))
+    },
+    "a grammar that is a list": (changed(*SAMPLING, "grammar", to=lambda value: []), "refused"),
+    **{
+        f"a logits processor with {name}={str(value)[:9]}": (
+            changed(*SAMPLING, "logits_processor", to=partial(with_processor, **{name: value})),
+            "refused",
+        )
+        for name, value in (("params", "[" * 100_000), ("params", "{"), ("params", {}), ("params", "7"), ("name", 5))
+    },
+    **{
+        f"thinking with {name}={value!r}": (
+            changed("request", "thinking", to=partial(with_thinking, **{name: value})),
+            "refused",
+        )
+        for name, value in (
+            ("tokens", 2**70),
+            ("tokens", -5),
+            ("tokens", True),
+            ("begin", [2**80]),
+            ("begin", [-1]),
+            ("begin", [60] * 40),
+            ("end", []),
+            ("end", [62] * 40),
+            ("end", ["a"]),
+            ("open", 1),
+            ("again", None),
+        )
+    },
     "the device": (changed("device", to=lambda device: "cuda 9.0"), "warned"),
     "the version of the engine": (changed("draftwing", to=lambda version: "9.9"), "warned"),
     "the chat template": (changed("digests", "chat_template", to=lambda digest: "0" * 64), "warned"),
@@ -281,8 +329,7 @@ def checked(content: str, engine: Any) -> str:
         return "refused"
 
 
-def test_there_are_enough_of_them(receipt: Receipt, plain: LLM) -> None:
-    assert sum(found != "warned" for _, found in TAMPERED.values()) >= 20
+def test_what_was_not_changed_is_the_same(receipt: Receipt, plain: LLM) -> None:
     assert checked(text(receipt), plain.engine) == "same"
 
 
@@ -293,7 +340,7 @@ def test_what_was_changed_is_found_out(
     """Without a new digest at once, without any model; with one by the model's files, or by the text."""
     other = copy.deepcopy(receipt)
     tamper(other)
-    assert other != receipt
+    assert text(other) != text(receipt)
     with pytest.raises(ReceiptError):
         read_receipt(text(other))
     assert checked(forged(other), plain.engine) == outcome

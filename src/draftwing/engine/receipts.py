@@ -11,7 +11,6 @@ No torch is imported before a receipt is checked: the server makes them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
@@ -21,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftwing.config.options import Options
 from draftwing.engine.provenance import TEXT_OPTIONS, Provenance, digests_of, model_files, sha256_of
 from draftwing.errors import ReceiptError, RequestError
-from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.grammar_field import Grammar, GrammarKind
 from draftwing.requests.refusals import show
-from draftwing.requests.request import GenerationRequest, ThinkingBudget
+from draftwing.requests.request import MAX_MARKER, GenerationRequest, ThinkingBudget
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.version import __version__
 
@@ -33,20 +32,51 @@ if TYPE_CHECKING:
 COMPLETE: Final = ("stop", "length")  # reasons of answers that have a receipt
 _ALWAYS: Final = ("max_new_tokens", "temperature")  # parameters that a receipt has though they be the default
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Count
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Asked(_Part):
-    """sampling: fields of `SamplingParams` that are not the default; the seed as a text, for JavaScript would round it.
-    thinking: `ThinkingBudget` of the request."""
+class AskedGrammar(_Part):
+    """`Grammar` of the request."""
 
+    kind: GrammarKind
+    text: str
+    whitespace: str | None
+
+
+class AskedProcessor(_Part):
+    """`LogitsProcessorSpec` of the request."""
+
+    name: str
+    params: str
+
+
+class AskedSampling(_Part, extra="allow"):
+    """Fields of `SamplingParams` that are not the default; the seed as a text, for JavaScript would round it."""
+
+    sampling_seed: Annotated[str, Field(pattern=r"^-?[0-9]{1,19}$")]
+    grammar: AskedGrammar | None = None
+    logits_processor: AskedProcessor | None = None
+
+
+class AskedThinking(_Part):
+    """`ThinkingBudget` of the request."""
+
+    tokens: Count
+    begin: Annotated[list[TokenId], Field(max_length=MAX_MARKER)]
+    end: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_MARKER)]
+    open: bool
+    again: bool
+
+
+class Asked(_Part):
     prompt_ids: list[TokenId]
-    sampling: dict[str, Any]
-    thinking: dict[str, Any] | None = None
+    sampling: AskedSampling
+    thinking: AskedThinking | None = None
 
 
 class Answered(_Part):
@@ -57,7 +87,7 @@ class Answered(_Part):
 class Receipt(_Part):
     """One answer. digest: SHA-256 of all other fields, see `digest_of`."""
 
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=1, le=1)] = 1  # true is no number, as it would be of a Literal
     draftwing: str
     model: str
     revision: str | None = None
@@ -174,39 +204,24 @@ def read_receipt(text: str | bytes) -> Receipt:
 
 def request_of(receipt: Receipt) -> GenerationRequest:
     """Returns what was asked, to be asked again. Raises ReceiptError for parameters that no request can have."""
-    fields: dict[str, Any] = dict(receipt.request.sampling)
-    seed, grammar, processor = (fields.pop(name, None) for name in ("sampling_seed", "grammar", "logits_processor"))
+    sampling, thinking = receipt.request.sampling, receipt.request.thinking
+    fields: dict[str, Any] = {**(sampling.model_extra or {}), "sampling_seed": int(sampling.sampling_seed)}
     try:
-        if not isinstance(seed, str) or not re.fullmatch(r"-?[0-9]{1,19}", seed):
-            raise RequestError(f"sampling_seed must be a number in a text; found {show(seed)}")
-        fields["sampling_seed"] = int(seed)
-        if grammar is not None:
-            if not isinstance(grammar, dict) or grammar.keys() != set(Grammar._fields):
-                raise RequestError(f"grammar must have {', '.join(Grammar._fields)}; found {show(grammar)}")
-            fields["grammar"] = Grammar(**grammar)
-        if processor is not None:
-            if not isinstance(processor, dict) or processor.keys() != {"name", "params"}:
-                raise RequestError(f"logits_processor must have name, params; found {show(processor)}")
-            fields["custom_logit_processor"] = processor["name"]
-            fields["custom_params"] = json.loads(processor["params"])
+        if sampling.grammar is not None:
+            fields["grammar"] = Grammar(**sampling.grammar.model_dump())
+        if (processor := sampling.logits_processor) is not None:
+            fields["custom_logit_processor"] = processor.name
+            fields["custom_params"] = json.loads(processor.params)
         params = SamplingParams.read(fields)
         if params.n != 1:
             raise RequestError(f"n must be 1; found {params.n}")
-        thinking = _thinking(receipt.request.thinking)
-    except (RequestError, ValueError, TypeError) as error:
+    except (RequestError, ValueError, TypeError, RecursionError) as error:
         raise ReceiptError(f"request.sampling: {error}") from None
-    return GenerationRequest("", receipt.request.prompt_ids, params, thinking=thinking)
-
-
-def _thinking(fields: Mapping[str, Any] | None) -> ThinkingBudget | None:
-    if fields is None:
-        return None
-    kinds = {"tokens": int, "begin": list, "end": list, "open": bool, "again": bool}
-    if fields.keys() != kinds.keys() or any(type(fields[name]) is not kind for name, kind in kinds.items()):
-        raise RequestError(f"thinking must have {', '.join(kinds)}; found {show(fields)}")
-    if not all(type(token) is int for token in (*fields["begin"], *fields["end"])) or not fields["end"]:
-        raise RequestError(f"thinking: begin and end must be token ids; found {show(fields)}")
-    return ThinkingBudget(**{**fields, "begin": tuple(fields["begin"]), "end": tuple(fields["end"])})
+    budget = None
+    if thinking is not None:
+        markers = {"begin": tuple(thinking.begin), "end": tuple(thinking.end)}
+        budget = ThinkingBudget(**{**thinking.model_dump(), **markers})
+    return GenerationRequest("", receipt.request.prompt_ids, params, thinking=budget)
 
 
 def options_for(receipt: Receipt, given: Mapping[str, Any]) -> Options:

@@ -37,13 +37,16 @@ SCHEMA_MAPS: Final = frozenset({
 })  # fmt: skip
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+
+
 class Grammar(NamedTuple):
     """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON.
 
     whitespace: a regular expression of what may stand between the tokens of JSON; None: as the server has it.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+    kind: GrammarKind
     text: str
     whitespace: str | None = None
 
