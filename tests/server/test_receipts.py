@@ -20,6 +20,7 @@ from draftwing.engine.provenance import Digests
 from draftwing.engine.receipt_replay import replay
 from draftwing.engine.receipts import check_files, options_for, read_receipt
 from draftwing.errors import GenerationError
+from draftwing.server import quotas
 
 CHAT, COMPLETION, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"
 HEADER = "x-draftwing-receipt"
@@ -120,6 +121,32 @@ def test_each_of_several_answers_has_its_own(client: TestClient) -> None:
             assert len({one["request"]["sampling"]["sampling_seed"] for one in found}) == 3
     several = ok(client, GENERATE, text=["ab", "abc"], receipt=True)
     assert [len(one["request"]["prompt_ids"]) for one in receipts(GENERATE, several)] == [2, 3]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, GENERATE])
+def test_how_much_of_prompts_they_hold_is_bounded(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Nothing bounds n times a long prompt else: 128 of 128 Ki tokens are 100 MB, and 2,048 answers are possible."""
+
+    def asked(n: int, **more: Any) -> httpx.Response:
+        some = {"sampling_params": {"n": n}} if path == GENERATE else {"n": n}
+        return client.post(path, json=body(path, **some, **more))
+
+    assert asked(1, receipt=True).is_success
+    size = len(engine.requests[0].prompt_ids)
+    monkeypatch.setattr(quotas, "MAX_RECEIPT_TOKENS", 2 * size)
+    assert asked(2, receipt=True).is_success and asked(3).is_success
+    sent = len(engine.requests)
+    refused = asked(3, receipt=True)
+    assert refused.status_code == 400 and f"at most {2 * size} tokens" in refused.text
+    assert f"found {3 * size}" in refused.text and '"receipt' in refused.text and len(engine.requests) == sent
+
+
+def test_prompts_that_come_together_count_together(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MAX_RECEIPT_TOKENS", 5)
+    assert client.post(GENERATE, json={"text": ["ab", "abc"], "receipt": True}).is_success
+    assert client.post(GENERATE, json={"text": ["abc", "abc"], "receipt": True}).status_code == 400
 
 
 def test_an_answer_that_was_aborted_has_none(client: TestClient, engine: FakeEngine) -> None:

@@ -1,5 +1,5 @@
 """How many answers may wait for their first token, and how many log probabilities responses may hold: of one client,
-and of all."""
+and of all. How much receipts of one request may hold."""
 
 from __future__ import annotations
 
@@ -104,6 +104,9 @@ FREE_LOGPROBS = 2**14  # that a key may hold however many there are: who asks fo
 LEEWAY = 4
 
 
+MAX_RECEIPT_TOKENS = 2**21  # of prompts that the receipts of a request hold, a dozen bytes of JSON each
+
+
 class LogprobQuotaFull(QueueFull):
     """Responses hold too many log probabilities (HTTP 429 where they are the client's own, else 503)."""
 
@@ -144,6 +147,18 @@ def fit_logprobs(requests: Sequence[GenerationRequest], chosen: bool, context: i
             name,
         )
     return found
+
+
+def check_receipts(requests: Sequence[GenerationRequest]) -> None:
+    """Raises RequestError where receipts of the answers to requests that came together would hold too much of their
+    prompts: each of n answers has the whole prompt in its own."""
+    total = sum(request.params.n * len(request.prompt_ids) for request in requests)
+    if total > MAX_RECEIPT_TOKENS:
+        raise RequestError(
+            f"receipt: the receipts of a response hold at most {MAX_RECEIPT_TOKENS} tokens of prompts, each of its "
+            f"answers the whole prompt; found {total}: ask for fewer answers or shorter prompts, or for no receipts",
+            "receipt",
+        )
 
 
 class LogprobQuota:

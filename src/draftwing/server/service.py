@@ -26,7 +26,7 @@ from draftwing.server.edge.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.learning import Collector, Deleted, Learning
 from draftwing.server.parsers.reasoning import Reasoning
-from draftwing.server.quotas import first_logprobs, fit_logprobs
+from draftwing.server.quotas import check_receipts, first_logprobs, fit_logprobs
 from draftwing.server.schema import GenerationBody, split_prompts
 from draftwing.server.worker_pools import WorkerPools
 from draftwing.text.answer import Answer
@@ -77,9 +77,9 @@ class Generation:
         self._prompt_logprobs: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
+        self._digests = engine.digests.begin(engine.info.provenance) if first.request.receipt else None
         self._stream = engine.submit(requests)
         self._info, self._pools = engine.info, pools
-        self._digests = engine.digests.begin(engine.info.provenance) if first.request.receipt else None
         self.records = engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
@@ -260,6 +260,8 @@ class Service:
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"], shared["learn"] = self.engine.observer.arrived, body.learnable
         shared["receipt"] = body.wants_receipt
+        if body.wants_receipt:
+            check_receipts(requests)
         if (key := client.get()) is not None:
             shared["client"], shared["learn"] = key.name, body.learnable and key.learn
             if key.max_priority is not None and shared["priority"] > key.max_priority:
