@@ -85,6 +85,7 @@ def test_what_transformers_writes_has_no_key_that_is_unknown(name: str) -> None:
         "Glm4MoeForCausalLM": {"head_dim": 128},
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
         "Dots1ForCausalLM": some,
+        "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     }
     theirs = kinds[FAMILIES[name].model_type](architectures=[name], **own.get(name, {}))
     assert from_hf(json.loads(theirs.to_json_string(use_diff=False))).architecture == name

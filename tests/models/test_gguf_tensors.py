@@ -191,7 +191,7 @@ def test_unsupported_metadata_is_refused_by_name(
     ("arch", "missing"),
     [
         ("glm-dsa", "sparse latent attention (DSA)"),
-        ("falcon-h1", "state-space layers (Mamba)"),
+        ("jamba", "state-space layers (Mamba)"),
         ("gptneox", "layer norms with a mean (LayerNorm)"),
     ],
 )  # fmt: skip
