@@ -25,6 +25,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "granite-moe": ("cpu",), "ling2": ("cpu",),
     "stablelm-parallel": ("cpu",), "starcoder2": ("cpu",), "phi": ("cpu", "blocks", RANKS),
     "neox": ("cpu", "blocks", RANKS), "nemotron": ("blocks",),
+    "minicpm3": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
 }  # fmt: skip
 PAIRS = [
@@ -34,6 +35,7 @@ PAIRS = [
 ]
 # Else logits are nearly equal: of heads the rig makes larger ones, but not of one that is the embedding.
 MORE: dict[str, dict[str, Any]] = {
+    "minicpm3": {"dim_model_base": 256},
     "stablelm-parallel": {"tie_word_embeddings": False},
     "starcoder2": {"tie_word_embeddings": False, "use_bias": False},
     "neox": {"attention_bias": False},

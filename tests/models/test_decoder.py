@@ -64,6 +64,10 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 20.0, 40.0],
 }  # fmt: skip
+LATENT = {
+    "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 MINIMAX = {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PLAIN}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -308,6 +312,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
     "nemotron-biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **LATENT,
+            "scale_emb": 3,
+            "scale_depth": 0.9,
+            "dim_model_base": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "minicpm3-defaults": ("MiniCPM3", {"num_key_value_heads": 4, "dim_model_base": 64}),
+    "minicpm3-null": ("MiniCPM3", {**LATENT, "q_lora_rank": None, "scale_depth": None, "dim_model_base": None}),
     "solar": (
         "SolarOpen",
         {
@@ -445,7 +463,8 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
 @of_different
 def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
     reference, model = pair
-    if isinstance(reference, transformers.GptOssForCausalLM) or model.config.family.apart is not None:
+    taken_apart = isinstance(reference, transformers.GptOssForCausalLM | transformers.MiniCPM3ForCausalLM)
+    if taken_apart or model.config.family.apart is not None:
         pytest.skip("its checkpoints have tensors that are taken apart when they are read")
     save_file(
         {name: tensor.contiguous().clone() for name, tensor in stored_tensors(model, checkpoint_names(model.config))},

@@ -39,6 +39,7 @@ IN_FILES = {
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
+    "minicpm3": ("minicpm3", False),
 }  # fmt: skip
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias",
@@ -49,6 +50,7 @@ IN_CONVERTERS = {
 # What files do not say: windows of some layers, a scale that is that of the heads' size.
 UNSAID: dict[str, dict[str, Any]] = {
     **{key: {"num_key_value_heads": 4, "hidden_act": "gelu"} for key in ("neox", "neox-sequential")},
+    "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16},
     "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
 }
@@ -65,8 +67,13 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(_head_dim(config))
-    writer.add_value_length(_head_dim(config))
+    if hasattr(config, "kv_lora_rank"):
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_key_length(config.qk_head_dim)
+    else:
+        writer.add_key_length(_head_dim(config))
+        writer.add_value_length(_head_dim(config))
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:

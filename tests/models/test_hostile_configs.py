@@ -19,6 +19,8 @@ import pytest
 import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
+from models.test_decoder import random_reference
+from models.test_gguf_families import write as write_family
 from reference import hf_configs
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
@@ -212,6 +214,10 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     elif arch == "deepseek2":
         latent = moe_models.reference("deepseek-v3")
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
+    elif arch == "minicpm3":
+        latent = random_reference(arch)
+        write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
+        file = open_gguf(tmp_path / "m.gguf")
     elif kind is None:
         file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
     else:

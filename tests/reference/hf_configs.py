@@ -193,6 +193,16 @@ SOLAR_OPEN: dict[str, Any] = {
     "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
     "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 196608,
 }  # fmt: skip
+MINICPM3_4B: dict[str, Any] = {
+    "architectures": ["MiniCPM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "dim_model_base": 256, "eos_token_id": [2, 73440], "hidden_act": "silu", "hidden_size": 2560,
+    "initializer_range": 0.1, "intermediate_size": 6400, "kv_lora_rank": 256, "max_position_embeddings": 32768,
+    "model_type": "minicpm3", "num_attention_heads": 40, "num_hidden_layers": 62, "num_key_value_heads": 40,
+    "pad_token_id": 2, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"type": "longrope", "long_factor": [1.05] * 16, "short_factor": [1.05] * 16,
+                     "original_max_position_embeddings": 32768},
+    "scale_depth": 1.4, "scale_emb": 12, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 73448,
+}  # fmt: skip
 MINITRON_4B: dict[str, Any] = {
     "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
     "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134,

@@ -17,23 +17,17 @@ from draftwing.ops.experts.routing import Routing
 _YARN_LOG = "rope.scaling.yarn_log_multiplier"  # 0.1 * mscale_all_dim; mscale is the same then
 
 
-def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Returns layers with latent attention; layer: one with experts."""
+def latent_attention(fields: Fields) -> LatentAttentionConfig:
+    """Returns latent attention, of the keys that all have who have it."""
 
     def size(key: str, low: int = 1, default: int | None = None) -> int:
         return fields.whole(key, low, WIDEST, default)
 
-    assert layer.experts is not None
-    # Relatives differ in what they take for granted.
-    fields.number("routed_scaling_factor", 1e-3, 1e3)
-    groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
-    for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
-        fields.whole(key, 0)
     scaling = rope_fields(fields)
     factor, all_dim = 1.0, scaling.number("mscale_all_dim", 0, 1e3, 0.0)
     if scaling.text("rope_type", scaling.text("type", "default")) != "default" and all_dim:
         factor = yarn_attention_factor(scaling.number("factor", 1e-3, 1e6), all_dim) ** 2
-    mixer = LatentAttentionConfig(
+    return LatentAttentionConfig(
         size("num_attention_heads"),
         size("qk_nope_head_dim"),
         size("qk_rope_head_dim"),
@@ -44,7 +38,17 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         bias=fields.flag("attention_bias"),
         factor=factor,
     )
-    return (replace(layer, mixer=mixer),) * count
+
+
+def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns layers with latent attention; layer: one with experts."""
+    assert layer.experts is not None
+    # Relatives differ in what they take for granted.
+    fields.number("routed_scaling_factor", 1e-3, 1e3)
+    groups = ("n_group", "topk_group") if layer.experts.routing.sigmoid else ()
+    for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
+        fields.whole(key, 0)
+    return (replace(layer, mixer=latent_attention(fields)),) * count
 
 
 def experts(fields: Fields, layers: int) -> ExpertConfig:
@@ -117,13 +121,13 @@ def _is_v2(file: GGUFFile, fields: Fields) -> bool:
     return not (function == SIGMOID or (corrected and not function))
 
 
-def _turned(fields: Fields) -> Fields:
+def turned(fields: Fields) -> Fields:
     """Returns the metadata with heads of the elements that are turned: what is said of heads is of latents, or not."""
     turned = fields.whole("rope.dimension_count", 2, WIDEST)
     return fields.overruled({f"attention.{part}_length": turned for part in ("key", "value")})
 
 
-def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+def in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     def size(key: str, low: int = 1, high: int = WIDEST) -> int:
         return fields.whole(f"attention.{key}", low, high)
 
@@ -153,20 +157,21 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
 IN_GGUF = ExpertMetadata(
     (UNSAID, SIGMOID), neutral={}, sigmoid=True, grouped=True, shared=True, more={"wide_router": True}
 )
+LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _STORED: dict[str, Any] = {
     "architecture": "deepseek2",
-    "names": {
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        "attn_k_b": "self_attn.k_b_proj",
-        "attn_v_b": "self_attn.v_b_proj",
-    },
-    "fields": _turned,
-    "layers": _in_gguf,
+    "names": LATENT_NAMES,
+    "fields": turned,
+    "layers": in_gguf,
     "yarn_log": _YARN_LOG,
 }
 NAMES = ExpertNames(shared="mlp.shared_experts")
