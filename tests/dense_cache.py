@@ -14,6 +14,23 @@ class DenseCache(Attend):
 
     def __init__(self) -> None:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+        self.index: dict[int, Tensor] = {}
+        self.hidden: Tensor | None = None  # [M, T]: what the last `pick` left out
+
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        self.index[layer] = torch.cat((self.index[layer], keys)) if layer in self.index else keys
+
+    def sees_at_most(self, topk: int) -> bool:
+        self.hidden = None
+        return False
+
+    def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
+        keys = self.index[layer].double()
+        scores = torch.einsum("mhd,td->mht", q.double(), keys).relu()
+        scores = torch.einsum("mht,mh->mt", scores, weights.double())
+        seen = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
+        best = scores.masked_fill(~seen, -torch.inf).topk(min(topk, len(keys)), 1).indices
+        self.hidden = torch.ones_like(seen).scatter_(1, best, False)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         if layer in self.kv:
@@ -31,6 +48,8 @@ class DenseCache(Attend):
         seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
         if kind.window:
             seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
+        if self.hidden is not None:
+            seen &= ~self.hidden
         scores = scores.masked_fill(~seen, -torch.inf)
         if kind.sinks is not None:
             scores = torch.cat((scores, kind.sinks[:, None, None].expand(-1, len(q), 1)), 2)

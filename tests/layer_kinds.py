@@ -4,7 +4,7 @@ token lies in the pool, and a convolution, whose inputs do. Beside each what it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.hybrid import HybridConfig
+from draftwing.layers.indexer import IndexConfig
+from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.mamba import Mamba2Config
 from draftwing.layers.rope import RopeConfig, rope_table
@@ -193,6 +195,11 @@ DELTA = (
     DeltaConfig(DeltaSpec(2, 4, 16, 16, 4, tiled=True)),
     ATTENTION,
     DeltaConfig(DeltaSpec(2, 2, 16, 32, 4)),
+)
+_PICKS = IndexConfig(6, 32, 9)
+INDEXED = tuple(
+    LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32, index=index)
+    for index in (_PICKS, replace(_PICKS, shared=True), IndexConfig(4, 64, 5))
 )
 KINDS: dict[str, tuple[MixerConfig, ...]] = {"mixed": MIXED, "shared": SHARED, "recurrent": BY_TOKEN}
 MAMBA = (

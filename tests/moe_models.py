@@ -42,6 +42,7 @@ YARN = {
     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
+INDEX = {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM),
     "glm4-moe-groups": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
@@ -68,6 +69,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe-lite": ("Glm4MoeLite", LATENT),
     "glm4-moe-lite-halves": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    "deepseek-v3.2": ("DeepseekV32", {**LATENT, **INDEX, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "glm-5": ("GlmMoeDsa", {**LATENT, **INDEX, "indexer_types": ["full", "shared", "full"]}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
@@ -98,11 +101,14 @@ def filled(model: Any) -> Any:
 
 def predicting(theirs: Any) -> Any:
     """Transformers' prediction layer of a model: it shares embedding and head."""
-    if theirs.config.model_type == "glm4_moe_lite":  # of which it has none; this is one of its layers with experts
+    if theirs.config.model_type in ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"):
+        # Of which it has none; this is one of its layers with experts.
         theirs.config.num_mtp_layers, theirs.config.mtp_mlp_layer_types = 1, ["sparse"]
+        theirs.config.mtp_layer_types = ["indexed_attention"]
     kept = {name: value.clone() for name, value in theirs.state_dict().items()}
     torch.manual_seed(7)
     layer = filled(MtpModel(theirs, 1).float().eval())
+    vars(theirs.config).pop("mtp_layer_types", None)  # which files do not have
     theirs.load_state_dict(kept)
     return layer
 

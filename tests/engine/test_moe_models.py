@@ -20,7 +20,10 @@ from draftwing.engine.graphs import RecordedStages
 pytestmark = pytest.mark.slow
 
 
-KINDS = ["glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
+KINDS = [
+    "glm4-moe", "glm4-moe-groups", "minimax-m2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite", "deepseek-v3.2",
+    "glm-5",
+]  # fmt: skip
 
 # Of latents, in multiples of 64 wherever they are outputs: other sizes have no exact kernels on a GPU.
 WIDE = {"kv_lora_rank": 56, "qk_nope_head_dim": 24, "v_head_dim": 32}
@@ -29,7 +32,7 @@ WIDE = {"kv_lora_rank": 56, "qk_nope_head_dim": 24, "v_head_dim": 32}
 def written(folder: Path, kind: str, **changes: Any) -> list[str]:
     """Writes a checkpoint with its prediction layer, if transformers has it -> what can draft for it."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind in ("glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite")
+    predicts = kind not in ("minimax-m2", "deepseek-v2-groups", "deepseek-v2")
     with_layer(folder, theirs, published(theirs, predicting(theirs)) if predicts else {})
     write_tokenizer(folder)
     return ["NGRAM", *(("NEXTN", "NEXTN+SUFFIX") if predicts else ())]

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import random_load
 from engine_rig import BLOCKS, RANKS
-from layer_kinds import KINDS, RECURRENT, config_of
+from layer_kinds import INDEXED, KINDS, RECURRENT, config_of
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.latent import LatentAttentionConfig
 
 LATENTS = (LatentAttentionConfig(4, 16, 8, 16, 32), LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32))
 WINDOWS = (AttentionConfig(4, 2, 16, window=6), AttentionConfig(4, 2, 16, window=24, sinks=True))
-MIXERS = {**KINDS, **RECURRENT, "latents": LATENTS, "windows": WINDOWS}
-SPREAD = ("mixed", "shared", "latents", "windows")  # which can be on several ranks
+MIXERS = {**KINDS, **RECURRENT, "latents": LATENTS, "windows": WINDOWS, "indexed": INDEXED}
+SPREAD = ("mixed", "shared", "latents", "indexed", "windows")  # which can be on several ranks
 
 
 @pytest.mark.slow
 @pytest.mark.further(seed=[*range(1, 12)])
 @pytest.mark.further(harness=["blocks", "ranks"])
-@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "windows"])
+@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "indexed", "windows"])
 @pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS], indirect=True, scope="session")
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("seed", range(12))

@@ -11,6 +11,7 @@ from torch import Tensor
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig, MixerConfig, Placement
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.ops.attention.attend import Attend
@@ -31,6 +32,15 @@ class Noting(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         return self._note(q.shape[1] * v.shape[2])
+
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        assert keys.shape == (ROWS, 32)
+
+    def sees_at_most(self, topk: int) -> bool:
+        return False
+
+    def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
+        assert (q.shape, weights.shape, topk) == ((ROWS, 3, 32), (ROWS, 3), 7)
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         return self._note(len(taps))
@@ -54,6 +64,8 @@ class NotedOp:
         AttentionConfig(4, 2, 16),
         LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16),
         LatentAttentionConfig(2, 16, 8, 16, 32),
+        LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16, index=IndexConfig(3, 32, 7)),
+        LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16, index=IndexConfig(3, 32, 7, shared=True)),
         DeltaNetConfig(2, 4, 8, 16, 4),
         ShortConvConfig(32, 3),
     ],

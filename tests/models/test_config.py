@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 from reference.hf_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     EXAONE4_32B,
     GEMMA3_1B,
     GEMMA4_26B,
     GEMMA4_31B,
     GEMMA4_E2B,
+    GLM5,
     GLM45,
     GLM47_FLASH,
+    GLM52,
     GPT_OSS_20B,
     GRANITE33_8B,
     LFM2_12B,
@@ -41,6 +45,7 @@ from draftwing.kv.pool import KVSpec
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
@@ -122,6 +127,15 @@ def test_latent_attention() -> None:
     flash = from_hf(GLM47_FLASH)
     assert flash.layers[0].mixer == LatentAttentionConfig(20, 192, 64, 256, 512, 768)
     assert 29e9 < flash.matrix_weights < 31e9  # published as 30B
+    index = IndexConfig(64, 128, 2048)
+    sparse = from_hf(DEEPSEEK_V32)
+    assert [layer.mixer for layer in sparse.layers] == [replace(mixer, index=index)] * 61
+    assert sparse.layers[0].mixer.keeps() == KVSpec(1, 576, shared=True, index_size=128)
+    assert from_hf(GLM5).layers[70].mixer.index == IndexConfig(32, 128, 2048, interleaved=True)
+    shared = [layer.mixer.index.shared for layer in from_hf(GLM52).layers]
+    assert shared == [i not in (0, 1, *range(2, 78, 4)) for i in range(78)]
+    assert from_hf({**GLM52, "indexer_types": ["full", "shared"] * 39}).layers[3].mixer.index.shared
+    assert from_hf({**GLM52, "index_topk_pattern": "FSS" * 26}).layers[3].mixer.keeps().index_size == 128
     # Libraries take something else for granted in each of these families.
     for key in ("routed_scaling_factor", "topk_group", "first_k_dense_replace"):
         with pytest.raises(CheckpointError, match=f"{key}: expected .*, found None"):
@@ -325,7 +339,7 @@ def test_harmless_values_are_accepted() -> None:
         ({**LLAMA2_7B, "residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ({**GRANITE33_8B, "attention_multiplier": 0.3}, "attention_multiplier = 0.3"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({**LLAMA2_7B, "architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM has sparse"),
+        ({**LLAMA2_7B, "architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM has sparse"),
         ({"model_type": "gpt2"}, "'gpt2' has layer norms with a mean (LayerNorm), which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),
@@ -337,6 +351,12 @@ def test_harmless_values_are_accepted() -> None:
         ({**LFM2_12B, "conv_bias": True}, "conv_bias = True"),
         ({**MINIMAX_M2, "partial_rotary_factor": 0.25}, "partial_rotary_factor: expected 0.5, which rotary_dim says"),
         ({**LFM2_12B, "block_auto_adjust_ff_dim": None}, "ff_dim: expected true or false, found None"),
+        ({**DEEPSEEK_V32, "index_topk": None}, "index_topk: expected an integer"),
+        ({**DEEPSEEK_V32, "index_head_dim": 100}, "index_head_dim: expected a multiple of 32 from 64 to 512, found"),
+        ({**DEEPSEEK_V32, "q_lora_rank": None}, "q_lora_rank: expected at least 1"),
+        ({**GLM52, "indexer_types": ["shared"] * 78}, "indexer_types: expected full or shared for each of 78 layers"),
+        ({**GLM52, "index_topk_pattern": "FSSX" * 20}, "index_topk_pattern: expected full or shared for each"),
+        ({**GLM52, "num_experts": 8}, "num_experts: expected 256, as n_routed_experts says, found 8"),
         ({**DEEPSEEK_V3, "norm_topk_prob": None}, "norm_topk_prob: expected true or false, found None"),
         ({**GEMMA3_1B, "tie_word_embeddings": None}, "tie_word_embeddings: expected true or false, found None"),
         ({**GLM45, "partial_rotary_factor": None}, "partial_rotary_factor: expected a number from 0 to 1, found None"),

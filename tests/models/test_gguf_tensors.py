@@ -190,7 +190,7 @@ def test_unsupported_metadata_is_refused_by_name(
 @pytest.mark.parametrize(
     ("arch", "missing"),
     [
-        ("glm-dsa", "sparse latent attention (DSA)"),
+        ("deepseek4", "sparse attention over compressed keys, and hyper-connections"),
         ("jamba", "state-space layers (Mamba)"),
         ("gptneox", "layer norms with a mean (LayerNorm)"),
     ],

@@ -150,8 +150,8 @@ def test_files_hold_no_code_and_no_second_copy() -> None:
 
 
 def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: FakeHub) -> None:
-    hub.files["config.json"] = b'{"architectures": ["DeepseekV32ForCausalLM"]}'
-    with pytest.raises(CheckpointError, match="DSA"):
+    hub.files["config.json"] = b'{"architectures": ["DeepseekV4ForCausalLM"]}'
+    with pytest.raises(CheckpointError, match="hyper-connections"):
         resolve_model(REPO)
     assert not [name for name, _ in hub.asked if name == "model.safetensors"]
 

@@ -529,6 +529,29 @@ DEEPSEEK_V3: dict[str, Any] = {
     "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
     "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+DEEPSEEK_V32: dict[str, Any] = {
+    **DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128,
+    "index_n_heads": 64, "index_topk": 2048, "auto_map": None,
+}  # fmt: skip
+GLM5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829], "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "head_dim": 64, "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+    "indexer_rope_interleave": True, "intermediate_size": 12288, "kv_lora_rank": 512,
+    "max_position_embeddings": 202752, "model_type": "glm_moe_dsa", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 2048, "qk_head_dim": 256, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+GLM52: dict[str, Any] = {
+    **GLM5, "index_share_for_mtp_iteration": True, "index_skip_topk_offset": 3, "index_topk_freq": 4,
+    "index_topk_pattern": None, "layer_types": ["deepseek_sparse_attention"] * 78, "num_experts": 256,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75, "mlp_bias": False,
+}  # fmt: skip
 GLM47_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "eos_token_id": [154820, 154827, 154829],
     "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240,

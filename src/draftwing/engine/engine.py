@@ -365,7 +365,7 @@ class Engine:
 
     def _memory_stats(self) -> dict[str, int]:
         """Of this process, and in it of what takes most; on a GPU these are beside it."""
-        pool = sum(kv.nbytes for kv in self.parts.executor.attn.pool.kv)
+        pool = sum(kept.nbytes for kept in self.parts.executor.attn.pool.tensors)
         return {**process_memory(), "pool": pool, "recordings": self.parts.executor.recorded_bytes}
 
     def _state_stats(self) -> dict[str, Any]:

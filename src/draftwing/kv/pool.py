@@ -55,12 +55,14 @@ def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 class KVSpec(NamedTuple):
     """Keys and values of one attention layer. shared: whether a head's value is its key, which is there once.  state:
-    of a recurrent layer beside it, which is kept by row."""
+    of a recurrent layer beside it, which is kept by row.  index_size: of an indexer's key beside them
+    (`ops.indexer.spec`), 0: there is none."""
 
     kv_heads: int
     head_dim: int
     shared: bool = False
     state: DeltaSpec | None = None
+    index_size: int = 0
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         """Returns the tensor's shape: index 0 of its second axis holds keys, index 1 values."""
@@ -68,6 +70,11 @@ class KVSpec(NamedTuple):
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
         return pool
+
+
+def _wide(pool: torch.dtype) -> torch.dtype:
+    """Returns that of what lies in such a pool beside keys and values."""
+    return torch.bfloat16 if pool.itemsize == 1 else pool
 
 
 class StateSpec(NamedTuple):
@@ -81,7 +88,7 @@ class StateSpec(NamedTuple):
         return self.shape
 
     def dtype_in(self, pool: torch.dtype) -> torch.dtype:
-        return self.dtype or (torch.bfloat16 if pool.itemsize == 1 else pool)
+        return self.dtype or _wide(pool)
 
 
 class DeltaSpec(NamedTuple):
@@ -141,6 +148,7 @@ class KVPool:
     A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
     float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448. In int8 each key, and each
     value, of a head has a scale of its own, the bytes of a float32 behind its codes: [.., head_dim + 4].
+    index[layer]: keys of its indexer, [slots + 1, size], in the pool's dtype, or bfloat16 where that has 8 bits.
     """
 
     def __init__(
@@ -161,12 +169,23 @@ class KVPool:
         self.kv = [
             zeros_as_written((slots + 1, *spec.shape_in(dtype)), spec.dtype_in(dtype), device) for spec in self.layers
         ]
+        self.index = {
+            at: zeros_as_written((slots + 1, spec.index_size), _wide(dtype), device)
+            for at, spec in enumerate(self.layers)
+            if isinstance(spec, KVSpec) and spec.index_size
+        }
         self.states: RowStates | None = None  # of layers that keep theirs by row
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Returns all that it has of slots, which are the first axis."""
+        return [*self.kv, *self.index.values()]
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[SlotSpec], dtype: torch.dtype) -> int:
         """Returns bytes of one slot in all layers. dtype: of keys and values."""
-        return sum(math.prod(spec.shape_in(dtype)) * spec.dtype_in(dtype).itemsize for spec in layers)
+        index = sum(spec.index_size for spec in layers if isinstance(spec, KVSpec)) * _wide(dtype).itemsize
+        return index + sum(math.prod(spec.shape_in(dtype)) * spec.dtype_in(dtype).itemsize for spec in layers)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes to slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a
@@ -185,7 +204,7 @@ class KVPool:
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots [n] int64 of all layers."""
-        for kv in self.kv:
+        for kv in self.tensors:
             (kv.view(torch.uint8) if kv.dtype == FP8 else kv).index_fill_(0, slots, 0)
 
 

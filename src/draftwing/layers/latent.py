@@ -13,6 +13,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.indexer import IndexConfig, Indexer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat, sizes_of
 from draftwing.layers.linear_ops.dense import blocks_or_dense
@@ -36,7 +37,8 @@ class LatentAttentionConfig(MixerConfig):
     are; the latter are one for all heads.  values: elements of a value.  latent: size of what keys and values are made
     of.  query_latent: of what queries are made of, 0: of the hidden state.  rope: which of `ModelConfig.ropes`.
     interleaved: whether elements that are turned lie in pairs in a checkpoint.  bias: of the matrices that read or make
-    hidden states.  factor: what scores are multiplied with besides the root of a key's size.
+    hidden states.  factor: what scores are multiplied with besides the root of a key's size.  index: what picks the
+    tokens that a query attends to, None: it attends to all.
     """
 
     heads: int
@@ -49,6 +51,7 @@ class LatentAttentionConfig(MixerConfig):
     interleaved: bool = True
     bias: bool = False
     factor: float = 1.0
+    index: IndexConfig | None = None
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -64,11 +67,12 @@ class LatentAttentionConfig(MixerConfig):
         return HeadShape(self.heads, 1, self.width)
 
     def keeps(self) -> KVSpec:
-        return KVSpec(1, self.width, shared=True)
+        return KVSpec(1, self.width, shared=True, index_size=0 if self.index is None else self.index.kept)
 
     def weights(self, hidden: int) -> int:
         queries = self.heads * (self.plain + self.turned)
         made = hidden * (self.query_latent + self.width) + (self.query_latent or hidden) * queries
+        made += 0 if self.index is None else self.index.weights(hidden, self.query_latent)
         return made + self.heads * (self.latent * (self.plain + self.values) + self.values * hidden)
 
     def check(self) -> None:
@@ -77,6 +81,10 @@ class LatentAttentionConfig(MixerConfig):
                 raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.turned % 2:
             raise CheckpointError(f"expected an even number of elements that are turned, found {self.turned}")
+        if self.index is not None:
+            self.index.check(self.turned)
+            if not self.query_latent:
+                raise CheckpointError("q_lora_rank: expected at least 1, for an indexer reads such latents, found 0")
 
     def spread(self, ranks: Ranks) -> LatentAttentionConfig:
         """Each rank has a share of the heads, and the latents of all tokens."""
@@ -119,6 +127,7 @@ class LatentAttentionConfig(MixerConfig):
         up, values = share(self.latent), share(self.values)
         return [
             *parts,
+            *(() if self.index is None else self.index.stored(self.turned)),
             StoredVector("self_attn.kv_a_layernorm.weight", "norm.weight", self.latent, None, True),
             # Two parts of `kv_b_proj` (`models.latents`).
             StoredMatrix("self_attn.k_b_proj", "key_up", 0, up.size, False, Cut(0, up), of_heads=True),
@@ -225,6 +234,12 @@ class LatentAttention(Mixer):
         self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, form)
         self.o = place.out(heads * config.values, config.bias)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
+        self.index: Indexer | None = None
+        if config.index is not None:
+            self.needs_chunks = True  # which `picks` reads
+            if not config.index.shared:
+                self.index = Indexer(config.index, config.turned, wide, place)
+                self.before_attention += len(self.index.linears())
 
     def merge(self, ops: LayerOps) -> None:
         """Has queries and latents of the same input made at once; latents come last."""
@@ -236,13 +251,20 @@ class LatentAttention(Mixer):
         self.down, self.query, self.before_attention = query, None, 1
 
     def linears(self) -> list[Linear]:
-        return [self.down, *([] if self.query is None else [self.query]), self.o]
+        queries = [] if self.query is None else [self.query]
+        return [self.down, *queries, *([] if self.index is None else self.index.linears()), self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         config, rows = self.config, len(x)
         made = self.down(x)
         written = self._written(made, cos, sin, attend, self.query_norm)
-        queries = self._queries(x, made, written).unflatten(1, (config.heads, -1))
+        latents = self._query_latents(x, made, written)
+        queries = made[:, : -config.width] if self.query is None else self.query(latents)
+        queries = queries.unflatten(1, (config.heads, -1))
+        if self.index is not None:
+            self.index.write(self.pool_layer, x, cos, sin, attend, self.ops)
+            self.index.pick(self.pool_layer, x, latents, cos, sin, attend, self.ops)
+        picked = attend if config.index is None else attend.picked
         plain, turned = queries.split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
         if isinstance(self.key_up.op, HeadsOp):
@@ -250,28 +272,28 @@ class LatentAttention(Mixer):
         else:
             q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
         if written is not None:
-            out = attend.read(self.pool_layer, q, self.kind)
+            out = picked.read(self.pool_layer, q, self.kind)
         else:
             keys = self._latents(made, cos, sin)
-            out = attend(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
+            out = picked(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
         values = self.value_up(out.view(rows, config.heads, -1), routed)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
-    def _queries(self, x: Tensor, made: Tensor, written: Tensor | None) -> Tensor:
-        """x [M, in_size], made [M, ..] of it by `down`, written: of `_written` -> [M, heads * size of a query]"""
-        if self.query is None:
-            return made[:, : -self.config.width]
+    def _query_latents(self, x: Tensor, made: Tensor, written: Tensor | None) -> Tensor:
+        """x [M, in_size], made [M, ..] of it by `down`, written: of `_written` -> what queries are made of, [M, ..]"""
         if self.query_norm is None:
-            return self.query(x)
-        return self.query(self.query_norm(made[:, : self.config.query_latent]) if written is None else written)
+            return x
+        return self.query_norm(made[:, : self.config.query_latent]) if written is None else written
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         made = self.down.last(x, self.config.width)
         if self._written(made, cos, sin, attend) is None:
             keys = self._latents(made, cos, sin)
             attend.write(self.pool_layer, keys, keys)
+        if self.index is not None:
+            self.index.write(self.pool_layer, x, cos, sin, attend, self.ops)
 
     def _written(
         self, made: Tensor, cos: Tensor, sin: Tensor, attend: Attend, norm: RMSNorm | None = None

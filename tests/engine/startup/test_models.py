@@ -125,15 +125,15 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
     """Said before its tokenizer is looked for."""
     draft = tmp_path / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV32ForCausalLM"]}))
+    (draft / "config.json").write_text(json.dumps({"architectures": ["DeepseekV4ForCausalLM"]}))
     error = refusal(target, speculative_algorithm="STANDALONE", **head_of(draft))
-    assert "sparse latent attention (DSA)" in str(error)
+    assert "sparse attention over compressed keys" in str(error)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["DeepseekV32ForCausalLM"]}, "sparse latent attention (DSA)"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "sparse attention over compressed keys"),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "layer norms with a mean"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),

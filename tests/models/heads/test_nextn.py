@@ -88,9 +88,11 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_in_float64(tmp_path: Path) -> None:
-    """GLM-4.7-Flash's, which transformers has put together from a layer of the model here, and nowhere else."""
-    theirs = reference("glm4-moe-lite")
+@pytest.mark.parametrize("kind", ["glm4-moe-lite", "glm-5"])
+def test_in_float64(tmp_path: Path, kind: str) -> None:
+    """GLM-4.7-Flash's, which transformers has put together from a layer of the model here, and nowhere else; and
+    GLM-5's, whose indexer picks all of so short a text."""
+    theirs = reference(kind)
     weights = published(theirs, predicting(theirs))
     model = load_model(with_layer(tmp_path, theirs, weights), torch.float32, "cpu")
     head = load_mtp_head(tmp_path, model, torch.float32, "cpu")

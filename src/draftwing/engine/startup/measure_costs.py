@@ -247,7 +247,7 @@ def _fill(executor: Executor, rows: int, context: int, space: int, touched: bool
     table, length = executor.table, context + space
     slots = torch.arange(1, rows * length + 1, device=table.page_table.device).view(rows, length)
     if touched:
-        for layer in executor.attn.pool.kv:
+        for layer in executor.attn.pool.tensors:
             layer[1 : rows * length + 1] = 0
     table.page_table[:rows, :length] = slots
     set_context(executor, rows, context)

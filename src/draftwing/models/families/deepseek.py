@@ -1,12 +1,14 @@
-"""DeepSeek-V2 and V3: latent attention, and experts in groups. GGUF files have one name for both, and for relatives."""
+"""DeepSeek-V2, V3 and V3.2: latent attention, and experts in groups. V2, V3 and relatives are one in GGUF files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
 from draftwing.models.family import SIGMOID, SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF
@@ -49,6 +51,28 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     for key in (*groups, *(() if fields.texts("mlp_layer_types") else ("first_k_dense_replace",))):
         fields.whole(key, 0)
     return (replace(layer, mixer=latent_attention(fields)),) * count
+
+
+def indexed_layers(
+    fields: Fields, layer: LayerConfig, count: int, interleaved: bool = False, kinds: Sequence[str] = ()
+) -> tuple[LayerConfig, ...]:
+    """Returns layers with latent attention to what an indexer picks. interleaved: `indexer_rope_interleave` when the
+    config has none.  kinds: of each layer, "full" with an indexer, "shared" without: all have one where there are no
+    kinds."""
+    index = IndexConfig(
+        fields.whole("index_n_heads", high=WIDEST),
+        fields.whole("index_head_dim", high=WIDEST),
+        fields.whole("index_topk"),
+        fields.flag("indexer_rope_interleave", interleaved),
+    )
+    chosen = fields.whole("n_routed_experts")
+    if fields.whole("num_experts", default=chosen) != chosen:
+        raise fields.unlike("num_experts", f"{chosen}, as n_routed_experts says")
+    of_kind = {"full": index, "shared": replace(index, shared=True)}
+    dense = _layers(fields, layer, count)[0]
+    assert isinstance(dense.mixer, LatentAttentionConfig)
+    made = {kind: replace(dense, mixer=replace(dense.mixer, index=index)) for kind, index in of_kind.items()}
+    return tuple(made[kind] for kind in kinds or ["full"] * count)
 
 
 def experts(fields: Fields, layers: int) -> ExpertConfig:
@@ -189,6 +213,11 @@ LATENT: dict[str, Any] = {
     "neutral": _NEUTRAL,
     "expert_names": NAMES,
 }
+# The same with an indexer.
+INDEXED: dict[str, Any] = LATENT | {
+    "layers": indexed_layers,
+    "neutral": {**_NEUTRAL, "layer_types": None},  # one name for all
+}
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
@@ -207,4 +236,5 @@ FAMILIES = {
         predicts="numbered",
         gguf=InGGUF(**_STORED, experts=IN_GGUF._replace(renormalised=False)),
     ),
+    "DeepseekV32ForCausalLM": Family("deepseek_v32", **INDEXED, predicts="numbered"),
 }

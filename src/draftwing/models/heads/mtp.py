@@ -171,8 +171,17 @@ def stored_layers(config: ModelConfig) -> list[LayerConfig]:
         raise CheckpointError(
             f"prediction layers of {config.architecture} are not supported: no layer is plain attention"
         )
+    able = [_with_own_index(layer) for layer in able]
     alone = [] if able[0].has_mlp else [layer for layer in config.layers if isinstance(layer.mixer, NoMixer)]
     return [next((layer for layer in some if layer.experts is not None), some[0]) for some in (able, alone) if some]
+
+
+def _with_own_index(layer: LayerConfig) -> LayerConfig:
+    """Returns the layer with an indexer in place of another layer's picks: a head has no layer before it."""
+    mixer = layer.mixer
+    if not isinstance(mixer, LatentAttentionConfig) or mixer.index is None:
+        return layer
+    return replace(layer, mixer=replace(mixer, index=replace(mixer.index, shared=False)))
 
 
 def untrained(config: ModelConfig) -> str | None:

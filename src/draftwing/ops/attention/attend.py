@@ -26,6 +26,7 @@ from draftwing.ops.attention.batch import (
 )
 from draftwing.ops.delta_net.spec import delta_net
 from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.indexer.spec import most_seen, one_by_one, picks
 from draftwing.ops.row_states.spec import ancestor_slots
 
 T = TypeVar("T")
@@ -36,6 +37,11 @@ class Attend:
     counted from the model's first. Backends override what they can do in fewer calls."""
 
     norms_heads = False  # whether `fused` takes the norms of heads, too
+
+    @property
+    def picked(self) -> Attend:
+        """Returns attention to what the last `pick` of the forward picked, or to all where there was none."""
+        return self
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, values], q and k rotated -> [M, heads *
@@ -104,6 +110,20 @@ class Attend:
         has the same eps -> x normed, [M, n]; without, [M, 0]."""
         return None
 
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        """Keeps keys [M, size] of an indexer, for this batch and later ones."""
+        raise NotImplementedError
+
+    def sees_at_most(self, topk: int) -> bool:
+        """Returns whether the host knows that no query sees more than `topk` tokens, so that there is nothing to
+        pick."""
+        raise NotImplementedError
+
+    def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
+        """Has each query pick the `topk` tokens that `picked` attends to. q [M, heads, size] and weights [M, heads]
+        float32, of the indexer whose keys `write_index` kept for this layer."""
+        raise NotImplementedError
+
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
@@ -112,9 +132,14 @@ class Attend:
 class BoundAttend(Attend):
     """What attention of one forward over a pool is on every device."""
 
-    def __init__(self, pool: KVPool, batch: Batch, first_layer: int) -> None:
+    def __init__(self, backend: AttnBackend, batch: Batch, first_layer: int) -> None:
         """first_layer: pool layer of the model's first."""
-        self._pool, self._batch, self._first_layer = pool, batch, first_layer
+        self._backend, self._pool, self._batch, self._first_layer = backend, backend.pool, batch, first_layer
+        self._picked: Attend | None = None
+
+    @property
+    def picked(self) -> Attend:
+        return self._picked or self
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         self.write(layer, k, v)
@@ -132,9 +157,36 @@ class BoundAttend(Attend):
         slots = ancestor_slots(batch, count)
         return torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).to(own.dtype)
 
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        kept = self._pool.index[self._first_layer + layer]
+        kept.index_copy_(0, self._batch.write_slots, keys.to(kept.dtype))
+
+    def sees_at_most(self, topk: int) -> bool:
+        return most_seen(self._batch) <= topk
+
+    def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
+        found = picks(self._batch, self._pool.index[self._first_layer + layer], q, weights, topk)
+        rows = [(part.queries, self._backend.bind(one_by_one(self._batch, part), self._first_layer)) for part in found]
+        self._picked = PickedAttend(self, rows)
+
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         assert self._pool.states is not None, "only a pool with states of rows has such layers"
         return delta_net(self._pool.states, self._first_layer + layer, self._batch, inputs, weights)
+
+
+class PickedAttend(Attend):
+    """Attention of one forward whose queries attend to what they picked."""
+
+    def __init__(self, whole: Attend, parts: Sequence[tuple[slice, Attend]]) -> None:
+        """whole: of the batch.  parts: of its queries, as rows of their own."""
+        self._whole, self._parts = whole, parts
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        self._whole.write(layer, k, v)
+        return self.read(layer, q, kind)
+
+    def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return torch.cat([part.read(layer, q[queries], kind) for queries, part in self._parts])
 
 
 def in_turn(first: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:

@@ -77,9 +77,10 @@ class NativeAttention:
 class CpuAttend(KernelAttend):
     """Attention of one forward."""
 
+    _backend: NativeAttention
+
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
-        super().__init__(backend.pool, batch, first_layer)
-        self._backend = backend
+        super().__init__(backend, batch, first_layer)
         self._raw = backend.raw
         self._workers = backend.workers
         self._kv = backend.pool.kv

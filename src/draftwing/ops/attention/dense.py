@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import FULL, AttentionKind, DeltaInputs, DeltaWeights
 from draftwing.ops.delta_net.spec import over_sequences
@@ -18,6 +19,7 @@ class DenseAttend(Attend):
     def __init__(self, sequences: int = 1) -> None:
         self.sequences = sequences
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by pool layer
+        self._length = 0  # of each sequence
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         self._kept[layer] = k, v
@@ -29,6 +31,19 @@ class DenseAttend(Attend):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Does what a call does."""
         raise NotImplementedError
+
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        """Keeps their number alone: nothing is picked."""
+        self._length = len(keys) // self.sequences
+
+    def sees_at_most(self, topk: int) -> bool:
+        """Returns True. Raises ConfigError for sequences in which there is something to pick."""
+        if self._length > topk:
+            raise ConfigError(
+                f"expected sequences of at most {topk} tokens without a cache, for of more the model attends to some "
+                f"alone; found {self._length}"
+            )
+        return True
 
     def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
         rows = own.unflatten(0, (self.sequences, -1))

@@ -114,7 +114,7 @@ class TorchAttend(BoundAttend):
     """Attention of one forward."""
 
     def __init__(self, backend: TorchAttention, batch: Batch, first_layer: int) -> None:
-        super().__init__(backend.pool, batch, first_layer)
+        super().__init__(backend, batch, first_layer)
         self._buffers = backend.buffers
         # By the window and the shape of queries and keys, made in the first layer that has them.
         self._prepared: dict[tuple[int, torch.Size, torch.Size], tuple[Tensor, Work]] = {}

@@ -72,9 +72,11 @@ class PagedAttention:
 class TritonAttend(KernelAttend):
     """Attention of one forward."""
 
+    _backend: PagedAttention
+
     def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int, inputs_ready: bool = False) -> None:
-        super().__init__(backend.pool, batch, first_layer)
-        self._backend, self._inputs_ready = backend, inputs_ready
+        super().__init__(backend, batch, first_layer)
+        self._inputs_ready = inputs_ready
         self._tiles: dict[HeadShape, Tensor] = {}  # of the batch's chunks
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions

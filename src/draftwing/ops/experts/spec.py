@@ -142,7 +142,7 @@ class ExpertOps:
         rows = x.repeat_interleave(choices, 0) if choices > 1 else x  # [pairs, in]
         if type(x) is Tensor and x.dtype in _GROUPED and not x.is_meta:
             return _grouped_linear(rows, weight.view(count, -1, weight.shape[1]), bias, routed)
-        flat = routed.experts.view(-1, 1)  # every expert with all rows
+        flat = routed.experts.reshape(-1, 1)  # every expert with all rows
         out = x.new_zeros(routed.pairs, weight.shape[0] // count)
         for expert, part in enumerate(weight.chunk(count)):
             of = None if bias is None else bias.view(count, -1)[expert]
