@@ -340,7 +340,7 @@ def test_harmless_values_are_accepted() -> None:
         ({**GRANITE33_8B, "attention_multiplier": 0.3}, "attention_multiplier = 0.3"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({**LLAMA2_7B, "architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM has sparse"),
-        ({"model_type": "gpt2"}, "'gpt2' has layer norms with a mean (LayerNorm), which is not"),
+        ({"model_type": "gpt2"}, "'gpt2' has learned positions, which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),
         ({**QWEN35_TEXT, "layer_types": ["sliding_attention"] * 32}, "layer_types = 'sliding_attention'"),

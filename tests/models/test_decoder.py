@@ -263,6 +263,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
         },
     ),
+    "exaone": ("Exaone", {"head_dim": 32, "rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "exaone-defaults": ("Exaone", {"tie_word_embeddings": True}),
     "exaone4": ("Exaone4", {"head_dim": 32, "sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": LLAMA3}),
     "exaone4-full": (
         "Exaone4",
@@ -369,7 +371,8 @@ def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedMo
     torch.manual_seed(0)
     made = getattr(transformers, f"{prefix}ForCausalLM", None)
     # Of what transformers has no class of its own, another does, and the checkpoint has the name.
-    made = made or type(f"{prefix}ForCausalLM", (transformers.Glm4MoeForCausalLM,), {})
+    base = transformers.LlamaForCausalLM if prefix == "Exaone" else transformers.Glm4MoeForCausalLM
+    made = made or type(f"{prefix}ForCausalLM", (base,), {})
     model = made(config).float().eval()
     with torch.no_grad():
         for name, param in model.named_parameters():  # the default biases and norms of 0 and 1 would test nothing

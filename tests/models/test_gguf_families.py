@@ -39,7 +39,7 @@ IN_FILES = {
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
-    "minicpm3": ("minicpm3", False),
+    "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias",

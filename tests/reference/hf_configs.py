@@ -203,6 +203,16 @@ MINICPM3_4B: dict[str, Any] = {
                      "original_max_position_embeddings": 32768},
     "scale_depth": 1.4, "scale_emb": 12, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 73448,
 }  # fmt: skip
+EXAONE35_78B: dict[str, Any] = {
+    "activation_function": "silu", "architectures": ["ExaoneForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "embed_dropout": 0.0, "eos_token_id": 361, "head_dim": 128, "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 32768, "model_type": "exaone",
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_layers": 32, "pad_token_id": 0,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True,
+    "vocab_size": 102400,
+}  # fmt: skip
 MINITRON_4B: dict[str, Any] = {
     "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
     "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134,

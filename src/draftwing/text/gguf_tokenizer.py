@@ -104,11 +104,12 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "phi-2": _GPT2,
     "olmo": _GPT2,  # of GPT-NeoX, too
     "command-r": _GPT2,
+    "exaone": _GPT2,
     "exaone4": _GPT2,
     "gpt-2": _GPT2,
     "default": _GPT2,
 }
-_SINGLE_DIGITS = frozenset({"smollm", "refact", "starcoder", "command-r"})
+_SINGLE_DIGITS = frozenset({"smollm", "refact", "starcoder", "exaone", "command-r"})
 _COMPOSED = frozenset({"qwen2", "qwen35"})  # text is brought to NFC first
 # A word that is itself a token is taken whole, even where merges would not lead to it; and BOS is the default.
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "tekken"})

@@ -1,8 +1,9 @@
-"""EXAONE 4: norms behind each part alone; where some layers have a window, the others turn nothing."""
+"""EXAONE 3: Llama, with other names. EXAONE 4: norms behind each part alone; where some layers have a window, the
+others turn nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from draftwing.models.family import Family, InGGUF
@@ -33,7 +34,35 @@ def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
     return {i for i, window in enumerate(windows) if not window} if sized else ()
 
 
+_OLDER = {"num_hidden_layers": "num_layers", "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+_OLDER_NAMES = {
+    "transformer.h.": "layers.", "transformer.wte.": "embed_tokens.", "transformer.ln_f.": "norm.",
+    ".attn.attention.": ".self_attn.", ".self_attn.out_proj.": ".self_attn.o_proj.", ".ln_1.": ".input_layernorm.",
+    ".ln_2.": ".post_attention_layernorm.", ".mlp.c_fc_0.": ".mlp.gate_proj.", ".mlp.c_fc_1.": ".mlp.up_proj.",
+    ".mlp.c_proj.": ".mlp.down_proj.",
+}  # fmt: skip
+
+
+def _older_keys(fields: Fields) -> dict[str, Any]:
+    return {key: fields.get(older) for key, older in _OLDER.items() if fields.get(older) is not None}
+
+
+def _renamed(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    for older, ours in _OLDER_NAMES.items():
+        name = name.replace(older, ours)
+    return [(name, value)]
+
+
 FAMILIES = {
+    "ExaoneForCausalLM": Family(
+        "exaone",
+        eps=1e-5,
+        theta=5e5,
+        sliding_window=None,
+        keys=_older_keys,
+        apart=_renamed,
+        gguf=InGGUF("exaone"),
+    ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
         qkv_bias=False,
