@@ -3,6 +3,7 @@ in each format in which people have them."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_tokenizer
 from torch import Tensor, from_numpy
 
-MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2"]
+INDEXED = ["deepseek-v3.2", "glm-5"]  # which no GGUF files have
+MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2", *INDEXED]
 MAMBA = ["granite4-rope", "nemotron-h-moe", "falcon-h1-behind"]
 HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", *MAMBA]
 FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS), *HYBRIDS]
 WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
 FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
-PREDICTING = ["deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
+PREDICTING = [
+    "deepseek-v3", *INDEXED, "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe",
+]  # fmt: skip
+CASES = [(family, form) for family, form in product(FAMILIES, FORMS) if family not in INDEXED or form[0] != "Q"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # of whole blocks of K-quants
 
 

@@ -42,7 +42,7 @@ YARN = {
     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
-INDEX = {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 32}
+INDEX = {"index_topk": 16, "index_n_heads": 24, "index_head_dim": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM),
     "glm4-moe-groups": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),

@@ -3,7 +3,6 @@ blocks. Drafts are those of its prediction layer or assistant, else of lookups."
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from engine import test_moe_models
 from engine.test_hybrid_models import TREE, texts
-from family_files import FAMILIES, FORMS, HYBRIDS, PREDICTING, written
+from family_files import CASES, HYBRIDS, PREDICTING, written
 from tiny_checkpoint import VOCAB
 
 from draftwing.ops import make_ops
@@ -23,6 +22,7 @@ KINDS = make_ops(torch.device("cpu")).block_kinds
 SOME = [
     ("glm4-moe-lite", "fp8 block"),
     ("deepseek-v3", "Q8_0"),
+    ("glm-5", "fp8 block"),
     ("minimax-m2", "awq"),
     ("glm4-moe", "compressed int4"),
     ("gemma4-per-layer", "gptq"),
@@ -35,7 +35,7 @@ SOME = [
 ]
 
 
-EACH = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in product(FAMILIES, FORMS)]
+EACH = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 
 
 @pytest.mark.parametrize(("family", "form"), EACH)
@@ -57,7 +57,7 @@ def on_a_gpu(family: str, form: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {"intermediate_size": 192, "moe_intermediate_size": 64}
     if family.startswith("gemma4"):
         sizes = gemma4_models.ON_GPU
-    elif family.startswith("deepseek") or family == "glm4-moe-lite":
+    elif family.startswith("deepseek") or family in ("glm4-moe-lite", "glm-5"):
         sizes |= {**test_moe_models.WIDE, "q_lora_rank": None if family == "deepseek-v2" else 64}
     if form != "Q4_K":
         return sizes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_files import FAMILIES, FORMS, HYBRIDS, WITH_EXPERTS, written
+from family_files import CASES, HYBRIDS, WITH_EXPERTS, written
 from hybrid_models import Pooled, check_steps
 from thread_ranks import meet
 
@@ -22,11 +22,12 @@ OPS = make_ops(torch.device("cpu"))
 pytestmark = pytest.mark.slow
 ALL_CASES = [
     (family, form, ranks)
-    for family, form, ranks in product(FAMILIES, FORMS, ["one rank", "two ranks", "whole experts"])
+    for (family, form), ranks in product(CASES, ["one rank", "two ranks", "whole experts"])
     if ranks != "whole experts" or family in WITH_EXPERTS
 ]
 SOME = [
     ("deepseek-v2", "Q8_0", "two ranks"), ("deepseek-v3", "fp8 block", "two ranks"),
+    ("deepseek-v3.2", "awq", "two ranks"), ("glm-5", "fp8 block", "whole experts"),
     ("glm4-moe-lite", "awq", "whole experts"), ("glm4-moe", "compressed int4", "one rank"),
     ("minimax-m2", "gptq", "two ranks"), ("gemma4-dense", "fp8 block", "two ranks"),
     ("gemma4-per-layer", "Q4_K", "two ranks"), ("gemma4-experts", "compressed int4", "whole experts"),
