@@ -29,6 +29,8 @@ from reference.hf_configs import (
     MINISTRAL3_8B,
     MISTRAL_7B_V01,
     PHI4_MINI,
+    PHI_2,
+    PYTHIA_14B,
     QWEN2_57B,
     QWEN3_8B,
     QWEN3_30B,
@@ -38,6 +40,7 @@ from reference.hf_configs import (
     QWEN35_35B,
     QWEN35_TEXT,
     SMOLLM3_3B,
+    STABLELM2_16B,
 )
 
 from draftwing.errors import CheckpointError
@@ -340,6 +343,10 @@ def test_harmless_values_are_accepted() -> None:
         ({**GRANITE33_8B, "attention_multiplier": 0.3}, "attention_multiplier = 0.3"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({**LLAMA2_7B, "architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM has sparse"),
+        ({**STABLELM2_16B, "qk_layernorm": True}, "qk_layernorm = True"),
+        ({**PHI_2, "qk_layernorm": True}, "qk_layernorm = True"),
+        ({**PHI_2, "hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ({**PYTHIA_14B, "use_parallel_residual": "x"}, "use_parallel_residual: expected true or false"),
         ({"model_type": "gpt2"}, "'gpt2' has learned positions, which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),

@@ -19,8 +19,9 @@ from tiny_gguf import finish, permuted
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import open_gguf
+from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.families import FAMILIES
+from draftwing.models.gguf_config import model_config
 from draftwing.models.loader import load_model
 
 # By a name of `test_decoder`: the architecture, and whether converters put halves that are turned into pairs.
@@ -208,6 +209,16 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
     hidden, _ = model(ids, torch.arange(200), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_norms_for_each_head_are_refused(tmp_path: Path) -> None:
+    reference = random_reference("stablelm")
+    write(tmp_path / "m.gguf", reference.config, reference.state_dict(), "stablelm", False)
+    file = open_gguf(tmp_path / "m.gguf")
+    model_config(file)
+    normed = {**file.tensors, "blk.0.attn_q_norm.weight": file.tensors["blk.0.attn_norm.weight"]}
+    with pytest.raises(CheckpointError, match=r"attn_q_norm\.weight \(a norm for each head\) is not supported"):
+        model_config(GGUFFile(file.path, file.metadata, normed, file.data))
 
 
 @pytest.mark.parametrize("values", [None, 0.5, [0.5, 0.6], "x"])

@@ -159,12 +159,12 @@ PHI_2: dict[str, Any] = {
     "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "vocab_size": 51200,
 }  # fmt: skip
-STABLELM2_12B: dict[str, Any] = {
-    "architectures": ["StableLmForCausalLM"], "eos_token_id": 100257, "hidden_act": "silu", "hidden_dropout": 0.0,
-    "hidden_size": 5120, "intermediate_size": 13824, "layer_norm_eps": 1e-05, "max_position_embeddings": 4096,
-    "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10000, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_parallel_residual": True, "use_qkv_bias": False, "vocab_size": 100352,
+STABLELM2_16B: dict[str, Any] = {
+    "architectures": ["StableLmForCausalLM"], "bos_token_id": 100257, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 4096, "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 24,
+    "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": 10000, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_qkv_bias": True, "vocab_size": 100352,
 }  # fmt: skip
 STARCODER2_7B: dict[str, Any] = {
     "activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1,

@@ -1,9 +1,10 @@
-"""StableLM: Llama with LayerNorm, of 12B with attention beside the MLP."""
+"""StableLM: Llama with LayerNorm, and perhaps attention beside the MLP; not 12B, whose heads have norms of their own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.models.family import Family, InGGUF
@@ -16,6 +17,8 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
 
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Files say it of all, and those without a second norm are what it is true of."""
+    if (norm := "blk.0.attn_q_norm.weight") in file.tensors:
+        raise CheckpointError(f"{file.path}: {norm} (a norm for each head) is not supported")
     fields.flag("use_parallel_residual")
     return (replace(layer, parallel="blk.0.ffn_norm.weight" not in file.tensors),) * count
 
