@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm, and perhaps attention beside the MLP; not 12B, whose heads have norms of their own."""
+"""StableLM: Llama with LayerNorm, perhaps attention beside the MLP. Not 12B, whose heads have norms of their own."""
 
 from __future__ import annotations
 
