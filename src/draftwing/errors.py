@@ -28,6 +28,10 @@ class GenerationError(DraftwingError):
     """An answer that cannot be given, though the request is right (HTTP 500)."""
 
 
+class FileChanged(GenerationError):
+    """A file of the model is another than it was."""
+
+
 class ReceiptError(DraftwingError):
     """A receipt that cannot be checked: it was changed, or is of another model."""
 

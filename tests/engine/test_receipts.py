@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM, AsyncLLM
 from draftwing.config.options import Options
+from draftwing.engine import engine as engine_module
 from draftwing.engine.engine import Engine
 from draftwing.engine.provenance import Digests, Provenance, StoredFile, digests_of, file_digest, model_files
 from draftwing.engine.receipt_replay import replay
@@ -50,7 +52,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "sampling_seed": 2**63 - 1},
     "penalties": {"temperature": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {"7": 1.5}},
     "dry": {"temperature": 0, "dry_multiplier": 0.8},
-    "stops": {"temperature": 1, "stop": ["e", "\n"], "stop_regex": ["[xyz]+"], "stop_token_ids": [9]},
+    "stops": {"temperature": 1, "stop": ["e", "\n", "é"], "stop_regex": ["[xyz]+"], "stop_token_ids": [9]},
     "bans": {"temperature": 1, "bad_words": ["a", "the"], "allowed_token_ids": [*range(1, 256)]},
     "json": {"temperature": 1, "response_format": {"type": "json_object"}},
     "schema": {"temperature": 0, "json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
@@ -463,13 +465,89 @@ def test_digests_are_computed_once_for_each_start(tmp_path: Path) -> None:
     second = started(b"bc")
     assert digests.begin(second.provenance).result()["weights"] != found.result()["weights"]
     third = started(b"def")
-    file.write_bytes(b"other")
-    with pytest.raises(GenerationError, match="has changed"):
+    file.rename(tmp_path / "away")
+    with pytest.raises(GenerationError, match=r"cannot be read: .*"):
         digests.begin(third.provenance).result()
-    file.write_bytes(b"def")
-    stat = file.stat()
-    os.utime(file, ns=(stat.st_atime_ns, third.provenance.files[0].mtime_ns))
+    (tmp_path / "away").rename(file)
     assert digests.begin(third.provenance).result()["weights"], "what failed is tried again"
+
+
+def test_a_file_that_has_changed_is_not_read_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read = tmp_path / "weights", list[Any]()
+    file.write_bytes(b"abc")
+    provenance = Provenance("cpu", (), (StoredFile("weights", str(file), 3, file.stat().st_mtime_ns),), None)
+    digest = hashlib.file_digest
+
+    def slow(content: Any, name: str) -> Any:
+        read.append(content)
+        found = digest(content, name)
+        file.write_bytes(b"abcd")  # meanwhile
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", slow)
+    digests = Digests()
+    for _ in range(3):
+        with pytest.raises(GenerationError, match="has changed since the start; start again"):
+            digests.begin(provenance).result()
+    assert len(read) == 1
+    with pytest.raises(GenerationError, match="has changed"):
+        Digests().begin(provenance).result()
+    assert len(read) == 1, "its size is known before it is read"
+
+
+def test_a_thread_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").write_bytes(b"")
+    stat = (tmp_path / "weights").stat()
+    provenance = Provenance("cpu", (), (StoredFile("weights", str(tmp_path / "weights"), 0, stat.st_mtime_ns),), None)
+    digests = Digests()
+
+    def start(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        found = digests.begin(provenance)
+    with pytest.raises(GenerationError, match="can't start new thread"):
+        found.result(timeout=1)
+    assert digests.begin(provenance).result()["weights"]
+
+
+def test_a_file_that_changes_while_a_model_is_loaded_makes_no_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the old one that was loaded."""
+    folder = write_checkpoint(tmp_path / "tiny")
+    build = engine_module.build
+
+    def during(*args: Any) -> Any:
+        parts = build(*args)
+        (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+        return parts
+
+    monkeypatch.setattr(engine_module, "build", during)
+    with LLM(str(folder), speculative_algorithm="none", max_total_tokens=512) as llm:
+        for _ in range(2):
+            with pytest.raises(GenerationError, match=r"config\.json has changed"):
+                llm.generate(PROMPT, {"max_new_tokens": 2}, receipt=True)
+
+
+def test_files_that_cannot_be_compared_are_no_fault_of_the_receipt(
+    receipt: Receipt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hashlib.file_digest
+
+    def changing(content: Any, name: str) -> Any:
+        os.utime(content.name, ns=(1, 1))
+        return digest(content, name)
+
+    found = read_receipt(text(receipt))
+    before = {file: file.stat() for file in Path(receipt["model"]).iterdir()}
+    monkeypatch.setattr(hashlib, "file_digest", changing)
+    with pytest.raises(ReceiptError, match="has changed since the start") as refused:
+        check_files(found, options_for(found, {}))
+    assert "there is no receipt" not in str(refused.value)
+    for file, stat in before.items():
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def test_a_file_that_has_changed_since_the_start_makes_no_receipt(tmp_path: Path) -> None:

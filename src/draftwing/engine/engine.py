@@ -32,7 +32,7 @@ from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
-from draftwing.engine.provenance import Provenance, provenance_of
+from draftwing.engine.provenance import Provenance, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
@@ -161,6 +161,7 @@ class Engine:
         that may compile kernels; None starts one where there is something to compile."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
+        files = () if options.label else model_files(options, path)  # before they are read
         tokenizer = model_tokenizer(options, path)
         with ExitStack() as made:
             memory = None
@@ -172,7 +173,7 @@ class Engine:
             self.options = parts.options
             defaults = sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {}
             stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
-            provenance = provenance_of(parts.options, path, parts.executor, tokenizer.chat_source)
+            provenance = provenance_of(parts.options, files, parts.executor, tokenizer.chat_source)
             stored = stored_as(path, parts.executor.model.config)
             self._start(tokenizer, parts, stop, defaults, stored, provenance)
             if memory is not None:

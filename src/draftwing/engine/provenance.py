@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftwing.config.options import Options
-from draftwing.errors import GenerationError
+from draftwing.errors import FileChanged, GenerationError
 from draftwing.files import cache_folder, load_json, write_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _REMEMBERED: Final = 2**20  # bytes of a file whose digest is kept for the next 
 
 
 class StoredFile(NamedTuple):
-    """A file of a model as it was when the model was loaded. part: which of the digests it belongs to."""
+    """A file of a model as it was before the model was loaded. part: which of the digests it belongs to."""
 
     part: str
     path: str
@@ -47,8 +47,9 @@ class StoredFile(NamedTuple):
 
 
 class Provenance(NamedTuple):
-    """What a text depends on besides its request. device: its kind, of a GPU with the compute capability. options: with
-    the values that they came to.  template: digest of the chat template."""
+    """What a text depends on besides its request. device: its kind, of a GPU with the compute capability. options:
+    types of weights and cache with the values that they came to, others as given.  template: digest of the chat
+    template."""
 
     device: str
     options: tuple[tuple[str, Any], ...]
@@ -85,9 +86,11 @@ def model_files(options: Options, path: Path) -> tuple[StoredFile, ...]:
     return tuple(found)
 
 
-def provenance_of(options: Options, path: Path, executor: Executor, template: str | None) -> Provenance | None:
-    """Returns that of an engine; None where weights or drafts are made up. path: of the model.  template: of
-    conversations."""
+def provenance_of(
+    options: Options, files: tuple[StoredFile, ...], executor: Executor, template: str | None
+) -> Provenance | None:
+    """Returns that of an engine; None where weights or drafts are made up. files: of the model, as they were before it
+    was loaded.  template: of conversations."""
     from draftwing.layers.linear_ops.blocks import BlockFormat
 
     if options.label:
@@ -102,7 +105,7 @@ def provenance_of(options: Options, path: Path, executor: Executor, template: st
     if options.kv_cache_dtype == "auto":
         values["kv_cache_dtype"] = str(executor.attn.pool.dtype).removeprefix("torch.")
     digest = None if template is None else sha256_of(template)
-    return Provenance(kind, tuple(values.items()), model_files(options, path), digest)
+    return Provenance(kind, tuple(values.items()), files, digest)
 
 
 def sha256_of(text: str) -> str:
@@ -111,7 +114,8 @@ def sha256_of(text: str) -> str:
 
 def file_digest(file: StoredFile, remembered: bool = True) -> str:
     """Returns the SHA-256 of a file's content. remembered: what was computed for a file of this path, size and time is
-    believed. Raises GenerationError for one that has changed since it was loaded, or cannot be read."""
+    believed. Raises FileChanged for one that has not this size and time, and GenerationError for one that cannot be
+    read."""
     kept = cache_folder() / "digests" / f"{sha256_of(file.path)[:32]}.json"
     key = [file.path, file.size, file.mtime_ns]
     remembered = remembered and file.size >= _REMEMBERED
@@ -120,14 +124,19 @@ def file_digest(file: StoredFile, remembered: bool = True) -> str:
             found = load_json(kept)
             if found["file"] == key:
                 return str(found["sha256"])
+
+    def check(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise FileChanged(f"{file.path} has changed since the start")
+
     try:
         with open(file.path, "rb") as content:
+            check(content.fileno())  # before all of it is read
             digest = hashlib.file_digest(content, "sha256").hexdigest()
-            stat = os.fstat(content.fileno())
+            check(content.fileno())
     except OSError as error:
-        raise GenerationError(f"there is no receipt: {file.path} cannot be read: {error.strerror}") from None
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise GenerationError(f"there is no receipt: {file.path} has changed since it was loaded; start again")
+        raise GenerationError(f"{file.path} cannot be read: {error.strerror}") from None
     if remembered:
         with suppress(OSError, RuntimeError):
             write_json(kept, {"file": key, "sha256": digest})
@@ -155,20 +164,28 @@ class Digests:
 
     def begin(self, provenance: Provenance | None) -> Future[dict[str, str]]:
         """Returns the digests of an engine that admits requests for receipts, as they will be; they raise
-        GenerationError as `file_digest`."""
+        GenerationError. What fails is tried again, but for files that have changed: they stay so until a start."""
         assert provenance is not None, "`EngineInfo.admit` has refused the request"
         with self._lock:
-            failed = self._found.done() and self._found.exception() is not None
-            if provenance != self._of or failed:  # the engine may have been started anew
+            error = self._found.exception() if self._found.done() else None
+            if provenance != self._of or not isinstance(error, FileChanged | None):  # the engine may be another one
                 self._of, self._found = provenance, Future()
                 self._found.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it for others
                 args = (provenance, self._found)
-                threading.Thread(target=self._run, args=args, name="draftwing-digests", daemon=True).start()
+                thread = threading.Thread(target=self._run, args=args, name="draftwing-digests", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as failed:  # of too many threads
+                    self._found.set_exception(GenerationError(f"there is no receipt: {failed}; try again"))
             return self._found
 
     @staticmethod
     def _run(provenance: Provenance, found: Future[dict[str, str]]) -> None:
         try:
             found.set_result(digests_of(provenance))
+        except FileChanged as error:
+            found.set_exception(FileChanged(f"there is no receipt: {error}; start again"))
+        except GenerationError as error:
+            found.set_exception(GenerationError(f"there is no receipt: {error}"))
         except BaseException as error:  # whoever waits is told
             found.set_exception(error)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftwing.config.options import Options
 from draftwing.engine.provenance import TEXT_OPTIONS, Provenance, digests_of, model_files, sha256_of
-from draftwing.errors import ReceiptError, RequestError
+from draftwing.errors import GenerationError, ReceiptError, RequestError
 from draftwing.requests.grammar_field import Grammar, GrammarKind
 from draftwing.requests.refusals import show
 from draftwing.requests.request import MAX_MARKER, GenerationRequest, ThinkingBudget
@@ -100,8 +100,8 @@ class Receipt(_Part):
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
-    """Returns the digest of a receipt's fields, `digest` itself left out: of their JSON with sorted names and without
-    blanks."""
+    """Returns the digest of a receipt's fields, `digest` itself left out: of their JSON with sorted names, without
+    blanks and in ASCII."""
     held = {name: value for name, value in fields.items() if name != "digest"}
     return sha256_of(json.dumps(held, sort_keys=True, separators=(",", ":")))
 
@@ -239,7 +239,10 @@ def check_files(receipt: Receipt, options: Options) -> Path:
     from draftwing.models.hub import resolve_model
 
     path = resolve_model(options.model, options.revision)
-    found = digests_of(Provenance("", (), model_files(options, path), None), remembered=False)
+    try:
+        found = digests_of(Provenance("", (), model_files(options, path), None), remembered=False)
+    except GenerationError as error:
+        raise ReceiptError(f"the model cannot be compared with the receipt: {error}") from None
     wanted = {part: digest for part, digest in receipt.digests.items() if part != "chat_template"}
     different = sorted(part for part in {*found, *wanted} if found.get(part) != wanted.get(part))
     if different:
