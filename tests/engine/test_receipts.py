@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,33 @@ def test_an_engine_in_another_process(target: Path, plain: LLM) -> None:
             return (await llm.generate(PROMPT, {"max_new_tokens": 9, "temperature": 5}, receipt=True)).receipt
 
     assert replay(read_receipt(json.dumps(asyncio.run(asked()))), plain.engine).same
+
+
+def test_digests_are_begun_with_the_request_and_no_answer_waits_for_those_of_another(
+    drafting: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known(Future[dict[str, str]]):
+        def result(self, timeout: float | None = None) -> dict[str, str]:
+            return super().result(0)  # nobody waits for it in vain
+
+    found, steps, begun = Known(), list[int](), list[int]()
+    step = drafting.engine.step
+
+    def counted(block: bool = False) -> Any:
+        steps.append(len(steps))
+        news = step(block)
+        if drafting.engine.idle():
+            found.set_result(digests_of(provenance))
+        return news
+
+    provenance = drafting.engine.info.provenance
+    assert provenance is not None
+    monkeypatch.setattr(drafting.engine, "step", counted)
+    monkeypatch.setattr(Digests, "begin", lambda self, of: (begun.append(len(steps)), found)[1])
+    params = [{"max_new_tokens": 2}, {"max_new_tokens": 60, "ignore_eos": True}]
+    for one in drafting.generate([PROMPT, PROMPT], params, receipt=True):
+        assert one.receipt is not None and replay(read_receipt(text(one.receipt)), plain.engine).same
+    assert begun == [0], "before the first step"
 
 
 def test_who_does_not_ask_has_none(drafting: LLM) -> None:

@@ -185,6 +185,30 @@ def test_digests_are_begun_with_the_request_and_waited_for_at_its_end(monkeypatc
         assert '"text":"' in before and "weights has changed" in error and "[DONE]" in done
 
 
+def test_others_do_not_wait_for_the_receipt_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last event of the one that is complete does, until digests are there or nothing else runs."""
+    engine, digests = FakeEngine(pause=0.05), Future[dict[str, str]]()
+    monkeypatch.setattr(Digests, "begin", lambda self, info: digests)
+    step = engine.step
+
+    def last(block: bool = False) -> Any:
+        news = step(block)
+        if news and not engine.running:
+            digests.set_result({"weights": "0" * 64})
+        return news
+
+    monkeypatch.setattr(engine, "step", last)
+    with client_of(engine) as client:
+        asked = {"prompt": ["ab", "abcdefghijkl"], "receipt": True, "stream": True}
+        text = client.post(COMPLETION, json=asked).text
+    events = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    ends = {one["index"]: i for i, one in enumerate(events) if one["finish_reason"]}
+    before = "".join(one["text"] for one in events[: ends[0]] if one["index"] == 1)
+    assert len(before) > 6, "it has three tokens, the other one 13"
+    assert all("receipt" in events[end] for end in ends.values()) and len(ends) == 2
+    assert "".join(one["text"] for one in events if one["index"] == 0) == "ab"
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")

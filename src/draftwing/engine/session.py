@@ -67,15 +67,24 @@ class Session:
 
     def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:
         """Yields each answer that made progress, with its new text (empty while a character or stop string is
-        incomplete)."""
+        incomplete). One that is complete and waits for its receipt lets the others go first."""
+        info, held, left = self.engine.info, list[tuple[Answer, str]](), len(answers)
+        wanted = any(answer.request.receipt for answer in answers)
+        digests = self._digests.begin(info.provenance) if wanted else None
         by_uid = {answer.request.uid: answer for answer in answers}
         for output in self.run(answer.request for answer in answers):
             answer = by_uid[output.uid]
             text = answer.push(output)
+            left -= output.finish_reason is not None
             if answer.wants_receipt:
-                info = self.engine.info
-                answer.receipt = make_receipt(info, self._digests.begin(info.provenance).result(), answer)
-            yield answer, text
+                held.append((answer, text))
+            else:
+                yield answer, text
+            if held and digests is not None and (digests.done() or not left):
+                for answer, text in held:
+                    answer.receipt = make_receipt(info, digests.result(), answer)
+                    yield answer, text
+                held.clear()
 
     def run(self, requests: Iterable[GenerationRequest], at_once: int | None = None) -> Generator[Output, None, None]:
         """Outputs of the requests, as they come, until all of them are finished.

@@ -83,7 +83,9 @@ class Generation:
         self.records = engine.observer.begin(id, requests, answers, self.ignored)
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
-        """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
+        """Each answer that made progress, with its new text (empty while a character or stop string is incomplete). One
+        that is complete and waits for its receipt lets the others go first."""
+        digests, held = self._digests, list[tuple[Answer, str]]()
         async for output in self._stream:
             answer = self._by_uid[output.uid]
             if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
@@ -92,9 +94,16 @@ class Generation:
             if output.prompt_logprobs:
                 prompt = id(answer.request.prompt_ids), answer.wanted
                 answer.prompt_logprobs = self._prompt_logprobs.setdefault(prompt, answer.prompt_logprobs)
-            if answer.wants_receipt and self._digests is not None:
-                answer.receipt = await self._receipt(answer, await asyncio.wrap_future(self._digests))
-            yield answer, text
+            if answer.wants_receipt:
+                held.append((answer, text))
+            else:
+                yield answer, text
+            if held and digests is not None and (digests.done() or not self._stream.open):
+                known = await asyncio.wrap_future(digests)
+                for answer, text in held:
+                    answer.receipt = await self._receipt(answer, known)
+                    yield answer, text
+                held.clear()
 
     async def _receipt(self, answer: Answer, digests: dict[str, str]) -> dict[str, Any]:
         size = len(answer.request.prompt_ids) + len(answer.token_ids)
