@@ -493,8 +493,11 @@ static void copy_box(void* to, const TensorMap* map, int column, int row, Barrie
     open.bulk += map->box[0] * map->box[1] * map->box[2] * 2, ++steps;
     if (early) opens(open);
 }
+static std::vector<int> shown_writes;  // by block and warp group: threads that have shown what they wrote
+static int warp_group() { return me / threads * 2 + me % threads / 128; }
 static std::vector<std::vector<Copy>> stores;  // by thread: boxes that are on their way
 static void store_box(const TensorMap* map, const void* from, int column, int row) {
+    if (shown_writes[warp_group()] != 128) abort();
     each_piece(from, map, column, row, [&](char* at, const u16* to) {
         if (to) stores[me].push_back({(void*)to, at, 16});
     });
@@ -504,9 +507,10 @@ static void wait_for_reads() {
     stores[me].clear();
 }
 static void end_stores() {
+    shown_writes[warp_group()] = 0;
     if (early) wait_for_reads();
 }
-static void show_writes() {}
+static void show_writes() { ++shown_writes[warp_group()]; }
 static std::vector<int> group_arrived;  // by block and warp group
 static void sync_group(int group) { meet(group_arrived[me / threads * 2 + group], 128); }
 static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
@@ -675,6 +679,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 #endif
 #ifdef DENSE
             stores.assign(fibers.size(), {});
+            shown_writes.assign(cluster * 2, 0);
             group_arrived.assign(cluster * 2, 0);
 #endif
 #ifdef FP8

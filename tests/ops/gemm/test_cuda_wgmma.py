@@ -57,7 +57,7 @@ def test_cuts_of_many_rows_in_16_bits() -> None:
         assert size.stages >= 4 and ring + -(-width // 32) * 8192 < (227 << 10) - 1024
     for (rows, _), tokens, ranges in itertools.product(DENSE_SERVED, (193, 512, 2048, 8192), cuda_many.RANGES):
         size, blocks = cuda_many.cut_of(tokens, rows, False, ranges, 66)
-        assert size.ranges == ranges and not size.gated and blocks % 2 == 0 and 0 < blocks <= 132
+        assert size.ranges == ranges and blocks % 2 == 0 and 0 < blocks <= 132
         tiles = -(-tokens // 128) * -(-rows // (2 * size.features))
         assert blocks == 132 or blocks == 2 * tiles
 
@@ -105,10 +105,11 @@ def test_dense_products(rows: int, columns: int) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rows", [70, 400])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_is_not_finite_stays_in_its_row(fp8: bool, value: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(fp8: bool, rows: int, value: float) -> None:
     gemm = cuda_fp8.fp8_gemm(device()) if fp8 else cuda_dense.dense_gemm(device())
-    weight, x = weight_of(160, 512, 4) if fp8 else on_device(160, 512, seed=4), on_device(70, 512, seed=5)
+    weight, x = weight_of(160, 512, 4) if fp8 else on_device(160, 512, seed=4), on_device(rows, 512, seed=5)
     x[3, 200] = value
     for found in (gemm.linear(x, weight, None), gemm.gated(x, weight, None)):
         assert (~found.isfinite().all(1)).nonzero().flatten().tolist() == [3] and not found[3].isfinite().any()
@@ -243,7 +244,9 @@ def test_shares_have_the_bits_of_few_rows(rows: int, columns: int, dtype: torch.
     )
     few, many = small_m_gemm(device(), dtype), cuda_many.SharesGemm(device(), dtype, False)
     assert torch.equal(many.linear(x, weight, bias, residual), few.linear(x, weight, bias, residual))
-    assert torch.equal(many.linear(x[7:300], weight, None), few.linear(x[7:300], weight, None))
+    for part in (slice(7, 300), slice(3, 4), slice(0, 129)):
+        assert torch.equal(many.linear(x[part], weight, None), few.linear(x[part], weight, None))
+        assert torch.equal(many.gated(x[part], weight, None), few.gated(x[part], weight, None))
     assert torch.equal(many.gated(x, weight, bias), few.gated(x, weight, bias))
 
 

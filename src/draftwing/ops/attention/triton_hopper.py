@@ -205,6 +205,7 @@ def _raised(s, scale, top):
     by, and the new maximum [ROWS]."""
     new = gl.maximum(top, gl.max(s, 1) * scale)
     base = gl.where(new == float("-inf"), 0.0, new)
+    # A fused product and sum, as in `triton_common.added`, which wants three tensors of one shape.
     scales, below = gl.full_like(s, 0.0) + scale, gl.broadcast(gl.expand_dims(-base, 1), s)[0]
     return gl.exp2(gl.fma(s, scales, below)), gl.exp2(top - base), new
 
@@ -455,5 +456,8 @@ def shape_of(tiling: Tiling, exact: bool) -> dict[str, int]:
     """Returns the constants of a kernel that decide its bits, and the units of its ring."""
     if not exact:
         return dict(UNIT=tiling.overlap_unit, STAGES=tiling.overlap_stages, SHORT=0, TIER=0, LONG=0)
+    assert tiling.short % tiling.unit == tiling.tier % tiling.short == tiling.long % tiling.unit == 0, (
+        "splits end with units"
+    )
     splits = dict(SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long)
     return dict(UNIT=tiling.unit, STAGES=_EXACT_STAGES) | splits

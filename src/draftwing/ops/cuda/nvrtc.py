@@ -129,8 +129,9 @@ class Module:
 
 @functools.lru_cache(maxsize=4096)  # a pure function of its arguments, for weights asked for in each launch
 def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """Returns what the copy engine is told of a contiguous tensor in bfloat16, of which it brings boxes to shared
-    memory in the order of 128-byte swizzling. shape, box: the last dimension first; a row of a box has 128 bytes."""
+    """Returns what the copy engine is told of a contiguous tensor in 16 bits, of which it brings boxes to shared
+    memory, or stores them from there, in the order of 64- or 128-byte swizzling. shape, box: the last dimension first;
+    a row of a box has 64 or 128 bytes."""
     rank = len(shape)
     strides = [2 * math.prod(shape[: i + 1]) for i in range(rank - 1)]  # bytes
     room = (ctypes.c_uint64 * 24)()

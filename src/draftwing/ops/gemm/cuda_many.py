@@ -16,8 +16,8 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source, tensor_map
 from draftwing.ops.gemm import cuda_wgmma
 from draftwing.ops.gemm.cuda import options_for
 from draftwing.ops.gemm.cuda_wgmma import PANEL
+from draftwing.ops.gemm.shapes import SHARES
 
-SHARES = 8  # of K, as in gemm.cu
 RANGES = (*sorted(cuda_wgmma.RANGES), SHARES)
 _INSTRUCTIONS = {torch.bfloat16: "k16.f32.bf16.bf16", torch.float16: "k16.f32.f16.f16"}
 # Features of a block: as many as registers hold sums twice. Of gates and ups as many of either.
@@ -28,7 +28,8 @@ _SHARED = 227 << 10  # bytes of a block
 _BEFORE_RINGS = 1536  # bytes of it at most: barriers, and up to what copies are aligned to
 _BOX = 8 << 10  # bytes of 32 columns of results of 128 rows
 _STEP = 16  # features, by which results differ
-_STAGES = 6  # of a range at least, of the first share 2: a tile's results leave with as many
+# Panels that the first range has at least, for a tile's results leave while they are multiplied, and the first share.
+_PANELS, _SHARE_PANELS = -(-_FEATURES[0] // 32), 2
 
 
 class Size(NamedTuple):
@@ -63,13 +64,14 @@ SIZES = [
 
 
 def takes(features: int, columns: int, ranges: int) -> bool:
-    """Returns whether there are kernels for so many results of a row."""
-    least = SHARES + 1 if ranges == SHARES else _STAGES * ranges
+    """Returns whether there are kernels for results of so many features, of so many columns of x."""
+    least = SHARES * (_SHARE_PANELS - 1) + 1 if ranges == SHARES else _PANELS * ranges
     return features % _STEP == 0 and columns % PANEL == 0 and columns >= least * PANEL
 
 
 def cut_of(rows: int, weights: int, gated: bool, ranges: int, at_once: int) -> tuple[Size, int]:
-    """weights: rows of the weight. at_once: clusters of two blocks. Returns a kernel's size and blocks."""
+    """Returns the size of the kernel for so many rows of x, and its blocks. weights: rows of the weight. at_once:
+    clusters of two blocks."""
     token_blocks = -(-rows // _TOKENS)
 
     def tiles(size: Size) -> int:
@@ -106,7 +108,7 @@ class ManyGemm:
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fresh: bool
     ) -> Tensor:
-        """As `linear` and `gated` of `DenseKernels`, of what `takes` says."""
+        """Multiplies as `linear` and `gated` of `DenseKernels` do, where `takes` says so."""
         parts = 2 if gated else 1
         (rows, columns), features = x.shape, weight.shape[0] // parts
         assert takes(features, columns, self._ranges) and x.is_contiguous() and weight.is_contiguous()
@@ -136,7 +138,8 @@ class SharesGemm:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once. What is multiplied is always
+        `fresh`: x, and the weight too, were copied before."""
         return self._gemm.run(in_sets(x), self._ordered(weight), bias, residual, False, True)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:

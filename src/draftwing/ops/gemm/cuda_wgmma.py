@@ -1,4 +1,4 @@
-"""What cuda_dense.py and cuda_fp8.py share: the source of gemm_wgmma.cu, and how K is cut."""
+"""What cuda_dense.py, cuda_many.py and cuda_fp8.py share: the source of gemm_wgmma.cu, and how K is cut."""
 
 from __future__ import annotations
 

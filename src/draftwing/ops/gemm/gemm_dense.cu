@@ -1,4 +1,4 @@
-// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products in bfloat16 (compute capability 9.0 alone). Up to some 100
+// Follows gemm.cu, gemm_bulk.cu and gemm_wgmma.cu: products in 16 bits (compute capability 9.0 alone). Up to some 100
 // rows take the time to read the weights.
 //
 // x and weights are rows of matrices in global memory, which the copy engine brings in panels of 64 columns: a stage. What

@@ -114,10 +114,10 @@ struct Results {
                 float out[2];
 #pragma unroll
                 for (int v = 0; v < 2; ++v) {
-                    out[v] = 0.f + sum[at + h * 2 + v];  // as few rows begin with
+                    out[v] = sum[at + h * 2 + v];
                     if (bias) out[v] += to_float(bias[v]);
                     if (GATED) {
-                        float up = 0.f + sum[(GATED ? FEATURES / 4 : 0) + at + h * 2 + v];
+                        float up = sum[(GATED ? FEATURES / 4 : 0) + at + h * 2 + v];
                         if (bias) up += to_float(bias[task.result.features + v]);
                         out[v] = silu_times(out[v], up);
                     }
@@ -141,6 +141,8 @@ template <int FEATURES, int RANGES, bool GATED>
 __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     using Out = Results<FEATURES, GATED>;
     constexpr int CONSUMERS = 256, BOXES_AT_A_TIME = RANGES == SHARES ? 3 : 1;  // a share may have few panels
+    // Panels of the first range that `cuda_many.takes` asks for: a tile's results have left when they are multiplied.
+    static_assert((Out::BOXES + BOXES_AT_A_TIME - 1) / BOXES_AT_A_TIME <= (RANGES == SHARES ? 2 : 6), "a block would wait for ever");
     extern __shared__ float sums[];  // barriers, then rings, then results
     const int rank = rank_in_cluster(), stages = task.stages, steps = task.K / PANEL;
     Barrier* const full = (Barrier*)sums;
@@ -247,7 +249,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
                         end_stage_before();
                     }
 #pragma unroll
-                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
+                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;  // as few rows begin with
                     out.ask(tile);
                 }
                 for (; i < count; ++i) {

@@ -1,5 +1,5 @@
-// Follows gemm.cu and gemm_bulk.cu: what gemm_dense.cu and gemm_fp8.cu have in common (wgmma, compute capability 9.0
-// alone).
+// Follows gemm.cu and gemm_bulk.cu: what gemm_dense.cu, gemm_fp8.cu and their kernels for many rows have in common (wgmma,
+// compute capability 9.0 alone).
 //
 // x is an instruction's first operand, 64 rows of it, and weights the second: any multiple of 8 features. So all blocks
 // get as many bytes of weights. Both lie in shared memory as rows of 128 bytes, in the order of 128-byte swizzling.
@@ -11,7 +11,7 @@
 typedef unsigned long long u64;
 
 #ifndef ON_HOST
-// d = a b^T, or d += a b^T, for 32 bytes of 64 rows a and FEATURES rows b. Is done when waited for. wgmma.py has more.
+// d = a b^T, or d += a b^T, for 32 bytes of 64 rows a and FEATURES rows b. Is done when waited for. cuda_wgmma.py has more.
 template <int FEATURES>
 struct Product;
 

@@ -22,6 +22,9 @@ _TINY, _TINY_FEW = 512, 64
 # From so many values of a weight on our kernel for more rows is the fastest above so many rows, and up to so many. From
 # so many values on, but not with a vocabulary's, it is so up to all rows that it names. Smaller ones were not timed.
 _MEDIUM_FROM, _MEDIUM_ABOVE, _MEDIUM_MOST, _LARGE_FROM = 1 << 24, 8, 64, 1 << 25
+# Rows above which a matrix is copied for kernels of many rows with the bits of few, in deterministic mode: 256 rows
+# take 0.7 to 1.3 of the time without, 512 rows 0.4 to 0.8 (docs/dev/gpu_kernels.md).
+_SHARES_ABOVE = 256
 
 # Of weights in groups: up to this many rows they are dequantised in registers, by kernels that give a row the same bits
 # for each number of them; beyond, they are where the device has kernels for it, or a matrix is dequantised first.
@@ -99,7 +102,7 @@ def dense_gemms(
     if deterministic and (medium is not None or many is None):
         return [KernelGemm(few if medium is None else medium, weight)]
     if deterministic:
-        return [KernelGemm(few, weight, GROUP_ROWS), KernelGemm(many, weight)]
+        return [KernelGemm(few, weight, _SHARES_ABOVE), KernelGemm(many, weight)]
     if medium is None:
         up_to = _LONG_FEW if outputs >= _LONG else _TINY_FEW if outputs <= _TINY else _FEW
         return [KernelGemm(few, weight, up_to), TorchGemm(weight)]
