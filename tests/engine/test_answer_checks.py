@@ -27,6 +27,7 @@ from draftwing.engine.answer_checks import PENDING, AnswerChecks
 from draftwing.engine.engine import Engine
 from draftwing.engine.provenance import Digests
 from draftwing.engine.receipts import read_receipt
+from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
@@ -266,6 +267,74 @@ def test_nothing_is_logged_of_a_client_that_was_forgotten_while_files_are_read(
     engine.forget_client("bob")
     read.set()
     assert not logged(caplog)
+
+
+def test_differences_are_logged_from_time_to_time(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has the whole prompt, and a fault makes many."""
+    plant(engine)
+    answers(engine, request("a"), request("b"), request("c"))
+    rest(engine, lambda: counts(engine) == (3, 3))
+    assert len(logged(caplog)) == 1
+    monkeypatch.setattr(answer_checks_module, "LOG_SECONDS", 0.0)
+    answers(engine, request("d"))
+    rest(engine, lambda: counts(engine) == (4, 4))
+    assert len(logged(caplog)) == 2
+
+
+def test_who_is_forgotten_is_not_logged_in_place_of_others(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, begin = threading.Event(), Digests.begin
+    monkeypatch.setattr(Digests, "begin", lambda *args: (read.wait(SECONDS), begin(*args))[1])
+    plant(engine)
+    answers(engine, request("a", client="bob"))
+    rest(engine, lambda: counts(engine) == (1, 1))
+    engine.forget_client("bob")
+    read.set()
+    assert not logged(caplog)
+    answers(engine, request("b"))
+    rest(engine, lambda: counts(engine) == (2, 2))
+    assert len(logged(caplog)) == 1
+
+
+def test_a_replay_that_is_aborted_is_no_difference(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    given = answers(engine, request("a", 60))
+    rest(engine, lambda: private(engine) == [True])
+    engine.step()
+    (replay,) = engine.parts.sched.running
+    engine.parts.sched.abort(replay.uid, "it took too long")
+    engine.step()
+    assert counts(engine) == (0, 0)
+    (line,) = logged(caplog)
+    (one,) = re.findall(r"\{\"version.*?\"digest\": \"\w+\"\}", line)
+    assert read_receipt(one).answer.token_ids == [token for output in given for token in output.token_ids]
+    assert "could not be replayed" in line and "it took too long" in line
+    plant(engine)
+    answers(engine, request("b", 3))
+    rest(engine, lambda: counts(engine) == (1, 1))
+    assert len(logged(caplog)) == 2, "of two kinds"
+
+
+def test_a_replay_that_is_refused_is_left_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(engine, request("a", regex="[a-f]{5,9}"), request("b", 3))
+
+    def refused(grammar: Any, *args: Any) -> Any:
+        raise RequestError("regex takes too long")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.grammars, "compile", refused)
+        rest(engine, lambda: counts(engine) == (1, 0))
+    assert engine.idle()
+
+
+def test_lengths_of_answers_are_not_learnt_from_replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt: list[str] = []
+    monkeypatch.setattr(engine.parts.sched.choice, "answered", lambda req: learnt.append(req.uid))
+    answers(engine, request("a", 3), request("b", 3))
+    rest(engine, lambda: counts(engine) == (2, 0))
+    assert sorted(learnt) == ["a", "b"]
 
 
 def interrupted(call: Callable[[], Any], line: int, meanwhile: Callable[[], Any]) -> tuple[Any, bool]:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.provenance import Digests
-from draftwing.engine.receipts import first_difference, make_receipt
+from draftwing.engine.receipts import COMPLETE, first_difference, make_receipt
 from draftwing.errors import GenerationError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, SpecLimits
@@ -27,6 +28,7 @@ from draftwing.sched.req import Req
 log = logging.getLogger("draftwing")
 PENDING = 16  # answers that wait for a replay; of more the oldest are left out
 CLIENT = "/replay"  # who asks for replays
+LOG_SECONDS = 600.0  # after a line in the log in which there is no other of its kind: each has the whole prompt
 
 
 @dataclass(eq=False)
@@ -42,7 +44,8 @@ class Served:
 class AnswerChecks:
     """Chooses answers, makes requests of them and compares. Belongs to the engine's thread, but for `forget`.
 
-    checked, different: answers that were compared, and those of them that were not the same."""
+    checked, different: answers that were compared, and those of them that were not the same. One whose replay was
+    aborted is neither."""
 
     def __init__(self, every: int, info: Callable[[], EngineInfo]) -> None:
         """every: of how many answers one is checked; 0: none is.  info: of the engine."""
@@ -57,6 +60,7 @@ class AnswerChecks:
         self._ended: list[Served] = []  # that were replayed, until they are found the same or logged
         self._tokens: list[int] = []  # of that replay
         self._stopped: set[str] = set()  # uids of replays that were ended, whose last output is still to come
+        self._logged: dict[bool, float] = {}  # when there was a line, monotonic, by whether a replay was aborted
         self._digests = Digests()
 
     @property
@@ -72,7 +76,7 @@ class AnswerChecks:
     def answered(self, req: Req, reason: dict[str, Any]) -> None:
         """Takes note of a request that has its whole answer. Those that may not be kept are left out: a difference is
         logged with all of its tokens."""
-        if not self._every or req.uid == self.running or not req.request.learn:
+        if not self._every or not req.request.learn:
             return
         self._seen += 1
         if self._seen % self._every == 0:
@@ -98,6 +102,11 @@ class AnswerChecks:
             uid=uid, cache_salt=uid, client=CLIENT, name="", priority=0, logprobs=None, limits=drafts, prediction=(),
             traced=False, learn=False, receipt=False, arrived=None,
         )  # fmt: skip
+
+    def leave_out(self) -> None:
+        """Drops the answer whose replay was to begin, and cannot."""
+        with self._lock:
+            self._now = None
 
     def stop(self) -> str | None:
         """Returns the uid of the replay that runs, which is to be ended: it is begun anew later."""
@@ -140,33 +149,50 @@ class AnswerChecks:
         return others
 
     def _compare(self, served: Served, replayed: Served) -> None:
-        index = first_difference(served.token_ids, replayed.token_ids)
-        same = index is None and served.finish_reason["type"] == replayed.finish_reason["type"]
+        index, reason = first_difference(served.token_ids, replayed.token_ids), replayed.finish_reason
+        aborted = reason["type"] not in COMPLETE
+        same = not aborted and index is None and served.finish_reason["type"] == reason["type"]
         with self._lock:
-            if served.forgotten or same:
+            counts = not (served.forgotten or aborted)
+            logs = not (served.forgotten or same) and self._may_log(aborted)
+            if not logs:
                 self._ended.remove(served)
-            if served.forgotten:
-                return
-        self.checked += 1
-        if same:
-            return
-        self.different += 1
-        # Digests of a model may take a minute, for which nobody waits.
-        args = (index, served, replayed)
-        threading.Thread(target=self._log, args=args, name="draftwing-difference", daemon=True).start()
+        self.checked += counts
+        self.different += counts and not same
+        if aborted:
+            what = f"an answer could not be replayed without drafts: {reason.get('message', reason['type'])}"
+        else:
+            where = "in why it ended" if index is None else f"at token {index}"
+            what = f"an answer differs from its replay without drafts, {where}"
+        if logs:
+            # Digests of a model may take a minute, for which nobody waits.
+            args = (what, served, None if aborted else replayed)
+            threading.Thread(target=self._log, args=args, name="draftwing-difference", daemon=True).start()
 
-    def _log(self, index: int | None, served: Served, replayed: Served) -> None:
-        where = "in why it ended" if index is None else f"at token {index}"
+    def _may_log(self, aborted: bool) -> bool:
+        """Returns whether there was no such line for long enough, and counts one."""
+        now, before = time.monotonic(), self._logged.get(aborted)
+        if before is not None and now - before < LOG_SECONDS:
+            return False
+        self._logged[aborted] = now
+        return True
+
+    def _log(self, what: str, served: Served, replayed: Served | None) -> None:
+        """Logs an answer, with its replay where there is a whole one."""
         info = self._info()
-        try:
-            digests = self._digests.begin(info.provenance).result()
-            receipts = [json.dumps(make_receipt(info, digests, one)) for one in (served, replayed)]
-        except GenerationError as error:
-            receipts = [str(error), "none"]
+
+        def shown(one: Served) -> str:
+            try:
+                return json.dumps(make_receipt(info, self._digests.begin(info.provenance).result(), one))
+            except GenerationError as error:
+                return str(error)
+
+        line = f"{what}; as it was given: {shown(served)}"
+        if replayed is not None:
+            line += f" as it was replayed: {shown(replayed)}"
         with self._lock:  # in which it is logged, too: what is forgotten is in no later line
             self._ended.remove(served)
-            if not served.forgotten:
-                log.error(
-                    "an answer differs from its replay without drafts, %s; as it was given: %s as it was replayed: %s",
-                    where, *receipts,
-                )  # fmt: skip
+            if served.forgotten:
+                self._logged.pop(replayed is None, None)
+            else:
+                log.error("%s (for %d minutes no other is logged)", line, LOG_SECONDS // 60)

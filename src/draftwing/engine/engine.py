@@ -36,6 +36,7 @@ from draftwing.engine.provenance import Provenance, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
+from draftwing.errors import RequestError
 from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.kv.pool import state_bytes
 from draftwing.machine import process_memory
@@ -422,13 +423,17 @@ class Engine:
 
     def _begin_check(self) -> bool:
         """Has the next answer replayed that waits for it, alone; False where none does."""
-        request = self._checks.begin(self.grammars.knows)
-        if request is None:
-            return False
-        req = self._admissible(request)
-        req.private, req.deadline = True, None
-        self.parts.sched.submit(req)
-        return True
+        while (request := self._checks.begin(self.grammars.knows)) is not None:
+            try:
+                req = self._admissible(request)
+            except RequestError as error:  # such as for a grammar that is no longer compiled
+                log.warning("an answer is not replayed: %s", error)
+                self._checks.leave_out()
+                continue
+            req.private, req.deadline = True, None
+            self.parts.sched.submit(req)
+            return True
+        return False
 
     def _stop_check(self) -> bool:
         """Ends a replay, if there is one: somebody has come."""

@@ -77,7 +77,8 @@ class Req:
     created: float = field(default_factory=time.monotonic)
     admitted: float | None = None  # monotonic seconds, the first time
     deadline: float | None = None
-    private: bool = False  # whether it leaves no cached prefix; its salt is its own, so that it finds none either
+    # Whether it leaves no cached prefix and nothing is learnt of it; its salt is its own, so that it finds none either.
+    private: bool = False
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
 

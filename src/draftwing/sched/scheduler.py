@@ -82,7 +82,7 @@ class Scheduler:
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
         self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
-        # Is told each request that was not aborted, at its end, and why it ended.
+        # Is told each request that was not aborted, at its end, and why it ended; none that is private.
         self.answered: Callable[[Req, dict[str, Any]], None] = lambda req, reason: None
         self._news: list[Output] = []
         self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
@@ -408,7 +408,7 @@ class Scheduler:
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
         output = Output(req.uid, []) if output is None else output
-        if reason["type"] != "abort":
+        if reason["type"] != "abort" and not req.private:
             self.choice.answered(req)
             self.answered(req, reason)
         self._news.append(replace(output, finish_reason=reason, meta=finish_meta(req, self.config.credited)))
