@@ -30,7 +30,8 @@ class DeltaSteps:
         self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]], device=self.device))
         heads = spec.value_heads
         self.weights = DeltaWeights(
-            make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(), make(heads).float(),
+            make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(),
+            make(spec.decays).float(),
             make(spec.value_dim).float(), 1e-6,
         )  # fmt: skip
         if not spec.corrects:
@@ -46,8 +47,9 @@ class DeltaSteps:
     def inputs(self, count: int) -> DeltaInputs:
         spec = self.spec
         both = self.make(count, spec.channels + spec.value_heads * spec.value_dim)  # of one GEMM, so rows are apart
-        gates = self.make(count, 2 * spec.value_heads)
-        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.chunk(2, 1))
+        gates = self.make(count, spec.value_heads + spec.decays)
+        split = gates.tensor_split((spec.value_heads,), 1)
+        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *split)
 
     def run(self, batch: Batch, inputs: DeltaInputs) -> Tensor:
         return self.backend.bind(self.moved(batch), 0).delta(0, inputs, self.weights)

@@ -24,6 +24,8 @@ SPECS = {
     "tiled": DeltaSpec(2, 6, 32, 16, 4, tiled=True),
     "two taps": DeltaSpec(1, 2, 16, 16, 2),
     "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=False),
+    "by channel": DeltaSpec(2, 2, 32, 32, 4, by_channel=True),
+    "by channel, grouped": DeltaSpec(2, 4, 16, 80, 3, tiled=True, by_channel=True),
 }
 ROWS, NODES, TOKENS, LAYER = 3, 8, 40, 1
 # Parents of nodes, and the path that is accepted.
@@ -53,16 +55,17 @@ def plain(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         q = q * spec.key_dim**-0.5
     v = c[:, 2 * wide :].view(count, -1, spec.value_dim)  # [T, H, dv]
-    dt = torch.log1p((a + bias).exp())  # [T, H]
-    fade, beta = (decay * dt).exp(), b.sigmoid() if spec.corrects else dt
+    dt = torch.log1p((a + bias).exp()).view(count, spec.value_heads, -1)  # [T, H, 1 or dk]
+    fade, beta = (decay[:, None] * dt).exp(), b.sigmoid() if spec.corrects else dt[:, :, 0]
     state = qkv.new_zeros(spec.value_heads, spec.key_dim, spec.value_dim)
     out = []
     for t in range(count):
-        state = state * fade[t, :, None, None]
+        state = state * fade[t, :, :, None]
         seen = (state * k[t, :, :, None]).sum(1) * spec.corrects  # [H, dv]: what the key finds
         state = state + k[t, :, :, None] * (beta[t, :, None] * (v[t] - seen))[:, None]
         out.append((state * q[t, :, :, None]).sum(1))
-    o, gate = torch.stack(out), (z * z.sigmoid()).view(count, -1, spec.value_dim)
+    o, gate = torch.stack(out), z.sigmoid().view(count, -1, spec.value_dim)
+    gate = gate if spec.by_channel else gate * z.view_as(gate)
     if not spec.corrects:
         o = o + torch.as_tensor(skip).view(-1, 1) * v  # which goes past the state
         if not norm.numel():
@@ -82,7 +85,7 @@ class Bench:
         self.random = torch.Generator().manual_seed(seed)
         heads = spec.value_heads
         self.weights = DeltaWeights(
-            self.made(spec.channels, spec.conv_width) / 2, -self.made(heads).exp(), self.made(heads),
+            self.made(spec.channels, spec.conv_width) / 2, -self.made(heads).exp(), self.made(spec.decays),
             1 + self.made(spec.value_dim) / 8, 1e-6,
         )  # fmt: skip
         if not spec.corrects:
@@ -107,7 +110,7 @@ class Bench:
 
     def inputs(self, count: int) -> DeltaInputs:
         spec = self.spec
-        sizes = spec.channels, spec.value_heads * spec.value_dim, spec.value_heads, spec.value_heads
+        sizes = spec.channels, spec.value_heads * spec.value_dim, spec.value_heads, spec.decays
         return DeltaInputs(*(self.made(count, size).to(self.dtype) for size in sizes))
 
     def expected(self, row: int, count: int) -> Tensor:
@@ -379,6 +382,7 @@ DEVICE_SPECS = {  # sizes of heads that are no powers of two, and fewer taps, am
     "wide": DeltaSpec(1, 2, 128, 128 if GPU else 32, 4),
     "even": DeltaSpec(2, 2, 128, 128, 4),
     "mamba": DeltaSpec(2, 6, 48, 80, 3, corrects=False),
+    "by channel": DeltaSpec(3, 6, 48, 80, 3, tiled=True, by_channel=True),
 }
 of_devices = pytest.mark.parametrize("name", DEVICE_SPECS)
 

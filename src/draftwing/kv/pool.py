@@ -97,7 +97,8 @@ class DeltaSpec(NamedTuple):
 
     tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
     corrects: whether what the state already has of a key is taken from the value that it gets; a state-space layer
-    (Mamba-2) does not, see `ops.delta_net.spec`.
+    (Mamba-2) does not, see `ops.delta_net.spec`.  by_channel: whether a state decays by each channel of the key, not by
+    value head alone, as in Kimi Delta Attention, whose gates are sigmoids.
     """
 
     key_heads: int
@@ -107,11 +108,17 @@ class DeltaSpec(NamedTuple):
     conv_width: int  # taps of the convolution
     tiled: bool = False
     corrects: bool = True
+    by_channel: bool = False
 
     @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def decays(self) -> int:
+        """Decays of all heads."""
+        return self.value_heads * (self.key_dim if self.by_channel else 1)
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         return (0,)
@@ -126,7 +133,7 @@ class DeltaSpec(NamedTuple):
 
     def record_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of the record of one node. dtype: the model's."""
-        return self.channels * dtype.itemsize + 2 * 4 * self.value_heads
+        return self.channels * dtype.itemsize + 4 * (self.decays + self.value_heads)
 
 
 SlotSpec = KVSpec | StateSpec | DeltaSpec  # what one pool layer holds in each slot
@@ -224,7 +231,8 @@ class LayerStates(NamedTuple):
     state [slots + 2, value_heads, key_dim, value_dim] float32.  conv [slots + 2, conv_width - 1, channels] in the
     model's dtype: the convolution's inputs of the newest tokens, the oldest first.  inputs
     [rows + 1, 2, nodes, channels] in the model's dtype: records of nodes by row and page: what goes into the
-    convolution.  gates [rows + 1, 2, nodes, 2, value_heads] float32: records of log decay and beta, or step sizes.
+    convolution.  gates [rows + 1, 2, nodes, decays + value_heads] float32: records of log decays, and then of beta or
+    step sizes.
     """
 
     spec: DeltaSpec
@@ -265,7 +273,7 @@ class RowStates:
                 zeros(slots + 2, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),
                 zeros(slots + 2, spec.conv_width - 1, spec.channels, dtype=dtype),
                 zeros(rows + 1, 2, nodes, spec.channels, dtype=dtype),
-                zeros(rows + 1, 2, nodes, 2, spec.value_heads, dtype=torch.float32),
+                zeros(rows + 1, 2, nodes, spec.decays + spec.value_heads, dtype=torch.float32),
             )
             for layer, spec in specs.items()
         }

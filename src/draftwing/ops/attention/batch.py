@@ -71,7 +71,7 @@ class DeltaInputs(NamedTuple):
     qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
     z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
     b: Tensor  # [M, value_heads]: of which beta is the sigmoid; nobody reads it where `DeltaSpec.corrects` is off
-    a: Tensor  # [M, value_heads]: of which the decay is made
+    a: Tensor  # [M, decays]: of which the decay is made
 
 
 class DeltaWeights(NamedTuple):
@@ -79,7 +79,7 @@ class DeltaWeights(NamedTuple):
 
     conv: Tensor  # [channels, conv_width], the newest token's tap last
     decay: Tensor  # [value_heads]: -exp(A_log)
-    dt_bias: Tensor  # [value_heads]
+    dt_bias: Tensor  # [decays]
     norm: Tensor  # [value_dim]; of a state-space layer [value_heads * value_dim], or nothing: then there is none
     eps: float
     spec: DeltaSpec | None = None  # sizes, for those who have no pool that knows them

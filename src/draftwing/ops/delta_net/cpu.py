@@ -62,7 +62,7 @@ def delta_net(
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in inputs]
     assert all(part.dtype == kept.conv.dtype for part in parts)
     assert kept.state.data_ptr() % (4 * _VECTOR) == 0, "states are stored as whole vectors past the caches"
-    assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.value_heads]
+    assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.decays]
     assert weights.conv.shape == (spec.channels, spec.conv_width)
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
     out = inputs.z.new_empty(rows, values)
@@ -72,6 +72,7 @@ def delta_net(
         *spec[:5],
         spec.tiled,
         spec.corrects,
+        spec.by_channel,
         states.nodes,
         _group(spec, count, workers.most),
         half,

@@ -10,6 +10,11 @@ S <- exp(A dt) S + B (dt x)^T;  y = S^T C + D x.
 C and B are as the convolution, which has a bias, leaves them. The norm is over all heads of a group, behind the gates
 or before them, or there is none.
 
+Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) is the same with a g for each channel of the key
+(`DeltaSpec.by_channel`), [key_dim] in place of one number: S <- diag(exp(g)) S. So decays, their biases and their
+records are [value_heads, key_dim] where they are else [value_heads]; A is of a head in both. All else is shared, but
+for the gates of what the net gives, which are sigmoids.
+
 Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.pool`). Between
 what is kept in float32 it is computed in float64: torch's functions, and the order of its sums, depend in the last bits
 on where in a tensor a value stands.
@@ -39,9 +44,10 @@ class _State(NamedTuple):
 
 
 def gates(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-    """Returns log decay, and beta or dt, [M, 2, value_heads] float32."""
+    """Returns log decays, and beta or dt, [M, decays + value_heads] float32."""
     dt = F.softplus(inputs.a.double() + weights.dt_bias)
-    return torch.stack((weights.decay * dt, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
+    decay = weights.decay.repeat_interleave(spec.decays // spec.value_heads)
+    return torch.cat((decay * dt, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
@@ -124,7 +130,7 @@ def _tree(
 
 
 def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[_State, Tensor]:
-    """One token of each of B states: qkv [B, channels], gate [B, 2, value_heads] -> what it is then, and o
+    """One token of each of B states: qkv [B, channels], gate [B, decays + value_heads] -> what it is then, and o
     [B, value_heads, value_dim]"""
     window = torch.cat((state.window, qkv[:, None]), 1)  # [B, conv_width, channels]
     made = (window.double() * weights.conv.T).sum(1)
@@ -137,9 +143,9 @@ def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: De
     head = torch.arange(spec.value_heads, device=qkv.device)
     theirs = head % spec.key_heads if spec.tiled else head // (spec.value_heads // spec.key_heads)
     q, k = q[:, theirs], k[:, theirs]  # [B, value_heads, key_dim]
-    v, gate = v.unflatten(1, (spec.value_heads, spec.value_dim)), gate.double()
-    s = state.s * gate[:, 0, :, None, None].exp()
-    d = gate[:, 1, :, None] * (v - (s * k[..., None]).sum(2) if spec.corrects else v)
+    v, (decay, beta) = v.unflatten(1, (spec.value_heads, spec.value_dim)), gate.double().tensor_split((spec.decays,), 1)
+    s = state.s * decay.unflatten(1, (spec.value_heads, -1))[..., None].exp()
+    d = beta[:, :, None] * (v - (s * k[..., None]).sum(2) if spec.corrects else v)
     s = s + k[..., None] * d[:, :, None]
     o = (s * q[..., None]).sum(2)
     o = o if weights.skip is None else o + weights.skip[:, None] * v
@@ -157,7 +163,7 @@ def _write(kept: LayerStates, slots: Tensor, state: _State) -> None:
 
 def gated_norm(spec: DeltaSpec, o: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     """o [M, value_heads, value_dim] float32, z [M, value_heads * value_dim] -> as z"""
-    o, gate = o.double(), F.silu(z.double())
+    o, gate = o.double(), z.double().sigmoid() if spec.by_channel else F.silu(z.double())
     if not spec.corrects:
         o = o.flatten(1)
         if not weights.norm.numel():

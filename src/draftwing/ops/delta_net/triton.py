@@ -4,7 +4,7 @@ Three launches a layer: what goes into the recurrence, for all tokens at once (`
 by walk (`ops.delta_net.triton_plan`), of each head in slices of value_dim that know nothing of each other; the
 gated norm. With S [key_dim, value_dim] as the token before left it: d = beta (v - g S^T k); o = g S^T q + (q k) d;
 S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later token waiting. Of a state-space layer
-d = dt v, and o gets D v besides.
+d = dt v, and o gets D v besides. Where each channel of the key has its g, S is multiplied with that before its sums.
 
 A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
 that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
@@ -25,22 +25,16 @@ from torch import Tensor
 from draftwing.kv.pool import LayerStates
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.delta_net.spec import L2_EPS
+from draftwing.ops.delta_net.triton_norm import gated_norm, heads_of, sigmoid
 from draftwing.ops.delta_net.triton_plan import QUERY, RECORD, Walks
-from draftwing.ops.fp8.spec import WIDE, Fp8Rows
-from draftwing.ops.fp8.triton import empty_rows, parts_of, store_fp8
+from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 
 # Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
 # stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
 # the multiprocessors by an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
 _TREE_STATE, _TREE_STAGES, _CHUNK_STATE, _CHUNK_STAGES = 4096, 2, 2048, 6
-_ELEMENTS = 512  # of a program of the other kernels
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -102,7 +96,7 @@ def _convolved(
     tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
     if bias is not None:
         total += tl.load(bias + channel, mask=mask, other=0.0)
-    return total * _sigmoid(total)
+    return total * sigmoid(total)
 
 
 @triton.jit
@@ -111,30 +105,31 @@ def _unit(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _gates(a, b, decay, dt_bias, head, mask, CORRECTS: tl.constexpr):
-    """Returns log decay, and beta or dt, of a query."""
-    x = tl.load(a + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=mask, other=0.0)
-    dt = _softplus(x)
-    log_decay = tl.load(decay + head, mask=mask, other=0.0) * dt
-    beta = _sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
+def _gates(a, b, decay, dt_bias, head, has_decay, mask, CORRECTS: tl.constexpr):
+    """Returns log decay, 0 where a head has none of its own, and beta or dt, of a query."""
+    x = tl.load(a + head, mask=has_decay, other=0.0).to(tl.float32)
+    dt = _softplus(x + tl.load(dt_bias + head, mask=has_decay, other=0.0))
+    log_decay = tl.load(decay + head, mask=has_decay, other=0.0) * dt
+    beta = sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
     return log_decay, beta
 
 
 @triton.jit(do_not_specialize=["queries", "a_stride", "b_stride"], do_not_specialize_on_alignment=[*_ANY, "a", "b"])
 def _inputs_kernel(
-    made, numbers, qkv, b, a, conv, conv_bias, decay, dt_bias, windows, inputs, gates, sources, tokens,
+    made, numbers, fades, qkv, b, a, conv, conv_bias, decay, dt_bias, windows, inputs, gates, sources, tokens,
     qkv_stride, b_stride, a_stride, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, CORRECTS: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-    BY_TAP: tl.constexpr, PDL: tl.constexpr,
+    DECAYS: tl.constexpr, TILED: tl.constexpr, CORRECTS: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr,
+    EPS: tl.constexpr, BY_TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
     and keys, of unit length where the net corrects, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the
-    product of query and key; all float32. All loads come before the first use and the first store: each would cost a
-    wait of its own."""
+    product of query and key; fades [tokens, DECAYS]: decays by channel, in place of those, which are 1 then, or None;
+    all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
     let_next_come(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    GATES: tl.constexpr = DECAYS + VALUE_HEADS
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
     BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
     # Tokens that might be run again come first: most of them are not there, and those programs end at once.
@@ -181,20 +176,34 @@ def _inputs_kernel(
         taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
         v = _convolved(taps, weights, conv_bias, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
         tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+        if fades is not None:
+            key = tl.arange(0, KEY_PAD)
+            mask = (head < VALUE_HEADS)[:, None] & (key < KEY_DIM)[None, :]
+            channel = head[:, None] * KEY_DIM + key[None, :]
+            if is_query:
+                x = tl.load(a + token64 * a_stride + channel, mask=mask, other=0.0).to(tl.float32)
+                dt = _softplus(x + tl.load(dt_bias + channel, mask=mask, other=0.0))
+                log = tl.load(decay + head, mask=head < VALUE_HEADS, other=0.0)[:, None] * dt
+                tl.store(gates + record.to(tl.int64) * GATES + channel, log, mask=mask & (record >= 0))
+            else:
+                log = tl.load(gates + known.to(tl.int64) * GATES + channel, mask=mask, other=0.0)
+            tl.store(fades + token64 * DECAYS + channel, tl.exp(log), mask=mask)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
+        has_decay = mask & (fades is None)
         wait(PDL)
         if is_query:
             own_a, own_b = a + token64 * a_stride, b + token64 * b_stride
-            log_decay, beta = _gates(own_a, own_b, decay, dt_bias, head, mask, CORRECTS)
-            its = gates + record.to(tl.int64) * (2 * VALUE_HEADS) + head
-            tl.store(its, log_decay, mask=mask & (record >= 0))
-            tl.store(its + VALUE_HEADS, beta, mask=mask & (record >= 0))
+            log_decay, beta = _gates(own_a, own_b, decay, dt_bias, head, has_decay, mask, CORRECTS)
+            its = gates + record.to(tl.int64) * GATES + head
+            if fades is None:
+                tl.store(its, log_decay, mask=mask & (record >= 0))
+            tl.store(its + DECAYS, beta, mask=mask & (record >= 0))
         else:
-            its = gates + known.to(tl.int64) * (2 * VALUE_HEADS) + head
-            log_decay = tl.load(its, mask=mask, other=0.0)
-            beta = tl.load(its + VALUE_HEADS, mask=mask, other=0.0)
+            its = gates + known.to(tl.int64) * GATES + head
+            log_decay = tl.load(its, mask=has_decay, other=0.0)
+            beta = tl.load(its + DECAYS, mask=mask, other=0.0)
         into = numbers + (token64 * VALUE_HEADS + head) * 4
         tl.store(into, tl.exp(log_decay), mask=mask)
         tl.store(into + 1, beta, mask=mask)
@@ -222,7 +231,7 @@ def _one(numbers, index, which: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
 def _walk_kernel(
-    out, made, numbers, state, skip, steps, walks, segments, queries,
+    out, made, numbers, fades, state, skip, steps, walks, segments, queries,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TILED: tl.constexpr, CORRECTS: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -265,6 +274,10 @@ def _walk_kernel(
             v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
             number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
             decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
+            if fades is not None:
+                of_head = fades + token64 * (VALUE_HEADS * KEY_DIM) + head * KEY_DIM
+                fade = _loaded(of_head + key, is_key, EVEN)
+                s *= fade[:, :, :, None]
             by_query = _over_keys(s * q[:, :, :, None])
             # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
             d = beta * (tl.fma(-decay, _over_keys(s * k[:, :, :, None]), v) if CORRECTS else v)
@@ -277,64 +290,6 @@ def _walk_kernel(
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
 
 
-@triton.jit(do_not_specialize=["padded"], do_not_specialize_on_alignment=["tokens"])
-def _norm_kernel(
-    out, codes, scales, padded, o, z, norm, tokens, z_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (queries * blocks of BLOCK heads). Dead nodes get zeros."""
-    BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    query, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
-    dim = tl.arange(0, PAD)
-    weight = tl.load(norm + dim, mask=dim < DIM, other=0.0)
-    let_next_come(PDL)
-    live = tl.load(tokens + query * 4) > 0
-    wait(PDL)
-    head = block * BLOCK + tl.arange(0, BLOCK)
-    at = head[:, None] * DIM + dim[None, :]
-    mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
-    x = tl.load(o + query * (HEADS * DIM) + at, mask=mask & live, other=0.0)
-    gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + EPS)[:, None] * weight[None, :]
-    result = (x * (gate * _sigmoid(gate))).to(z.dtype.element_ty)
-    if codes is None:
-        tl.store(out + query * (HEADS * DIM) + at, result, mask=mask)
-    else:  # a head is 128 columns
-        store_fp8(codes, scales, result.to(tl.float32), query + 0 * head, head, head < HEADS, padded)
-
-
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _group_norm_kernel(
-    out, o, z, norm, tokens, z_stride,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr, FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (queries * GROUPS). Of a state-space layer: SIZE, values of a group; norm: None where there is none.
-    FIRST: whether gates come before it. Dead nodes get zeros."""
-    query, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
-    lane = tl.arange(0, PAD)
-    at, mask = group * SIZE + lane, lane < SIZE
-    let_next_come(PDL)
-    live = tl.load(tokens + query * 4) > 0
-    wait(PDL)
-    x = tl.load(o + query * (GROUPS * SIZE) + at, mask=mask & live, other=0.0)
-    gate = tl.load(z + query * z_stride + at, mask=mask & live, other=0.0).to(tl.float32)
-    gate = gate * _sigmoid(gate)
-    if FIRST:
-        x = x * gate
-    if norm is not None:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * tl.load(norm + at, mask=mask, other=0.0)
-    if not FIRST:
-        x = x * gate
-    tl.store(out + query * (GROUPS * SIZE) + at, x.to(z.dtype.element_ty), mask=mask)
-
-
-def _heads(heads: int, dim_pad: int) -> int:
-    """Returns how many heads a program takes."""
-    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
-
-
 def delta_net(
     kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
     columns: int = 0, stages: int = 0,
@@ -345,7 +300,7 @@ def delta_net(
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
     values = spec.value_heads * spec.value_dim
-    assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.value_heads]
+    assert [part.shape[1] for part in (qkv, z, b, a)] == [spec.channels, values, spec.value_heads, spec.decays]
     conv = weights.conv
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
     assert conv.is_contiguous() or conv.t().is_contiguous()
@@ -353,17 +308,19 @@ def delta_net(
     tokens = plan.tokens.shape[0]
     made = torch.empty(tokens, spec.channels, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
+    fades = torch.empty(tokens, spec.decays, device=device) if spec.by_channel else None
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
-    keys, per_value = _heads(spec.key_heads, key_pad), _heads(spec.value_heads, value_pad)
+    keys, per_value = heads_of(spec.key_heads, key_pad), heads_of(spec.value_heads, value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options, ordinary = launch_options(device), ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](
-        made, numbers, qkv, b, a, conv, weights.conv_bias, weights.decay, weights.dt_bias, kept.conv, kept.inputs,
-        kept.gates, plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count,
+        made, numbers, fades, qkv, b, a, conv, weights.conv_bias, weights.decay, weights.dt_bias, kept.conv,
+        kept.inputs, kept.gates, plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
-        TILED=spec.tiled, CORRECTS=spec.corrects, WIDTH=spec.conv_width, KEY_PAD=key_pad, VALUE_PAD=value_pad,
-        KEYS=keys, VALUES=per_value, HEADS_PAD=triton.next_power_of_2(spec.value_heads), SCALE=spec.key_dim**-0.5,
-        EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, num_warps=4, **(ordinary if is_first else options),
+        DECAYS=spec.decays, TILED=spec.tiled, CORRECTS=spec.corrects, WIDTH=spec.conv_width, KEY_PAD=key_pad,
+        VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value, HEADS_PAD=triton.next_power_of_2(spec.value_heads),
+        SCALE=spec.key_dim**-0.5, EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, num_warps=4,
+        **(ordinary if is_first else options),
     )  # fmt: skip
     walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
@@ -372,23 +329,9 @@ def delta_net(
     best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
     o = torch.empty(count, values, device=device)
     _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
-        o, made, numbers, kept.state, weights.skip, plan.steps, plan.walks, plan.segments, count,
+        o, made, numbers, fades, kept.state, weights.skip, plan.steps, plan.walks, plan.segments, count,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
         TILED=spec.tiled, CORRECTS=spec.corrects, KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best,
         num_warps=1, **launched,
     )  # fmt: skip
-    if not spec.corrects:
-        result, size = z.new_empty(count, values), values // spec.key_heads
-        pad, norm = triton.next_power_of_2(size), weights.norm if weights.norm.numel() else None
-        _group_norm_kernel[(count * spec.key_heads,)](
-            result, o, z, norm, plan.tokens, z.stride(0), SIZE=size, GROUPS=spec.key_heads, PAD=pad, EPS=weights.eps,
-            FIRST=weights.gates_first, num_warps=min(max(pad // 512, 1), 8), **options,
-        )  # fmt: skip
-        return result
-    fp8 = weights.fp8 and spec.value_dim == WIDE
-    out: Tensor | Fp8Rows = empty_rows((count, values), device) if fp8 else z.new_empty(count, values)
-    _norm_kernel[(count * triton.cdiv(spec.value_heads, per_value),)](
-        *parts_of(out), o, z, weights.norm, plan.tokens, z.stride(0), HEADS=spec.value_heads, DIM=spec.value_dim,
-        PAD=value_pad, EPS=weights.eps, BLOCK=per_value, num_warps=4, **options,
-    )  # fmt: skip
-    return out
+    return gated_norm(spec, o, z, weights, plan.tokens)

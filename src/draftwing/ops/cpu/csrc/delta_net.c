@@ -9,6 +9,9 @@
    Of a state-space layer d = dt v, and o gets D v besides; what norms it is `ssm_norm`, for a norm is over all heads of
    a group.
 
+   Where each channel of the key has its g, keys and queries are multiplied with it before they meet S: the sums over S
+   are those above with g k and g q for k and q, and 1 for g; only S itself goes on by g of its row.
+
    A unit of work is some value heads of one key head. It takes the tokens of a tree, or some of a chunk, in an order in
    which mostly each follows the one before: S is then written, and summed for the next token, in one go. It does so for
    as many columns as registers have room for, whose S stays in the first cache. A thread runs its units one after the
@@ -30,6 +33,7 @@
 enum { READ = -1, NOWHERE = -2 }; /* where a state is, beside the buffers 0, 1, .. */
 enum { KEEP = 1, WRITE = 2 };     /* where a new one goes: to a buffer, to memory, or both */
 enum { KEYS = 1, QUERIES = 2 };   /* what sums over a state are with */
+enum { SPACE, DELTA, CHANNELS };  /* kinds: a state-space layer, one g of a head, or of each channel of the key */
 
 typedef struct {
     const void *taps[MOST_TAPS]; /* what went into the convolution, of this token the last */
@@ -58,6 +62,7 @@ typedef struct {
     int64_t scratch_size, group; /* group: value heads of a unit, of one key head */
     float eps;
     int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
+    int64_t by_channel, decays, record;            /* whether g is of channels, how many a head has, and a record */
 } Net;
 
 /* What a thread computes on its way; of tokens in the order in which they run. */
@@ -65,7 +70,8 @@ typedef struct {
     Token *tokens;
     int64_t *parent, *child, *sibling, *place, *at; /* of a tree's queries; at: by node */
     float *taps, *q, *k, *v, *o, *g, *beta, *dot, *buffers;
-    int64_t end; /* bytes */
+    float *gq, *gk; /* of a head: queries and keys by g, which is of channels */
+    int64_t end;    /* bytes */
 } Spare;
 
 INLINE int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -93,7 +99,9 @@ static Spare spare_of(const Net *j, char *memory) {
     s.k = (float *)piece(&at, most * dk * 4);
     s.v = (float *)piece(&at, most * group * dv * 4);
     s.o = (float *)piece(&at, most * dv * 4);
-    s.g = (float *)piece(&at, most * 4);
+    s.g = (float *)piece(&at, most * j->decays * 4);
+    s.gq = j->by_channel ? (float *)piece(&at, most * dk * 4) : s.q;
+    s.gk = j->by_channel ? (float *)piece(&at, most * dk * 4) : s.k;
     s.beta = (float *)piece(&at, most * 4);
     s.dot = (float *)piece(&at, most * 4);
     s.buffers = (float *)piece(&at, (levels > whole ? levels : whole) * 4);
@@ -128,7 +136,7 @@ static int64_t run_again(const Net *j, const Spare *s, int64_t row, int64_t pref
         while (node + 1 < j->nodes && slots[node] != slot) node++;
         const int64_t record = page * j->nodes + node;
         s->tokens[i] = (Token){.query = -1, .from = i ? 0 : READ, .to = 0, .save = -1};
-        s->tokens[i].gates = j->gates + record * 2 * j->value_heads;
+        s->tokens[i].gates = j->gates + record * j->record;
         follow(j, &s->tokens[i], i ? s->tokens[i - 1].taps : first, j->inputs + record * j->channels * j->bytes);
     }
     return count;
@@ -171,7 +179,7 @@ static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
         Token *token = &s->tokens[count];
         const int64_t parent = s->parent[q], record = page * j->nodes + node_of(j, offset + q);
         *token = (Token){.query = offset + q, .from = count ? 0 : READ, .writes = parent < 0, .save = -1};
-        token->gates = j->gates + record * 2 * j->value_heads;
+        token->gates = j->gates + record * j->record;
         token->input = j->inputs + record * j->channels * j->bytes;
         const void *const *taps = count ? s->tokens[count - 1].taps : first;
         if (parent >= 0) {
@@ -332,9 +340,39 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
     }
 }
 
+/* The same where each channel of the key has its g. */
+static void make_gates_by_channel(const Net *j, const Spare *s, int64_t head, int64_t count) {
+    const int half = (int)j->half;
+    const int64_t dk = j->key_dim, first = head * dk;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t query = s->tokens[i].query;
+        float *record = s->tokens[i].gates, *g = s->g + i * dk;
+        if (query < 0) s->beta[i] = record[j->value_heads * dk + head];
+        else s->beta[i] = sigmoid(splat(load(j->b, query * j->b_stride + head, 1, half)[0]))[0];
+        if (query >= 0 && record) record[j->value_heads * dk + head] = s->beta[i];
+        for (int64_t c = 0; c < dk; c += LANES) {
+            vf log;
+            if (query < 0) log = loadf(record + first + c);
+            else {
+                const vf a = load(j->a, query * j->a_stride + first + c, LANES, half);
+                log = softplus(a + loadf(j->dt_bias + first + c)) * splat(j->decay[head]);
+                if (record) storef(record + first + c, log);
+            }
+            const vf decay = exponential(log);
+            storef(g + c, decay);
+            storef(s->gk + i * dk + c, decay * loadf(s->k + i * dk + c));
+            if (query >= 0) storef(s->gq + i * dk + c, decay * loadf(s->q + i * dk + c));
+        }
+    }
+}
+
 /* What S of a head is multiplied with, and beta, or dt, by each token; and their records: log decay and the other. */
 static void make_gates(const Net *j, const Spare *s, int64_t head, int64_t count) {
     const int half = (int)j->half;
+    if (j->by_channel) {
+        make_gates_by_channel(j, s, head, count);
+        return;
+    }
     for (int64_t i = 0; i < count; i++) {
         const int64_t query = s->tokens[i].query;
         s->g[i] = query < 0 ? 0 : load(j->a, query * j->a_stride + head, 1, half)[0];
@@ -380,11 +418,13 @@ typedef struct {
 } Matrix; /* some columns of S */
 
 /* `parts` registers of columns: S goes from `from` to `to`, `out` or both by g, k and d (update: 0, KEEP, WRITE), and
-   sums over it and the keys, and queries, of the token after are taken (sums: those of `KEYS` and `QUERIES`). */
-INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, const float *k, const float *d,
+   sums over it and the keys, and queries, of the token after are taken (sums: those of `KEYS` and `QUERIES`). g: of
+   all rows of S, or of each (by_channel). */
+INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, const float *g, const float *k, const float *d,
                  const float *next_k, const float *next_q, float *sum_k, float *sum_q, Ahead *next, const int parts,
-                 const int update, const int sums) {
+                 const int update, const int sums, const int by_channel) {
     pf keys[WIDE], queries[WIDE], change[WIDE];
+    const float whole = update && !by_channel ? g[0] : 0;
     for (int c = 0; c < parts; c++) {
         keys[c] = queries[c] = (pf){0};
         if (update) change[c] = part_at(d + c * PART);
@@ -397,7 +437,7 @@ INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, c
         for (int c = 0; c < parts; c++) {
             pf s = part_at(row + c * PART);
             if (update) {
-                s = fused(key, change[c], s * g);
+                s = fused(key, change[c], s * (by_channel ? g[i] : whole));
                 if (update & KEEP) memcpy(to.at + i * to.stride + c * PART, &s, sizeof s);
                 if (update & WRITE) store_past(out.at + i * out.stride + c * PART, s);
             }
@@ -412,9 +452,8 @@ INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, float g, c
 }
 
 /* Columns [c, c + parts * PART) of head h of the unit, all tokens. */
-INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts,
-                        const int corrects) {
-    const int of_keys = corrects ? KEYS : 0;
+INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts, const int kind) {
+    const int corrects = kind != SPACE, of_keys = corrects ? KEYS : 0, by_channel = kind == CHANNELS;
     const int64_t dk = j->key_dim, dv = j->value_dim, columns = parts * PART, head = head_of(j, u, h);
     const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
@@ -423,21 +462,22 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
     ((where) == READ ? SLOT(j->read[u->row]) : (Matrix){s->buffers + kept + (where) * dk * columns, columns})
     const Token *tokens = s->tokens;
     const Matrix out = SLOT(j->write[u->row]);
-#define SUM(n, m, update, from, to) \
-    step(from, to, out, dk, g, k, d, s->k + (n) * dk, s->q + (n) * dk, sum_k, sum_q, &u->next, parts, update, m)
-    const float *k = NULL;
-    float g = 0;
+#define SUM(n, m, update, from, to)                                                                                \
+    step(from, to, out, dk, g, k, d, s->gk + (n) * dk, s->gq + (n) * dk, sum_k, sum_q, &u->next, parts, update, m, \
+         by_channel)
+    const float *k = NULL, *g = NULL;
     const Matrix first = PLACE(tokens[0].from);
     if (tokens[0].query < 0) SUM(0, of_keys, 0, first, first);
     else SUM(0, of_keys | QUERIES, 0, first, first);
     for (int64_t i = 0; i < u->count; i++) {
         const Token *t = &tokens[i];
         const float *v = s->v + (i * j->group + h) * dv + c, beta = s->beta[i];
-        g = s->g[i];
+        g = s->g + (by_channel ? i * dk : i);
         k = s->k + i * dk;
-        for (int64_t l = 0; l < columns; l++) d[l] = beta * (corrects ? v[l] - g * sum_k[l] : v[l]);
+        const float of_sums = by_channel ? 1 : g[0];
+        for (int64_t l = 0; l < columns; l++) d[l] = beta * (corrects ? v[l] - of_sums * sum_k[l] : v[l]);
         for (int64_t l = 0; l < columns && t->query >= 0; l++) {
-            const float o = g * sum_q[l] + s->dot[i] * d[l];
+            const float o = of_sums * sum_q[l] + s->dot[i] * d[l];
             s->o[i * dv + c + l] = corrects ? o : o + j->skip[head] * v[l];
         }
         const int more = i + 1 < u->count, again = more && t[1].query < 0;
@@ -459,12 +499,14 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
     }
 }
 static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    if (j->corrects) run_columns(j, s, u, h, c, WIDE, 1);
-    else run_columns(j, s, u, h, c, WIDE, 0);
+    if (j->by_channel) run_columns(j, s, u, h, c, WIDE, CHANNELS);
+    else if (j->corrects) run_columns(j, s, u, h, c, WIDE, DELTA);
+    else run_columns(j, s, u, h, c, WIDE, SPACE);
 }
 static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    if (j->corrects) run_columns(j, s, u, h, c, 1, 1);
-    else run_columns(j, s, u, h, c, 1, 0);
+    if (j->by_channel) run_columns(j, s, u, h, c, 1, CHANNELS);
+    else if (j->corrects) run_columns(j, s, u, h, c, 1, DELTA);
+    else run_columns(j, s, u, h, c, 1, SPACE);
 }
 
 INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
@@ -481,9 +523,11 @@ INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, c
         vf squares = {0};
         for (int64_t c = 0; c < dv; c += LANES) squares += loadf(o + c) * loadf(o + c);
         const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)dv + j->eps));
-        for (int64_t c = 0; c < dv; c += LANES)
+        for (int64_t c = 0; c < dv; c += LANES) {
+            const vf gate = load(j->z, z + c, LANES, half);
             store(j->out, (query * j->value_heads + head) * dv + c, LANES, half,
-                  loadf(o + c) * factor * loadf(j->norm + c) * silu(load(j->z, z + c, LANES, half)));
+                  loadf(o + c) * factor * loadf(j->norm + c) * (j->by_channel ? sigmoid(gate) : silu(gate)));
+        }
     }
 }
 
@@ -613,8 +657,8 @@ static void some_pieces(void *data) {
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
 #define SIZES \
-    11 /* key and value heads, key_dim, value_dim, taps, tiled, whether it corrects, nodes, value heads of a unit, half,
-          workers */
+    12 /* key and value heads, key_dim, value_dim, taps, tiled, whether it corrects, whether by channel, nodes, value
+          heads of a unit, half, workers */
 #define BATCH \
     11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
                     longest span, depth: as of attention */
@@ -626,10 +670,11 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
              .width = n[4],
              .tiled = n[5],
              .corrects = n[6],
-             .nodes = n[7],
-             .group = n[8],
-             .half = n[9],
-             .workers = POINTER(n[10]),
+             .by_channel = n[7],
+             .nodes = n[8],
+             .group = n[9],
+             .half = n[10],
+             .workers = POINTER(n[11]),
              .rows = POINTER(batch[0]),
              .table = POINTER(batch[1]),
              .table_stride = batch[2],
@@ -645,6 +690,8 @@ static Net net_of(const int64_t *n, const int64_t *batch) {
     j.pieces = units < j.workers->most ? units : j.workers->most;
     j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
     j.bytes = j.half ? 2 : 4;
+    j.decays = j.by_channel ? j.key_dim : 1;
+    j.record = j.value_heads * (j.decays + 1);
     return j;
 }
 
