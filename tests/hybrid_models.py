@@ -71,6 +71,12 @@ EVEN_FACTORS = {  # which quantised weights can be multiplied with to the bit
     "attention_out_multiplier": 0.5, "attention_in_multiplier": 2.0, "ssm_multipliers": [0.5, 2.0, 2.0, 0.5, 1.0],
     "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "mamba_d_ssm": 128, "mamba_n_heads": 8,
 }  # fmt: skip
+KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "linear_head_dim": 32, "linear_num_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3, "n_group": 2,
+    "moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "pad_token_id": None, "eos_token_id": None,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -123,6 +129,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         {**FALCON, **EVEN_FACTORS, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
+    "kimi-linear": ("KimiLinear", KIMI),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),

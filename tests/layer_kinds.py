@@ -16,6 +16,7 @@ from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, 
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.indexer import IndexConfig
+from draftwing.layers.kda import KdaConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.mamba import Mamba2Config
@@ -208,7 +209,13 @@ MAMBA = (
     Mamba2Config(1, 4, 32, 16, 3, gates_first=False, conv_bias=False),
     HybridConfig(AttentionConfig(4, 1, 32), Mamba2Config(4, 4, 16, 16, 4, norm=False)),
 )
-HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA}
+KIMI = (
+    KdaConfig(2, 32, 4),
+    KdaConfig(4, 16, 3),
+    LatentAttentionConfig(4, 16, 16, 16, 32),
+    KdaConfig(4, 32, 4),
+)
+HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA, "kimi": KIMI}
 # All that run beside others, and from graphs.
 RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 

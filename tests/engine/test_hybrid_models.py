@@ -74,10 +74,21 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1"], dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4", "nemotron-h-moe", "falcon-h1"]
+    "kind",
+    [
+        "qwen3.5",
+        "qwen3.5-even",
+        "qwen3.5-moe",
+        "qwen3-next",
+        "lfm2",
+        "granite4",
+        "nemotron-h-moe",
+        "falcon-h1",
+        "kimi-linear",
+    ],
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
     folder, drafters = made(kind)
@@ -95,7 +106,9 @@ EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
 
 
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear"]
+)
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
     folder, drafters = written(tmp_path, kind, **EVEN.get(kind, {}))
     with LLM(str(folder), **ENGINE, speculative_algorithm=drafters[:2][-1], quantization="q8_0") as llm:
@@ -135,7 +148,7 @@ def test_published_heads_draft_for_it(
 
 
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe", "kimi-linear"])
 def test_two_ranks(made: Made, kind: str) -> None:
     folder, drafters = made(kind)
     own = {"tp_size": 2, "max_running_requests": 3, "speculative_fixed_shape": True}
@@ -182,6 +195,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
         "nemotron-h-moe",
         "nemotron-h-latent",
         "falcon-h1-behind",
+        "kimi-linear",
     ],
 )
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:

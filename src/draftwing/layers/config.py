@@ -217,6 +217,7 @@ class StoredVector(NamedTuple):
     is_norm: bool = False  # `NormConfig.offset` is added
     order: Order | None = None  # of what is read, in place of a cut
     is_log: bool = False  # -exp of it is the parameter
+    first: int = 0  # row of the parameter
 
 
 class Mixer(nn.Module):

@@ -106,7 +106,7 @@ def layer_names(
         name, param = f"{checkpoint}.{names.get(module, module)}{suffix}", f"{model}.{part.param}"
         if isinstance(part, StoredVector):
             added = layer.norm.offset if part.is_norm else 0.0
-            table[name] = ParamSlice(param, 0, part.rows, 0, part.cut, added, part.order, part.is_log)
+            table[name] = ParamSlice(param, part.first, part.rows, 0, part.cut, added, part.order, part.is_log)
             continue
         form = blocks_or_dense(config.weight_format) if part.of_heads else config.weight_format
         own = named(form, name, param, part.first, part.rows, part.cut, part.order)

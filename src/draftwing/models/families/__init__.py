@@ -23,6 +23,7 @@ from draftwing.models.families import (
     granite,
     granite_hybrid,
     hunyuan,
+    kimi_linear,
     lfm2,
     llama,
     mimo,
@@ -48,7 +49,7 @@ from draftwing.requests.refusals import show
 _MODULES = (
     llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
     ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee, bailing,
-    stablelm, starcoder, neox, nemotron, solar, minicpm,
+    stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}

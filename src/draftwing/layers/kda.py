@@ -1,0 +1,140 @@
+"""Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) in place of a layer's attention: a gated delta net whose
+state decays by each channel of the key.
+
+It runs on the operation of gated delta nets (`ops.delta_net.spec`). Decays, and gates of what the net gives, are made
+of the hidden state by two matrices each, over as few values between them as a head has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.kv.pool import DeltaSpec
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.linear import Linear
+from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
+from draftwing.ops.table import LayerOps
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Ranks, Share
+
+
+@dataclass(frozen=True)
+class KdaConfig(MixerConfig):
+    """Kimi Delta Attention of one layer, with the sizes of this rank.
+
+    heads: of queries, keys and values alike, each of `head_dim`, which is also the size of what lies between the two
+    matrices of decays, and of gates.
+    """
+
+    heads: int
+    head_dim: int
+    conv_width: int
+
+    def keeps(self) -> DeltaSpec:
+        size = self.head_dim
+        return DeltaSpec(self.heads, self.heads, size, size, self.conv_width, by_channel=True)
+
+    @property
+    def wide(self) -> int:
+        """Returns the values of all heads."""
+        return self.heads * self.head_dim
+
+    def weights(self, hidden: int) -> int:
+        return hidden * (4 * self.wide + 2 * self.head_dim + self.heads) + 2 * self.head_dim * self.wide
+
+    def check(self) -> None:
+        for name in ("heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} of a delta net must be at least 1, found {getattr(self, name)}")
+        if self.conv_width < 2:
+            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+
+    def spread(self, ranks: Ranks) -> KdaConfig:
+        """Returns the sizes of one rank: some heads, and all of what lies between two matrices."""
+        if self.heads % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the {self.heads} heads of the model's delta "
+                f"nets; found {ranks.size}"
+            )
+        return replace(self, heads=self.heads // ranks.size)
+
+    def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
+        own, low = self.spread(ranks), self.head_dim
+        wide, whole = Share(ranks.rank * own.wide, own.wide, self.wide), Cut(0, Share(0, low, low))
+        heads = Cut(0, Share(ranks.rank * own.heads, own.heads, self.heads))
+        some, some_heads = (Cut(0, wide), heads) if ranks.size > 1 else (None, None)
+        parts: list[StoredMatrix | StoredVector] = []
+        for i, name in enumerate("qkv"):
+            parts += [
+                StoredMatrix(f"self_attn.{name}_proj", "qkv", i * own.wide, own.wide, False, Cut(0, wide)),
+                StoredVector(f"self_attn.{name}_conv1d.weight", "conv", own.wide, some, first=i * own.wide),
+            ]
+        return [
+            *parts,
+            StoredMatrix("self_attn.f_a_proj", "low", 0, low, False, whole),
+            StoredMatrix("self_attn.g_a_proj", "low", low, low, False, whole),
+            StoredMatrix("self_attn.b_proj", "low", 2 * low, own.heads, False, heads),
+            StoredMatrix("self_attn.f_b_proj", "decay_up", 0, own.wide, False, Cut(0, wide)),
+            StoredMatrix("self_attn.g_b_proj", "gate_up", 0, own.wide, False, Cut(0, wide)),
+            StoredMatrix("self_attn.o_proj", "out", 0, hidden, False, Cut(1, wide)),
+            StoredVector("self_attn.A_log", "decay", own.heads, some_heads, is_log=True),
+            StoredVector("self_attn.dt_bias", "dt_bias", own.wide, some),
+            StoredVector("self_attn.o_norm.weight", "norm", low),
+        ]
+
+    def build(self, place: Placement) -> Kda:
+        return Kda(self, place)
+
+
+class Kda(Mixer):
+    """Projections around the injected `Attend.delta`; q, k and v are one GEMM, and what is small another, or the end of
+    it."""
+
+    needs_chunks = False
+
+    def __init__(self, config: KdaConfig, place: Placement) -> None:
+        super().__init__()
+        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        self._sizes = config.head_dim, config.head_dim, config.heads
+        self.qkv = place.linear(self.spec.channels)
+        self.low: Linear | None = place.linear(sum(self._sizes))
+        self.decay_up = place.linear(config.wide, config.head_dim)
+        self.gate_up = place.linear(config.wide, config.head_dim)
+        self.before_attention = 4
+        self.out = place.out(config.wide)
+
+        def wide(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
+
+        self.conv, self.norm = wide(self.spec.channels, 1, config.conv_width), wide(config.head_dim)
+        self.decay, self.dt_bias = wide(config.heads), wide(config.wide)
+
+    def merge(self, ops: LayerOps) -> None:
+        if ops.merges_matrices and self.low is not None and self.qkv.op.can_append(self.low.op):
+            self.qkv.append(self.low, ops)
+            self.low, self.before_attention = None, 3
+
+    def use(self, ops: LayerOps) -> None:
+        super().use(ops)
+        if ops.convolves_by_tap:
+            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    def linears(self) -> list[Linear]:
+        return [*([] if self.low is None else [self.low]), self.qkv, self.decay_up, self.gate_up, self.out]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        low = None if self.low is None else self.low(x)
+        qkv, merged = self.qkv(x).tensor_split((self.spec.channels,), 1)
+        decay, gate, b = (merged if low is None else low).split(self._sizes, 1)
+        dense = self.ops.concat_columns  # matrices take rows without gaps
+        a, z = self.decay_up(dense(decay)), self.gate_up(dense(gate))
+        weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
+        return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
