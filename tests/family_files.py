@@ -23,9 +23,9 @@ from torch import Tensor, from_numpy
 INDEXED = ["deepseek-v3.2", "glm-5"]  # which no GGUF files have
 MOE = ["deepseek-v2", "deepseek-v3", "glm4-moe-lite", "glm4-moe", "minimax-m2", *INDEXED]
 MAMBA = ["granite4-rope", "nemotron-h-moe", "falcon-h1-behind"]
-HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", *MAMBA]
+HYBRIDS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "kimi-linear", *MAMBA]
 FAMILIES = [*MOE, *(f"gemma4-{kind}" for kind in gemma4_models.KINDS), *HYBRIDS]
-WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe"]
+WITH_EXPERTS = [*MOE, "gemma4-experts", "qwen3.5-moe", "qwen3-next", "kimi-linear", "nemotron-h-moe"]
 FORMS = ["plain", "fp8 block", "awq", "gptq", "compressed int4", "Q8_0", "Q4_K"]
 PREDICTING = [
     "deepseek-v3", *INDEXED, "glm4-moe-lite", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "nemotron-h-moe",
@@ -59,7 +59,7 @@ def written(folder: Path, family: str, form: str, **sizes: Any) -> tuple[Any, Pa
     file, wide = folder / "model/model.safetensors", folder / "wide/model.safetensors"
     parts = moe_models.by_expert(load_file(file))  # as quantisers write experts
     save_file({name: part.clone() for name, part in parts.items()}, file)
-    small = ("_proj_a", "_proj_b", "_proj_ba", "conv", "conv1d")  # what quantisers leave of recurrent layers
+    small = ("_proj_a", "_proj_b", "_proj_ba", "conv", "conv1d", ".b_proj")  # what quantisers leave of recurrent layers
     exact = tiny.quantise(folder / "model", config, lambda module: None if module.endswith(small) else write)
     read = load_file(wide)
     experts = [value for name, value in load_file(file).items() if ".experts." in name and name.endswith(".weight")]
@@ -110,7 +110,8 @@ def in_gguf(folder: Path, theirs: Any, helper: Any, extra: dict[str, Tensor], ki
     if theirs.config.model_type in hybrid_gguf.ARCHITECTURES:
         tied = theirs.config.tie_word_embeddings
         state = {name: value for name, value in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
-        hybrid_gguf.write(path, theirs.config, {**state, **extra}, kind)
+        joined = theirs.config.model_type == "kimi_linear"
+        hybrid_gguf.write(path, theirs.config, {**state, **extra}, kind, joined_inputs=joined)
     elif helper is None:
         moe_models.write_gguf(path, theirs.config, {**theirs.state_dict(), **extra}, kind, joined=True)
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
-    "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -102,6 +102,9 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         return
     if arch == "falcon-h1":
         _of_falcon(writer, config)
+        return
+    if arch == "kimi-linear":
+        _of_kimi(writer, config)
         return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch.startswith("lfm2"):
@@ -191,6 +194,63 @@ def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> N
             writer.add_moe_latent_size(config.moe_latent_size)
     _add_mamba(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads,
                config.mamba_num_heads * config.mamba_head_dim)  # fmt: skip
+
+
+def _of_kimi(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    turned = config.qk_rope_head_dim
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(turned)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.kv_lora_rank + turned)
+    writer.add_value_length(config.head_dim)  # of heads as a config has them
+    writer.add_key_length_mla(config.qk_nope_head_dim + turned)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_gating_func(gguf_package.ExpertGatingFuncType.SIGMOID)
+
+
+KIMI = {
+    **QWEN, "post_attention_layernorm": "ffn_norm", "self_attn.o_norm": "ssm_norm", "self_attn.b_proj": "ssm_beta",
+    **{f"self_attn.forget_gate.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b")},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("g_a", "g_b")},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+}  # fmt: skip
+
+
+def _kimi(block: str, part: str, suffix: str, value: Tensor, config: Any, joined: bool) -> list[tuple[str, Tensor]]:
+    """joined: whether what makes keys and values of latents is one matrix."""
+    if suffix == "A_log":
+        return [(f"{block}.ssm_a", -value.exp())]
+    if suffix == "dt_bias":
+        return [(f"{block}.ssm_dt.bias", value)]
+    if suffix == "e_score_correction_bias":
+        return [(f"{block}.exp_probs_b.bias", value)]
+    if part == "self_attn.conv1d":
+        parts = value.tensor_split(3)
+        return [(f"{block}.ssm_conv1d_{name}.weight", one[None]) for name, one in zip("qkv", parts, strict=True)]
+    if part == "self_attn.kv_b_proj" and joined:
+        return [(f"{block}.attn_kv_b.weight", value)]
+    if part == "self_attn.kv_b_proj":
+        keys, values = value.unflatten(0, (config.num_attention_heads, -1)).split(
+            (config.qk_nope_head_dim, config.v_head_dim), 1
+        )
+        return [(f"{block}.attn_k_b.weight", keys.transpose(1, 2)), (f"{block}.attn_v_b.weight", values)]
+    if suffix == "gate_up_proj":
+        gate, up = value.tensor_split(2, 1)
+        return [(f"{block}.ffn_gate_exps.weight", gate), (f"{block}.ffn_up_exps.weight", up)]
+    return [(f"{block}.ffn_down_exps.weight" if suffix == "down_proj" else f"{block}.{KIMI[part]}.weight", value)]
 
 
 def _of_falcon(writer: gguf_package.GGUFWriter, config: Any) -> None:
@@ -308,6 +368,8 @@ def _converted(
         return _falcon(block, part, suffix, value, config)
     if arch.startswith("nemotron_h"):
         return _nemotron(block, part, suffix, value, config)
+    if arch == "kimi-linear":
+        return _kimi(block, part, suffix, value, config, joined_inputs)
     if arch == "granitehybrid":
         return _granite(block, part, suffix, value, config)
     if suffix == "expert_bias":

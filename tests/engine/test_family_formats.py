@@ -30,6 +30,7 @@ SOME = [
     ("qwen3.5", "Q4_K"),
     ("qwen3.5-moe", "fp8 block"),
     ("granite4-rope", "compressed int4"),
+    ("kimi-linear", "Q8_0"),
     ("nemotron-h-moe", "Q8_0"),
     ("falcon-h1-behind", "awq"),
 ]

@@ -61,7 +61,7 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
 
 HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
            "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH",
-           "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1"}  # fmt: skip
+           "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1", "kimi-linear": "KimiLinear"}  # fmt: skip
 
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:

@@ -140,6 +140,8 @@ JOINS = ["1 2", "12 3", "123 4", "A b", "' S", "Ġ Ġ", "! Ċ", "! /", "! a"]
         ("hunyuan-dense", "1234", ["123", "4"]),
         ("hunyuan", "1234", ["1", "2", "3", "4"]),
         ("bailingmoe2", "!\n", ["!Ċ"]),
+        ("kimi-k2", "1234", ["123", "4"]),
+        ("kimi-k2", "!\n", ["!Ċ"]),
         ("command-r", "1234", ["1", "2", "3", "4"]),
         ("command-r", "!a", ["!", "a"]),
         ("deepseek-v3", "!\n", ["!Ċ"]),
@@ -160,6 +162,9 @@ def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
         ("tekken", ["b A"], "abAb", ["a", "b", "A", "b"]),
         ("gpt-4o", ["a '", "a' s"], "a's", ["a's"]),
         ("tekken", ["a '", "a' s"], "a's", ["a", "'", "s"]),
+        ("kimi-k2", ["a '", "a' s"], "a's", ["a's"]),
+        ("kimi-k2", ["a ä"], "a\u4e2d", ["a", "ä", "¸", "Ń"]),  # no letters and Han in one word
+        ("gpt-4o", ["a ä"], "a\u4e2d", ["aä", "¸", "Ń"]),
     ],
 )
 def test_marks_case_and_contractions(pre: str, merges: list[str], text: str, expected: list[str]) -> None:

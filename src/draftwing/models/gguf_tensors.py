@@ -63,7 +63,7 @@ def tensors(
     arch = file.metadata["general.architecture"]
     own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
     nets = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetConfig)]
-    latent = config.layers[0].mixer
+    latent = next((layer.mixer for layer in config.layers if isinstance(layer.mixer, LatentAttentionConfig)), None)
     permuted = config.family.gguf is not None and config.family.gguf.permuted
     total, done = file.size, 0
     for name in file.tensors:
@@ -83,7 +83,7 @@ def tensors(
             yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes
             continue
-        of_heads = isinstance(latent, LatentAttentionConfig) and len(info.shape) == 3  # a matrix for each
+        of_heads = latent is not None and len(info.shape) == 3  # a matrix for each
         as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         rows = rows.flatten(0, -2) if of_heads else rows
@@ -99,9 +99,7 @@ def tensors(
         for part, one in _without_key_heads(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
             made = _as_in_folders(theirs, one) if isinstance(one, Tensor) else one
-            yield from (
-                of_latents(theirs, made, latent) if isinstance(latent, LatentAttentionConfig) else ((theirs, made),)
-            )
+            yield from ((theirs, made),) if latent is None else of_latents(theirs, made, latent)
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)
@@ -171,7 +169,7 @@ def _as_in_folders(name: str, values: Tensor) -> Tensor:
     if name.endswith(".A_log"):
         return (-values.flatten()).log()
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
-        return values.unsqueeze(1)
+        return values.view(-1, 1, values.shape[-1])
     if name.endswith((".D", "norm.weight")):  # of state-space layers one row for each head, or group
         return values.flatten()
     return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values

@@ -71,6 +71,12 @@ _DEEPSEEK_V3 = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" rf"|{_SPACES}",
 )
+_NOT_HAN = tuple(rf"[{letters}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI_K2 = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+({_CONTRACTION})?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*({_CONTRACTION})?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+)
 _SEED_CODER = (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
 _GPT2: tuple[str, ...] = ()
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -92,6 +98,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "minimax-m2": _O200K,
     "deepseek-llm": _DEEPSEEK_LLM,  # V2's, too
     "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2": _KIMI_K2,  # of Kimi Linear, too
     "hunyuan-dense": _DEEPSEEK_V3,
     "hunyuan": _QWEN2,  # with experts
     "bailingmoe2": _QWEN2,

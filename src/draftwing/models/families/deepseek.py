@@ -147,11 +147,13 @@ def _is_v2(file: GGUFFile, fields: Fields) -> bool:
 
 def turned(fields: Fields) -> Fields:
     """Returns the metadata with heads of the elements that are turned: what is said of heads is of latents, or not."""
-    turned = fields.whole("rope.dimension_count", 2, WIDEST)
-    return fields.overruled({f"attention.{part}_length": turned for part in ("key", "value")})
+    size = fields.whole("rope.dimension_count", 2, WIDEST)
+    return fields.overruled({f"attention.{part}_length": size for part in ("key", "value")})
 
 
-def in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+def latent_in_gguf(file: GGUFFile, fields: Fields, block: int = 0) -> LatentAttentionConfig:
+    """Returns the latent attention of a file. block: one that has it."""
+
     def size(key: str, low: int = 1, high: int = WIDEST) -> int:
         return fields.whole(f"attention.{key}", low, high)
 
@@ -164,17 +166,20 @@ def in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> t
     factor, all_dim = 1.0, round(10 * fields.number(_YARN_LOG, 0, 1e3, 0.0), 6)  # it was rounded to float32
     if fields.text("rope.scaling.type", "none") == "yarn":
         factor = yarn_attention_factor(fields.number("rope.scaling.factor", 1e-3, 1e6), all_dim) ** 2
-    mixer = LatentAttentionConfig(
+    return LatentAttentionConfig(
         size("head_count"),
         size(key, turned + 1) - turned,
         turned,
         size(key.replace("key", "value")),
         latent,
-        0 if "blk.0.attn_q.weight" in file.tensors else size("q_lora_rank"),
-        bias="blk.0.attn_kv_a_mqa.bias" in file.tensors,
+        0 if f"blk.{block}.attn_q.weight" in file.tensors else size("q_lora_rank"),
+        bias=f"blk.{block}.attn_kv_a_mqa.bias" in file.tensors,
         factor=factor,
     )
-    return (replace(layer, mixer=mixer),) * count
+
+
+def in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    return (replace(layer, mixer=latent_in_gguf(file, fields)),) * count
 
 
 # Of experts by sigmoids. Converters of `deepseek2` say nothing of norms where there are none.

@@ -5,15 +5,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.kda import KdaConfig
 from draftwing.layers.latent import LatentAttentionConfig
-from draftwing.models.families.deepseek import dense_layers, experts
-from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, layers_by_kind
+from draftwing.models.families.deepseek import (
+    IN_GGUF,
+    LATENT_NAMES,
+    dense_layers,
+    experts,
+    latent_in_gguf,
+    turned,
+)
+from draftwing.models.family import (
+    ATTENTION,
+    MOST_TAPS,
+    ExpertNames,
+    Family,
+    InGGUF,
+    attends_by_heads,
+    layers_by_attention,
+    layers_by_kind,
+)
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.parallel.cut import Stored
 
@@ -30,7 +48,7 @@ _NAMES = {
 }
 _MLP = re.compile(r"(.*)\.block_sparse_moe\.(shared_experts\.)?((?:gate|up|down)_proj)\.(\w+)")
 _PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
-_A_LOG, _DECAY = "self_attn.A_log", "self_attn.decay"  # as it is stored, and of one dimension
+_A_LOG, _FLAT = "self_attn.A_log", "self_attn.flat.A_log"  # as it is stored, and of one dimension
 _USUAL = {"routed_scaling_factor": 2.446, "max_position_embeddings": 1 << 20}
 
 
@@ -94,11 +112,35 @@ def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
             value,
         )
     elif name.endswith(_A_LOG) and isinstance(value, Tensor):
-        yield name.replace(_A_LOG, _DECAY), value.flatten()
+        yield name.replace(_A_LOG, _FLAT), value.flatten()
     else:
         yield name, value
 
 
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    attends, head_dim = attends_by_heads(fields, count), fields.whole("kda.head_dim", high=WIDEST)
+    biases = [file.tensors.get(f"blk.{i}.ssm_dt.bias") for i in range(count)]
+    wide = next((one.shape[-1] for one in biases if one is not None), 0)  # no key says how many heads there are
+    if not wide or wide % head_dim:
+        raise fields.unlike("kda.head_dim", f"a divisor of the {wide} decays of a delta net")
+    # The length of a value is that of heads as a config has it, or of latents.
+    latent_fields = fields.overruled({"attention.value_length": fields.get("attention.kv_lora_rank")})
+    latent = latent_in_gguf(file, latent_fields, attends.index(True) if True in attends else 0)
+    delta = KdaConfig(wide // head_dim, head_dim, fields.whole("ssm.conv_kernel", high=MOST_TAPS))
+    return layers_by_attention(file, replace(layer, mixer=replace(latent, interleaved=False)), attends, delta)
+
+
+_IN_GGUF = {
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": _A_LOG,
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 FAMILIES = {
     "KimiLinearForCausalLM": Family(
         "kimi_linear",
@@ -125,7 +167,15 @@ FAMILIES = {
             "block_sparse_moe.shared_experts",
             "block_sparse_moe.gate.e_score_correction_bias",
         ),
-        layer_names={_A_LOG: _DECAY},
+        layer_names={_A_LOG: _FLAT},
         apart=_apart,
+        gguf=InGGUF(
+            "kimi-linear",
+            names=LATENT_NAMES | _IN_GGUF,
+            fields=turned,
+            layers=_in_gguf,
+            experts=IN_GGUF,
+            turns=False,
+        ),
     ),
 }
