@@ -97,6 +97,21 @@ def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> N
         assert stages.replays > 5 and not stages.refused
 
 
+def test_texts_that_indexers_would_pick_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is picked of them with `--context-length`, and the text is the same. Steps are recorded then."""
+    written(tmp_path, "glm-5", **EVEN, **EVEN_LATENTS, q_lora_rank=64, index_topk=64)
+    params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    options, found = {**ENGINE, "speculative_algorithm": "NEXTN", "quantization": "q8_0"}, []
+    for context in (64, 65):
+        with LLM(str(tmp_path), **options, context_length=context) as llm:
+            assert "not used" not in caplog.text
+            stages = llm.engine.parts.executor.graphs
+            found.append(llm.generate([list(range(5, 35))], params)[0].token_ids)
+            if isinstance(stages, RecordedStages):
+                assert (stages.replays > 5) == (context == 64)
+    assert found[0] == found[1] and len(set(found[0])) > 8
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Share
 
 _EPS = 1e-6  # of the norm of keys, whatever a config says of the others
-_AT = "self_attn.indexer"  # in checkpoints
+INDEXER = "self_attn.indexer"  # in checkpoints
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ class IndexConfig:
             return ()
 
         def matrix(name: str, param: str, heads: int) -> StoredMatrix:
-            rows = heads * self.size
-            whole = Cut(0, Share(0, rows, rows))
-            return StoredMatrix(f"{_AT}.{name}", f"index.{param}", 0, rows, False, whole, self._order(heads, turned))
+            rows, order = heads * self.size, self._order(heads, turned)
+            return StoredMatrix(
+                f"{INDEXER}.{name}", f"index.{param}", 0, rows, False, Cut(0, Share(0, rows, rows)), order
+            )
 
         order = self._order(1, turned)
         return [
             matrix("wq_b", "query", self.heads),
             matrix("wk", "key", 1),
-            StoredVector(f"{_AT}.weights_proj.weight", "index.weights.weight", self.heads),
-            StoredVector(f"{_AT}.k_norm.weight", "index.norm.weight", self.size, order=order),
-            StoredVector(f"{_AT}.k_norm.bias", "index.bias", self.size, order=order),
+            StoredVector(f"{INDEXER}.weights_proj.weight", "index.weights.weight", self.heads),
+            StoredVector(f"{INDEXER}.k_norm.weight", "index.norm.weight", self.size, order=order),
+            StoredVector(f"{INDEXER}.k_norm.bias", "index.bias", self.size, order=order),
         ]
 
     def _order(self, heads: int, turned: int) -> Order | None:

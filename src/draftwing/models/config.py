@@ -95,6 +95,17 @@ class ModelConfig:
         """Experts of the first layer that has them; None where none has."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
+    def for_texts(self, most: int) -> ModelConfig:
+        """Returns the config for texts of at most so many tokens: without indexers that would pick all of them."""
+
+        def without(layer: LayerConfig) -> LayerConfig:
+            mixer = layer.mixer
+            if not isinstance(mixer, LatentAttentionConfig) or mixer.index is None or mixer.index.topk < most:
+                return layer
+            return replace(layer, mixer=replace(mixer, index=None))
+
+        return replace(self, layers=tuple(map(without, self.layers)))
+
     def spread(self, ranks: Ranks) -> tuple[LayerConfig, ...]:
         """Returns what one rank builds its layers from. Raises ConfigError for what cannot be spread over so many."""
         return tuple(replace(layer, weight_format=self.weight_format).spread(ranks) for layer in self.layers)

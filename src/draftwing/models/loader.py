@@ -21,6 +21,7 @@ from draftwing.errors import CheckpointError, ConfigError, listed
 from draftwing.gguf_file import dequantized, open_gguf
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.hybrid import HybridConfig
+from draftwing.layers.indexer import INDEXER
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
@@ -88,6 +89,7 @@ def load_model(
     weight_format: WeightFormat = DENSE,
     most_bytes: int | None = None,
     ranks: Ranks = ALONE,
+    context: int = 0,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
 
@@ -96,6 +98,7 @@ def load_model(
     weight_format: of all matrices, where the checkpoint has no format of its own.
     most_bytes: that weights and rotary table may take; what takes more is refused before anything is allocated.
     ranks: over which the model is spread. Of the files this one reads its share alone, as far as they let it.
+    context: tokens that texts have at most, 0: as many as there are positions.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -109,6 +112,9 @@ def load_model(
     )
     if config.weight_format == DENSE:
         config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
+    whole, config = config, config.for_texts(context or config.max_positions)
+    if config != whole:
+        logger.info("texts have at most %d tokens, no more than indexers pick: these are left out", context)
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta", ranks)
@@ -296,7 +302,7 @@ def fill_parameters(
         for name, tensor in tensors:
             part = table.get(name)
             if part is None:
-                if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
+                if name not in harmless and not name.endswith("rotary_emb.inv_freq") and f".{INDEXER}." not in name:
                     unused.append(name)
                 continue
             if name not in missing:

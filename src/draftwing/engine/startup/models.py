@@ -265,8 +265,9 @@ def load_with_progress(
 
         most = device.memory_limit() * (ranks.size if device.has_own_memory else 1)
         model = load_model(
-            path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
-        )
+            path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks,
+            options.context_length or 0,
+        )  # fmt: skip
     model.pack(device.ops, options.deterministic and target)
     return model
 
