@@ -185,6 +185,21 @@ def test_digests_are_begun_with_the_request_and_waited_for_at_its_end(monkeypatc
         assert '"text":"' in before and "weights has changed" in error and "[DONE]" in done
 
 
+def test_a_request_whose_digests_cannot_be_begun_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+
+    def begin(self: Digests, provenance: Any) -> Any:
+        raise GenerationError("there is no thread for them")
+
+    with client_of(engine) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Digests, "begin", begin)
+            refused = client.post(COMPLETION, json=body(COMPLETION, receipt=True))
+        assert refused.status_code == 500 and "there is no thread" in refused.text
+        ok(client, COMPLETION, **body(COMPLETION))
+    assert len(engine.requests) == 1, "the second one"
+
+
 def test_others_do_not_wait_for_the_receipt_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last event of the one that is complete does, until digests are there or nothing else runs."""
     engine, digests = FakeEngine(pause=0.05), Future[dict[str, str]]()

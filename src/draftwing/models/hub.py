@@ -89,8 +89,8 @@ def _resolve(name: str, revision: str | None, weights: bool) -> Path:
         if alias.hub is None:
             return fetch_default_model()
         return hub_files.fetch(alias.hub.repo, revision or alias.hub.commit, weights)
-    path = Path(name).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):  # False, too, of what can be no path, such as 5,000 characters
         return _local(path)
     found = hub_id(name)
     if name.startswith((".", "/", "~")) or found is None or (found.gguf is None and path.suffix == ".gguf"):
