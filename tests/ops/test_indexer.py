@@ -109,6 +109,19 @@ def test_scores_have_the_same_bits_in_any_batch() -> None:
     assert torch.equal(backwards, whole)
 
 
+def test_products_with_weights_are_exact() -> None:
+    """So that a compiler may fuse them with sums."""
+    rng = torch.Generator().manual_seed(3)
+    q, keys = rounded(torch.randn(5, 2, 128, generator=rng)), rounded(torch.randn(20, 128, generator=rng))
+    weights = torch.randn(5, 2, generator=rng).double()
+    found = scores(q, weights, keys)
+    dots = torch.einsum("nhd,ld->nhl", q, keys).clamp(min=0).float()
+    for n in range(5):
+        for token in range(20):
+            heads = zip(weights[n].tolist(), dots[n, :, token].tolist(), strict=True)
+            assert found[n, token].item() == float(sum(Fraction(w) * Fraction(s) for w, s in heads))  # rounded once
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding(dtype: torch.dtype) -> None:
     x = (torch.randn(50, 32, generator=torch.Generator().manual_seed(2)) * 10).exp().clamp(max=6e4).to(dtype)

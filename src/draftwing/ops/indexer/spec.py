@@ -9,8 +9,8 @@ Where no query sees more than `topk` tokens, attention reads the batch as it is:
 
 **Exactness.** Picks must not depend on what else is in a batch, so scores are the same bits however they are asked for.
 Elements of queries and keys are rounded to 22 bits below the row's largest power of two. Sums of their products are
-then exact in float64, in any order and on any device: no more is asked of a library's product. Heads are weighted and
-summed in float64, pairwise, in one fixed order. Of equal scores the earlier token is picked.
+then exact in float64, in any order and on any device: no more is asked of a library's product. Heads are weighted,
+exactly again, and summed in float64, pairwise, in one fixed order. Of equal scores the earlier token is picked.
 
 Factors that all scores of a query share change no pick and are left out, and so is the Hadamard transform, which
 queries and keys have in common: products are the same without it.
@@ -104,7 +104,8 @@ def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """q [n, heads, size], keys [L, size], both `rounded`; weights [n, heads] float64, heads a power of two -> [n, L]:
     sums over heads of weight * relu(q . key)."""
     made = (q.flatten(0, 1) @ keys.T).view(*weights.shape, len(keys))
-    made = made.clamp_(min=0).mul_(weights.unsqueeze(2))
+    # In float32, so that products with weights are exact, too: it does not matter whether they are fused with sums.
+    made = made.clamp_(min=0).float().double().mul_(weights.unsqueeze(2))
     while made.shape[1] > 1:
         half = made.shape[1] // 2
         made = made[:, :half].add_(made[:, half:])
