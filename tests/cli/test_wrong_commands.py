@@ -19,7 +19,7 @@ from draftwing.cli.main import main
 
 TARGET = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6, max_position_embeddings=128)
 UNREADABLE = b"these are no weights"
-DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
 JAMBA: dict[str, Any] = {"architectures": ["JambaForCausalLM"], "model_type": "jamba"}
 
 
@@ -75,7 +75,7 @@ WRONG = [
     ("serve --model /no/such/folder", MODELS),
     ("bench --model {empty}", "no config.json.*" + MODELS),
     ("bench --model {no_gguf}", "not a GGUF file"),
-    ("bench {deepseek}", r"DeepseekV32ForCausalLM has sparse latent attention \(DSA\)"),
+    ("bench {deepseek}", "DeepseekV4ForCausalLM has sparse attention over compressed keys"),
     ("bench {jamba}", "state-space"),
     ("bench {target} --context-length 100000", "--context-length 100000 .* 128 positions"),
     ("bench {target} --quantization int4", "--quantization must be one of auto, .*'int4'"),

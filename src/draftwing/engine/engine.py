@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -32,11 +32,11 @@ from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
-from draftwing.engine.provenance import Provenance, model_files, provenance_of
+from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
-from draftwing.errors import RequestError
+from draftwing.errors import CheckpointError, RequestError
 from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.kv.pool import state_bytes
 from draftwing.machine import process_memory
@@ -162,7 +162,10 @@ class Engine:
         that may compile kernels; None starts one where there is something to compile."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
-        files = () if options.label else model_files(options, path)  # before they are read
+        files: tuple[StoredFile, ...] = ()
+        if not options.label:
+            with suppress(CheckpointError):  # `build` says so, behind what the config lacks
+                files = model_files(options, path)  # before they are read
         tokenizer = model_tokenizer(options, path)
         with ExitStack() as made:
             memory = None
