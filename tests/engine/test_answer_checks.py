@@ -317,6 +317,24 @@ def test_a_replay_that_is_aborted_is_no_difference(engine: Engine, caplog: pytes
     assert len(logged(caplog)) == 2, "of two kinds"
 
 
+def test_a_thread_that_cannot_be_started_ends_nothing(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "draftwing-difference":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    plant(engine)
+    answers(engine, request("a"), request("b"))
+    rest(engine, lambda: counts(engine) == (2, 2))
+    (line,) = logged(caplog)
+    assert "differs" in line and "can't start new thread" in line and "prompt_ids" not in line
+
+
 def test_a_replay_that_is_refused_is_left_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(engine, request("a", regex="[a-f]{5,9}"), request("b", 3))
 

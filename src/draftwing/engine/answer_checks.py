@@ -167,7 +167,13 @@ class AnswerChecks:
         if logs:
             # Digests of a model may take a minute, for which nobody waits.
             args = (what, served, None if aborted else replayed)
-            threading.Thread(target=self._log, args=args, name="draftwing-difference", daemon=True).start()
+            thread = threading.Thread(target=self._log, args=args, name="draftwing-difference", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # of too many threads, which is no reason for the engine to end
+                log.error("%s; its receipt cannot be made: %s", what, error)
+                with self._lock:
+                    self._ended.remove(served)
 
     def _may_log(self, aborted: bool) -> bool:
         """Returns whether there was no such line for long enough, and counts one."""
