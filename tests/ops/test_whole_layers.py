@@ -20,6 +20,7 @@ from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.mlp import UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderModel
@@ -71,9 +72,12 @@ def fill(layer: DecoderLayer, seed: int) -> None:
     parts: dict[Linear, list[tuple[str, int]]] = {
         attention.qkv: [("Q4_K", q), ("Q6_K", kv), ("Q5_1", kv)],
         attention.o: [("Q5_0", attention.o.out_features)],
-        mlp.gate_up: [("Q5_K", ffn), ("Q4_1", ffn)],
         mlp.down: [("Q4_0" if seed % 2 else "Q8_0", mlp.down.out_features)],
     }
+    if isinstance(mlp, UngatedMLP):
+        parts[mlp.up] = [("Q5_K", ffn)]
+    else:
+        parts[mlp.gate_up] = [("Q5_K", ffn), ("Q4_1", ffn)]
     for linear, kinds in parts.items():
         start = 0
         for kind, rows in kinds:
