@@ -23,7 +23,7 @@ _TINY, _TINY_FEW = 512, 64
 # so many values on, but not with a vocabulary's, it is so up to all rows that it names. Smaller ones were not timed.
 _MEDIUM_FROM, _MEDIUM_ABOVE, _MEDIUM_MOST, _LARGE_FROM = 1 << 24, 8, 64, 1 << 25
 # Rows above which a matrix is copied for kernels of many rows with the bits of few, in deterministic mode: 256 rows
-# take 0.7 to 1.3 of the time without, 512 rows 0.4 to 0.8 (docs/dev/gpu_kernels.md).
+# take 0.8 to 1.4 of the time without, 512 rows 0.5 to 0.8 (docs/dev/gpu_kernels.md).
 _SHARES_ABOVE = 256
 
 # Of weights in groups: up to this many rows they are dequantised in registers, by kernels that give a row the same bits
