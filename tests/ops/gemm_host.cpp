@@ -582,14 +582,15 @@ extern "C" void fp8_sizes(const float* x_scales, const float* w_scales, int padd
 #endif
 
 #ifdef DENSE
-using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int);
+using DenseKernel = void (*)(TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int, int, int, int, int, int,
+                             int);
 using DenseManyKernel = void (*)(TensorMap, TensorMap, TensorMap, TensorMap, const u16*, const u16*, u16*, int, int, int,
                                  int);
 static struct {  // of the next run besides what `job` has
-    int x_rows, rows, stages, gated, many;
+    int x_rows, rows, stages, chain, gated, many;
 } dense;
-extern "C" void dense_sizes(int x_rows, int rows, int stages, int gated, int many) {
-    dense = {x_rows, rows, stages, gated, many};
+extern "C" void dense_sizes(int x_rows, int rows, int stages, int chain, int gated, int many) {
+    dense = {x_rows, rows, stages, chain, gated, many};
 }
 #endif
 
@@ -604,7 +605,7 @@ static void body() {
         ((DenseManyKernel)job.kernel)(x, w, more, to, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.stages);
     } else
     ((DenseKernel)job.kernel)(x, w, job.bias, job.extra, job.y, job.M, job.N, job.K, dense.x_rows, dense.rows,
-                              dense.stages, 2, dense.gated);
+                              dense.stages, 2, dense.chain, dense.gated);
 #elif defined(FP8)
     ((Fp8Kernel)job.kernel)((const Fp8*)job.x, fp8.x_scales, (const Fp8*)job.w, fp8.w_scales, job.bias, job.extra, job.y,
                             job.M, fp8.padded, job.N, job.K, fp8.rows, fp8.stages, fp8.gated);

@@ -44,9 +44,10 @@ def test_dense_cuts(gated: bool) -> None:
             assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
             assert cut.x_rows % 8 == 0 and cut.ranges == cuda_dense.ranges_of(rows, columns)
             held = cut.size.groups * cuda_dense.TOKENS
-            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges
+            assert min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges // cut.chain
             assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.ranges == 1
-            assert cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2 < cuda_dense.SHARED[cut.blocks]
+            ring, sums = cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2, held * (cut.rows + (8 - cut.rows) % 32) * 4
+            assert max(ring, sums) + (cut.chain - 1) * sums < cuda_dense.SHARED[cut.blocks]
 
 
 def test_cuts_of_many_rows_in_16_bits() -> None:
@@ -60,6 +61,10 @@ def test_cuts_of_many_rows_in_16_bits() -> None:
         assert size.ranges == ranges and blocks % 2 == 0 and 0 < blocks <= 132
         tiles = -(-tokens // 128) * -(-rows // (2 * size.features))
         assert blocks == 132 or blocks == 2 * tiles
+
+
+def alike(at_once: int) -> dict[int, int]:
+    return dict.fromkeys(cuda_wgmma.RANGES, at_once)
 
 
 def on_device(*shape: int, seed: int) -> Tensor:
@@ -130,8 +135,8 @@ class DenseHost:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None, gated: bool, cut: cuda_dense.Cut,
         early: int,
     ) -> Tensor:  # fmt: skip
-        sizes = cut.x_rows, cut.rows, cut.stages, int(gated), 0
-        shape = cut.size.threads, cut.ranges, cuda_dense.SHARED[cut.blocks]
+        sizes = cut.x_rows, cut.rows, cut.stages, cut.chain, int(gated), 0
+        shape = cut.size.threads, cut.ranges // cut.chain, cuda_dense.SHARED[cut.blocks]
         return self._run(cut.size.name, shape, sizes, cut.grid, x, weight, bias, extra, early)
 
     def many(
@@ -139,14 +144,14 @@ class DenseHost:
         at_once: int, early: int,
     ) -> Tensor:  # fmt: skip
         size, blocks = cuda_many.cut_of(len(x), len(weight), gated, ranges, at_once)
-        sizes = 64, size.features, size.stages, int(gated), 1
+        sizes = 64, size.features, size.stages, 1, int(gated), 1
         return self._run(size.name, (384, 2, 227 << 10), sizes, (blocks, 1), x, weight, bias, extra, early)
 
     def _run(
         self, name: str, shape: tuple[int, int, int], sizes: tuple[int, ...], grid: tuple[int, int], x: Tensor,
         weight: Tensor, bias: Tensor | None, extra: Tensor | None, early: int,
     ) -> Tensor:  # fmt: skip
-        features = len(weight) // (2 if sizes[3] else 1)
+        features = len(weight) // (2 if sizes[4] else 1)
         out = torch.full((len(x), features), torch.nan, dtype=torch.bfloat16)
         self.library.dense_sizes(*sizes)
         launch(
@@ -175,7 +180,7 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
     extra = random(150, rows, seed=4) if kind == "add" else None
 
     def found(first: int, last: int, at_once: int, early: int) -> Tensor:
-        cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, at_once, at_once)
+        cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, alike(at_once), at_once)
         fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
         its = None if extra is None else extra[first:last]
         return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
@@ -184,6 +189,33 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
     torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
     for first, last, at_once, early in ((149, 150, 1, LATE), (100, 150, 1, EARLY), (3, 100, 2, LATE), (5, 90, 1, LATE)):
         assert torch.equal(found(first, last, at_once, early), whole[first:last])
+
+
+@on_host
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 704, 2), (64, 1024, 4)])
+@pytest.mark.parametrize("early", [LATE, EARLY])
+def test_two_ranges_of_a_block(
+    run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int
+) -> None:
+    """They give the bits of blocks with a range each."""
+    tokens = 230
+    weight, x, bias = random(rows, columns, seed=1), random(tokens, columns, seed=2), random(rows, seed=3)
+    gated = kind == "silu"
+    features = rows // 2 if gated else rows
+    extra = random(tokens, rows, seed=4) if kind == "add" else None
+
+    def found(first: int, last: int, at_once: dict[int, int]) -> tuple[Tensor, int]:
+        cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, at_once)
+        fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
+        its = None if extra is None else extra[first:last]
+        return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early), cut.chain
+
+    whole, chain = found(0, tokens, {4: 1, 2: 64 if ranges == 4 else 1, 1: 64})
+    assert chain == 2
+    for first, last in ((0, 64), (60, 190), (170, tokens)):
+        expected, alone = found(first, last, alike(64))
+        assert alone == 1 and torch.equal(whole[first:last], expected)
 
 
 @on_host
@@ -197,7 +229,7 @@ def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: 
     gated = kind == "silu"
     features = rows // 2 if gated else rows
     extra = random(len(x), rows, seed=4) if kind == "add" else None
-    few = cuda_dense.make_cut(128, features, gated, columns, ranges, 64)
+    few = cuda_dense.make_cut(128, features, gated, columns, ranges, alike(64))
     fits = [size for size in DENSE_SIZES if size.groups == few.size.groups and size.features >= few.size.features]
     expected = torch.cat([
         run_dense(x[at : at + 128], weight, bias, None if extra is None else extra[at : at + 128], gated,

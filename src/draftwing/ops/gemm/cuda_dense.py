@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from draftwing.ops.gemm.cuda_wgmma import PANEL
 
 TOKENS = 64  # rows of x that a warp group takes
 # Features of an instruction, by warp groups of a block: of half of its weights, or (two groups) of all.
-_HALVES = (32, 48, 56, 64, 72, 88, 112, 128)
+_HALVES = (32, 48, 56, 64, 72, 88, 96, 112, 128)
 PARTS = {1: _HALVES, 2: tuple(2 * half for half in _HALVES), 3: _HALVES[:-1]}  # as many sums as registers hold
 GROUPS = tuple(PARTS)
 MOST = GROUPS[-1] * TOKENS  # rows of x that one block takes
@@ -61,6 +62,7 @@ class Cut(NamedTuple):
     stages: int
     ahead: int  # stages behind these, which come to the L2 cache while earlier kernels end
     ranges: int  # of K
+    chain: int  # of these that a block sums one after the other: 1, or 2 where a cluster has fewer blocks
     blocks: int  # of a multiprocessor
     grid: tuple[int, int]
 
@@ -77,51 +79,63 @@ def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[
     weights = features * (2 if gated else 1)
     ranges = ranges_of(weights, columns)
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
-    return make_cut(rows, features, gated, columns, ranges, clusters[cuda_wgmma.RANGES.index(ranges)], 2 if two else 1)
+    at_once = dict(zip(cuda_wgmma.RANGES, clusters, strict=True))
+    return make_cut(rows, features, gated, columns, ranges, at_once, 2 if two else 1)
 
 
 def make_cut(
-    rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: int, side_by_side: int = 1
+    rows: int, features: int, gated: bool, columns: int, ranges: int, at_once: Mapping[int, int], side_by_side: int = 1
 ) -> Cut:
-    """at_once: clusters of blocks with a multiprocessor each. side_by_side: as many blocks of one as there may be."""
+    """at_once: clusters of blocks with a multiprocessor each, by blocks of one. side_by_side: as many blocks of a
+    multiprocessor as there may be."""
     all_groups = -(-rows // TOKENS)
     groups = -(-all_groups // -(-all_groups // GROUPS[-1]))  # each block has as many
     token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
+    chains = (1, 2) if ranges > 1 and token_blocks > 1 else (1,)
 
     def tiles(taken: int) -> int:
         return -(-features // (taken // 2 if gated else taken))
 
-    def cost(cut: tuple[int, int]) -> tuple[int, int, int]:
+    def cost(cut: tuple[int, int, int]) -> tuple[int, int, int]:
         """Of turns of blocks that take so many rows of the weight: what a multiprocessor does, of which other blocks
         hide a part; and the fewer rows the better."""
-        blocks, taken = cut
-        return -(-token_blocks * tiles(taken) // (at_once * blocks)) * (blocks * taken + 32), -blocks, taken
+        blocks, chain, taken = cut
+        turns = -(-token_blocks * tiles(taken) // (at_once[ranges // chain] * blocks))
+        return turns * chain * (blocks * taken + 32), -blocks, taken
 
-    def fits(blocks: int, taken: int) -> bool:
-        """Returns whether there is room for sums, and for two stages."""
-        sums, stages = groups * TOKENS * (taken + 24) * 4, 2 * (taken + x_rows) * PANEL * 2
-        return max(sums, stages) <= SHARED[blocks] - _BEFORE_RINGS
+    def room(blocks: int, chain: int, taken: int) -> int:
+        """Returns the bytes that there are for rings, and for sums of a block's last range."""
+        return SHARED[blocks] - _BEFORE_RINGS - (chain - 1) * sums(taken)
+
+    def sums(taken: int) -> int:
+        """Returns the bytes of a range's, whose rows are apart as gemm_dense.cu has them."""
+        return groups * TOKENS * (taken + (8 - taken) % 32) * 4
 
     halves = 1 if groups == 2 else 2
     most = {1: halves * PARTS[groups][-1]} | (
         {2: _MOST_OF_TWO[groups]} if side_by_side > 1 and groups in _MOST_OF_TWO else {}
     )
     cuts = (
-        (blocks, taken) for blocks in most for taken in range(_STEP, most[blocks] + 1, _STEP) if fits(blocks, taken)
+        (blocks, chain, taken)
+        for blocks in most
+        for chain in chains
+        for taken in range(_STEP, most[blocks] + 1, _STEP)
+        if max(sums(taken), 2 * (taken + x_rows) * PANEL * 2) <= room(blocks, chain, taken)
     )
-    blocks, taken = min(cuts, key=cost)
+    blocks, chain, taken = min(cuts, key=cost)
     part = next(part for part in PARTS[groups] if halves * part >= taken)
     stage, behind = (taken + x_rows) * PANEL * 2, (part - taken // halves) * PANEL * 2  # the latter is read, not used
-    stages = min(-(-columns // PANEL // ranges), _MOST_STAGES, (SHARED[blocks] - _BEFORE_RINGS - behind) // stage)
+    fit = (room(blocks, chain, taken) - (behind if chain == 1 else 0)) // stage
     return Cut(
         Size(groups, part),
         x_rows,
         taken,
-        stages,
+        min(-(-columns // PANEL // ranges) * chain, _MOST_STAGES, fit),
         _AHEAD if rows in _AHEAD_ROWS else 0,
         ranges,
+        chain,
         blocks,
-        (token_blocks * ranges, tiles(taken)),
+        (token_blocks * (ranges // chain), tiles(taken)),
     )
 
 
@@ -172,7 +186,8 @@ class DenseGemm:
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
-            cut.ahead, int(gated), overlap=not fresh, cluster=cut.ranges, shared=SHARED[cut.blocks],
+            cut.ahead, cut.chain, int(gated), overlap=not fresh, cluster=cut.ranges // cut.chain,
+            shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
 

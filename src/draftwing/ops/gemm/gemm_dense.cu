@@ -50,6 +50,7 @@ struct DenseTask {
     int rows;    // of weights that a block takes, in two halves
     int stages;  // of the ring
     int ahead;   // stages behind these, which come to the L2 cache while earlier kernels end
+    int chain;   // ranges of K of a block: 1, or 2, where clusters of four would leave too many multiprocessors idle
 };
 
 // GROUPS * 64 rows of x. A warp group has all of the weights for 64 of these rows or, where there are no more, one half each.
@@ -58,8 +59,8 @@ struct DenseTask {
 template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS == 3 ? 2 : 1;
-    extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights
-    const Place place(task.result, TOKENS, task.rows, task.K, PANEL);
+    extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights, then sums of a first range of two
+    const Place place(task.result, TOKENS, task.rows, task.K, PANEL, task.chain);
     Barrier* const full = (Barrier*)sums;
     Barrier* const empty = full + task.stages;
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
@@ -105,51 +106,59 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         if (GROUPS > 2) take_registers<160>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
         const int first_token = GROUPS == 1 ? 0 : group * 64, first_row = GROUPS == 1 ? group * place.half : 0;
-        float d[PARTS][FEATURES / 2];
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-            for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
-        wait_for_earlier_kernels();  // one of them may have written what is added at the end
-        int s = 0, parity = 0;
-        for (int i = 0; i < place.count; ++i) {
-            wait_barrier(full + s, parity);
-            const u64 a = rows_at(x_ring + (s * task.x_rows + first_token) * PANEL);
-            const u64 b = rows_at(w_ring + (s * task.rows + first_row) * PANEL);
-            begin_products();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)  // 32 bytes further
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part)
-                    Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
-            end_products();
-            wait_for_products<0>();
-            if (lane == 0) arrive(empty + s);
-            if (++s == task.stages) s = 0, parity ^= 1;
-        }
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
-        sync_consumers<CONSUMERS>();  // sums [TOKENS][pitch] take the place of rings
         const int columns = GROUPS == 2 ? task.rows : place.half;
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
-        float* const own = (float*)x_ring;
-        float* const to = own + (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
+        // Sums [TOKENS][pitch]: those of the last range take the place of rings.
+        float* const last = (float*)x_ring;
+        float* const before = last + max(task.stages * (task.x_rows + task.rows) * (PANEL / 2), TOKENS * pitch);
+        const int at = (first_token + warp % 4 * 16 + lane / 4) * pitch + first_row + lane % 4 * 2;
+        wait_for_earlier_kernels();  // one of them may have written what is added at the end
+        int s = 0, parity = 0;
+        for (int range = 0; range < task.chain; ++range) {
+            float d[PARTS][FEATURES / 2];
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
+            for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-            for (int j = 0; j < FEATURES / 8; ++j) {
-                if (j * 8 >= columns) continue;
-                float* const its = to + part * place.half + j * 8;
-                *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
-                *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
+                for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
+            for (int i = place.begin_of(range); i < place.begin_of(range + 1); ++i) {
+                wait_barrier(full + s, parity);
+                const u64 a = rows_at(x_ring + (s * task.x_rows + first_token) * PANEL);
+                const u64 b = rows_at(w_ring + (s * task.rows + first_row) * PANEL);
+                begin_products();
+#pragma unroll
+                for (int k = 0; k < 4; ++k)  // 32 bytes further
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part)
+                        Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
+                end_products();
+                wait_for_products<0>();
+                if (lane == 0) arrive(empty + s);
+                if (++s == task.stages) s = 0, parity ^= 1;
             }
-        finish_sums<CONSUMERS>(task.result, place, own, pitch, TOKENS);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
+            const bool ends = range + 1 == task.chain;
+            if (ends) sync_consumers<CONSUMERS>();
+            float* const to = (ends ? last : before) + at;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+                for (int j = 0; j < FEATURES / 8; ++j) {
+                    if (j * 8 >= columns) continue;
+                    float* const its = to + part * place.half + j * 8;
+                    *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
+                    *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
+                }
+        }
+        if (task.chain == 1) finish_sums<CONSUMERS>(task.result, place, last, pitch, TOKENS);
+        else finish_sums<CONSUMERS, 2>(task.result, place, last, pitch, TOKENS, before - last);
     }
 }
 
 #define DENSE_KERNEL(NAME, GROUPS, FEATURES, THREADS)                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* bias, const u16* extra, \
-             u16* y, int M, int features, int K, int x_rows, int rows, int stages, int ahead, int gated) {             \
-        dense_gemm<GROUPS, FEATURES>({&x, &w, {bias, extra, y, M, features, gated}, K, x_rows, rows, stages, ahead});  \
+             u16* y, int M, int features, int K, int x_rows, int rows, int stages, int ahead, int chain, int gated) {  \
+        dense_gemm<GROUPS, FEATURES>(                                                                                  \
+            {&x, &w, {bias, extra, y, M, features, gated}, K, x_rows, rows, stages, ahead, chain});                    \
     }

@@ -4,9 +4,9 @@
 // x is an instruction's first operand, 64 rows of it, and weights the second: any multiple of 8 features. So all blocks
 // get as many bytes of weights. Both lie in shared memory as rows of 128 bytes, in the order of 128-byte swizzling.
 //
-// The blocks of a cluster have the same features and rows, and each a range of K. A block sums its range in order. Then
-// ranges are added in order. How many there are depends on the weight's shape alone, so a row has the same bits in any
-// batch.
+// The blocks of a cluster have the same features and rows, and each a range of K, or some that follow each other. A block
+// sums a range in order. Then ranges are added in order. How many there are depends on the weight's shape alone, so a row
+// has the same bits in any batch.
 
 typedef unsigned long long u64;
 
@@ -104,24 +104,33 @@ struct Result {
 
 // What a block, or a cluster, is to do.
 struct Place {
-    int token0, feature0, half, own, first, count, ranges, range;
+    int token0, feature0, half, own, first, count, steps, blocks, rank, chain;
 
     // rows: of weights of a block, in two parts: half of them, or the gates and their ups. wide: columns of a step of K.
-    __device__ __forceinline__ Place(const Result& result, int tokens, int rows, int K, int wide) {
-        range = rank_in_cluster(), ranges = blocks_of_cluster();
+    // chain: ranges of a block.
+    __device__ __forceinline__ Place(const Result& result, int tokens, int rows, int K, int wide, int chain = 1)
+        : steps(K / wide), blocks(blocks_of_cluster()), rank(rank_in_cluster()), chain(chain) {
         half = (rows / 8 + 1) / 2 * 8, own = result.gated ? half : rows;
-        token0 = blockIdx.x / ranges * tokens, feature0 = blockIdx.y * own;
-        const int steps = K / wide;
-        first = steps * range / ranges, count = steps * (range + 1) / ranges - first;
+        token0 = blockIdx.x / blocks * tokens, feature0 = blockIdx.y * own;
+        first = begin_of(0), count = begin_of(chain) - first;
+    }
+
+    // Of a range of the block's.
+    __device__ __forceinline__ int begin_of(int range) const {
+        return steps * (rank * chain + range) / (blocks * chain);
     }
 };
 
-// Four sums of all ranges, and the bias. p: where this block has its part.
-template <int RANGES>
-__device__ __forceinline__ void sum_of_ranges(const float* p, const u16* bias, float (&out)[4]) {
+// Four sums of all ranges, and the bias. p: where this block has those of its last one. earlier: how much further those
+// of the first are, where a block has two.
+template <int RANGES, int CHAIN>
+__device__ __forceinline__ void sum_of_ranges(const float* p, int earlier, const u16* bias, float (&out)[4]) {
     float4 part[RANGES];
 #pragma unroll
-    for (int v = 0; v < RANGES; ++v) part[v] = RANGES == 1 ? *(const float4*)p : load_four_from_rank(p, v);
+    for (int v = 0; v < RANGES; ++v) {
+        const float* const its = v % CHAIN == CHAIN - 1 ? p : p + earlier;
+        part[v] = RANGES == CHAIN ? *(const float4*)its : load_four_from_rank(its, v / CHAIN);
+    }
     out[0] = out[1] = out[2] = out[3] = 0.f;
 #pragma unroll
     for (int v = 0; v < RANGES; ++v)
@@ -132,20 +141,20 @@ __device__ __forceinline__ void sum_of_ranges(const float* p, const u16* bias, f
 }
 
 // sums [tokens][pitch] in each block of a cluster, by the THREADS consumers of all -> y
-template <int RANGES, int THREADS>
-__device__ __forceinline__ void store_sums(const Result& result, const Place& place, const float* sums, int pitch,
-                                           int tokens) {
+template <int RANGES, int CHAIN, int THREADS>
+__device__ __forceinline__ void store_sums(const Result& result, const Place& place, const float* sums, int earlier,
+                                           int pitch, int tokens) {
     const int fours = place.own / 4, count = min(tokens, result.M - place.token0) * fours;
-    for (int i = place.range * THREADS + threadIdx.x; i < count; i += RANGES * THREADS) {
+    for (int i = place.rank * THREADS + threadIdx.x; i < count; i += RANGES / CHAIN * THREADS) {
         const int token = i / fours, row = (i - token * fours) * 4, n = place.feature0 + row;
         if (n >= result.features) continue;
         const size_t at = (size_t)(place.token0 + token) * result.features + n;
         float before[4] = {0.f, 0.f, 0.f, 0.f}, sum[4], up[4];
         if (result.extra) add_four(result.extra + at, before);  // asked for before what it is added to
         const float* const p = sums + token * pitch + row;
-        sum_of_ranges<RANGES>(p, result.bias ? result.bias + n : nullptr, sum);
+        sum_of_ranges<RANGES, CHAIN>(p, earlier, result.bias ? result.bias + n : nullptr, sum);
         if (result.gated) {
-            sum_of_ranges<RANGES>(p + place.half, result.bias ? result.bias + result.features + n : nullptr, up);
+            sum_of_ranges<RANGES, CHAIN>(p + place.half, earlier, result.bias ? result.bias + result.features + n : nullptr, up);
 #pragma unroll
             for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
         }
@@ -156,17 +165,17 @@ __device__ __forceinline__ void store_sums(const Result& result, const Place& pl
     }
 }
 
-// The end of a block, from when its consumers have stored their sums: 1, 2 or 4 ranges.
-template <int THREADS>
+// The end of a block, from when its consumers have stored their sums: 1, 2 or 4 ranges, of which a block has CHAIN.
+template <int THREADS, int CHAIN = 1>
 __device__ __forceinline__ void finish_sums(const Result& result, const Place& place, const float* sums, int pitch,
-                                            int tokens) {
-    if (place.ranges == 1) {
+                                            int tokens, int earlier = 0) {
+    if (place.blocks == 1) {
         sync_consumers<THREADS>();
-        store_sums<1, THREADS>(result, place, sums, pitch, tokens);
+        store_sums<CHAIN, CHAIN, THREADS>(result, place, sums, earlier, pitch, tokens);
         return;
     }
     sync_whole_cluster();
-    if (place.ranges == 2) store_sums<2, THREADS>(result, place, sums, pitch, tokens);
-    else store_sums<4, THREADS>(result, place, sums, pitch, tokens);
+    if (place.blocks == 2) store_sums<2 * CHAIN, CHAIN, THREADS>(result, place, sums, earlier, pitch, tokens);
+    else store_sums<4, 1, THREADS>(result, place, sums, 0, pitch, tokens);  // each has one
     meet_cluster();  // nobody ends while others read what it has
 }
