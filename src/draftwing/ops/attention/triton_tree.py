@@ -159,6 +159,38 @@ def _own_keys(
 
 
 @triton.jit
+def _path_keys(
+    kv, table_row, path, path_len, prefix, head, node, low, valid, dim, last, start_at, stop,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+    FRONT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `_own_keys`, of a tile whose nodes are all on the path of node `last`: its keys, which rows see up to their
+    own length [ROWS, FRONT]"""
+    at = start_at + tl.arange(0, FRONT)
+    step = at - prefix
+    ok = at < tl.minimum(prefix + tl.load(path_len + last).to(tl.int32), stop)
+    entry = tl.load(path + last * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
+    slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
+    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
+    length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+    mine = ok[None, :] & (at[None, :] < length[:, None])
+    if WINDOW > 0:
+        mine = mine & (at[None, :] >= low[:, None])
+    return k, v, mine
+
+
+@triton.jit
+def _is_one_path(path, path_len, node, valid, last, DEPTH: tl.constexpr):
+    """Whether all nodes of a tile are on the path of its node `last`."""
+    length = tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+    some = length > 0
+    own = tl.load(path + node * DEPTH + length - 1, mask=some, other=0)
+    theirs = tl.load(path + last * DEPTH + length - 1, mask=some, other=0)
+    on = (own == theirs) & (length <= tl.load(path_len + last).to(tl.int32))
+    return tl.min(on.to(tl.int32), 0) == 1
+
+
+@triton.jit
 def _window_keys(
     kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
@@ -182,6 +214,16 @@ def _window_keys(
 
 
 @triton.jit
+def _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP: tl.constexpr):
+    """The state after scores of common keys and their values, and after own keys."""
+    own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
+    top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
+    den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
+    den, acc = added(own_s, scale, base, own_v, den, acc)
+    return top, den, acc
+
+
+@triton.jit
 def _with_mixed_unit(
     q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale, window,
     queries, top, den, acc,
@@ -197,25 +239,28 @@ def _with_mixed_unit(
         seen = seen & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
     k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
+    s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
     front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
-    if STEPS == 1:
-        if EXACT:
-            own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
-                KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
-            )  # fmt: skip
-        else:
-            own_k, own_v, mine = _window_keys(
-                kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
-                DIM, MORE, FRONT, q_tile[0].dtype,
-            )  # fmt: skip
-        s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
-        own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
-        top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
-        den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
-        den, acc = added(own_s, scale, base, own_v, den, acc)
+    last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, queries - 1)
+    if not EXACT:
+        own_k, own_v, mine = _window_keys(
+            kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
+            DIM, MORE, FRONT, q_tile[0].dtype,
+        )  # fmt: skip
+        top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
+    elif STEPS == 1:
+        own_k, own_v, mine = _own_keys(
+            kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
+            KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
+        )  # fmt: skip
+        top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
+    elif _is_one_path(path, path_len, node, valid, last, DEPTH):
+        own_k, own_v, mine = _path_keys(
+            kv, table_row, path, path_len, prefix, head, node, low, valid, dim, last, front, stop, WINDOW, DEPTH,
+            KV_HEADS, DIM, MORE, FRONT, q_tile[0].dtype,
+        )  # fmt: skip
+        top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
     else:
-        s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
         best = tl.max(s, 1)
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
