@@ -216,4 +216,5 @@ def test_sizes_by_the_device(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == ["without CUDA, --cuda-graph-max-bs has no effect"]
     on_cuda = given.for_engine(defaults_for(10**12))
     assert on_cuda.for_engine(defaults_for(10**12)) == on_cuda == on_cuda.resolve()
-    assert not options.deterministic and Options(enable_deterministic_inference=True).deterministic
+    assert options.deterministic and Options(enable_deterministic_inference=True).deterministic
+    assert not Options(fast_numerics=True).deterministic and not Options(enable_torch_compile=True).deterministic

@@ -186,3 +186,8 @@ def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: p
     ):
         linear.pack(ops, PackMode(deterministic=True, name="layers.3.o"))
     Linear(100, 8, False, torch.float32, CPU).pack(ops)
+    found: list[str] = []
+    other = Linear(100, 8, False, torch.float32, CPU)
+    other.pack(ops, PackMode(deterministic=True, name="layers.3.o", refuse=found.append))
+    assert len(found) == 1 and "layers.3.o.weight" in found[0]
+    assert other(torch.ones(2, 100)).shape == (2, 8), "it is served all the same"

@@ -269,8 +269,15 @@ class OptionFields:
     enable_torch_compile: bool = option(False, CUDA, "run small batches of target and draft with torch.compile")
     torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
     enable_deterministic_inference: bool = option(
-        False, CUDA, "make a request's text independent of the other requests of a batch and of speculation"
-    )
+        False, CUDA,
+        "refuse to start where a request's text could depend on the other requests of a batch, or on speculation "
+        "(default: it does not, and where device or weights do not allow that, a warning says so)",
+    )  # fmt: skip
+    fast_numerics: bool = option(
+        False, CUDA,
+        "sum in whatever order is fastest on a GPU: a request's text may then depend on the other requests of a batch, "
+        "and on speculation",
+    )  # fmt: skip
 
     speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,

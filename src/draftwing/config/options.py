@@ -39,8 +39,14 @@ from draftwing.machine import numbered
 logger = logging.getLogger(__name__)
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
-OPPOSITES = (("enable_overlap", "disable_overlap_schedule"), ("enable_mixed_chunk", "disable_mixed_chunk"))
-IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
+OPPOSITES = (
+    ("enable_overlap", "disable_overlap_schedule"),
+    ("enable_mixed_chunk", "disable_mixed_chunk"),
+    ("enable_deterministic_inference", "fast_numerics"),
+    ("replay_interval", "fast_numerics"),  # answers that are made again are to be the same
+    ("replay_interval", "enable_torch_compile"),
+)
+IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs", "fast_numerics")
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ class Options(OptionFields):
 
     @property
     def deterministic(self) -> bool:
-        return self.enable_deterministic_inference
+        """Returns whether a token is to have the same bits in any batch and however it is asked for."""
+        return not (self.fast_numerics or self.enable_torch_compile)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def build(
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
     device.set_threads(options.num_threads, options.processors)
-    check_device(options, device)
+    options = with_numerics(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     check_int8([spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None], precision.kv_dtype)
     options, token_ids = token_map(options, config.vocab_size, device, tokenizer)  # before anything large
@@ -167,6 +167,7 @@ def build(
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
         lap("device and checks")
         model = load_with_progress(path, precision, device, options, ranks)
+        options = with_found(options, model)
         lap("weights")
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
@@ -208,18 +209,36 @@ def _for_engine(
     return options, draft_path
 
 
-def check_device(options: Options, device: Device) -> None:
-    """Raises ConfigError for what options ask for and the device cannot give."""
-    if options.deterministic and not device.ops.batch_invariant:
-        raise ConfigError(
-            "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
-            "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
-        )
-    if options.deterministic and options.enable_torch_compile:
+def with_numerics(options: Options, device: Device) -> Options:
+    """Returns options with the numerics that the device has. Raises ConfigError where the text has to be independent of
+    the batch and cannot be."""
+    strict = options.enable_deterministic_inference
+    if strict and options.enable_torch_compile:
         raise ConfigError(
             "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
             "order that depends on the batch. Leave one of them out"
         )
+    if not options.deterministic or device.ops.batch_invariant:
+        return options
+    how = (
+        "our own kernels for the GPU: install triton (they run from compute capability 8.0 on), and do not set the "
+        "environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
+    )
+    if strict:
+        raise ConfigError(f"--enable-deterministic-inference needs {how}")
+    log.warning("a request's text may depend on the batch and on speculation; that it does not needs %s", how)
+    return replace(options, fast_numerics=True)
+
+
+def with_found(options: Options, model: DecoderModel) -> Options:
+    """Returns options with the numerics that the weights allow."""
+    if not model.inexact:
+        return options
+    log.warning(
+        "a request's text may depend on the batch and on speculation, for %d weights have no kernels that keep bits; "
+        "the first: %s", len(model.inexact), model.inexact[0],
+    )  # fmt: skip
+    return replace(options, fast_numerics=True)
 
 
 def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
@@ -232,6 +251,7 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     where = device.device, device.collectives
     ranks = join(setup.port, options.tp_size, setup.rank, *where, options.enable_expert_parallel)
     model = load_with_progress(setup.path, precision, device, options, ranks)
+    options = with_found(options, model)
     loaded()
     token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
     drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)

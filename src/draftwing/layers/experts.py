@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
@@ -305,11 +304,11 @@ class ExpertLinear(Linear):
         weight = as_dense(self)
         gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(weight, self.count)
         self.op, self.device_weight = Dense(self), None if gemm is None else gemm.weight
-        if gemm is None and mode.deterministic and not ops.keeps_bits(weight):
-            raise ConfigError(
-                f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
-                f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
-            )
+        mode.if_exact(
+            gemm is not None or ops.keeps_bits(weight),
+            f"expected {mode.name}.weight in a type and size that there are GEMMs of experts for; found "
+            f"{weight.dtype}, {list(weight.shape)}",
+        )
 
     def append_shared(self, one: Linear, ops: LayerOps) -> None:
         """Makes one more expert of a layer that every row is routed to, before either is packed."""

@@ -75,6 +75,7 @@ class DecoderModel(nn.Module):
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
+        self.inexact: list[str] = []  # once packed: weights whose rows may have other bits in another batch, and why
         self._suppressed: Tensor | None = None  # tokens that are never drawn, int64
         self._norms: list[
             RMSNorm
@@ -229,14 +230,15 @@ class DecoderModel(nn.Module):
             sizes += found
         return dict(sizes)
 
-    def pack(self, ops: LayerOps, deterministic: bool = False) -> None:
+    def pack(self, ops: LayerOps, deterministic: bool = False, strict: bool = True) -> None:
         """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards.
 
-        ops: of the device that the parameters are on.  deterministic: as `PackMode` has it; raises ConfigError for a
-        weight that the kernels do not take.
+        ops: of the device that the parameters are on.  deterministic: as `PackMode` has it.  strict: raises ConfigError
+        for a weight that kernels of that mode do not take; else `inexact` says which they are.
         """
         self._ops = ops
-        pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
+        mode = PackMode(deterministic) if strict else PackMode(deterministic, refuse=self.inexact.append)
+        pack_layers(self, ops, mode, keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])

@@ -102,7 +102,7 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
     others = [
         name(path="b.gguf"), name(path="c.gguf"), name(menu=MENU[1:]), name(draft=tmp_path / "b.gguf"),
         name(types=types._replace(kv_dtype=torch.bfloat16)), name(types=types._replace(dtype=torch.bfloat16)),
-        name(dataclasses.replace(options, enable_deterministic_inference=True)),
+        name(dataclasses.replace(options, fast_numerics=True)),
         name(dataclasses.replace(options, quantization="q4_k")),
         name(dataclasses.replace(options, fp8_activations="none")),
         name(dataclasses.replace(options, context_length=4096)),

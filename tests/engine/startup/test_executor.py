@@ -1,11 +1,13 @@
 """Compiled forwards give the text of those that are not; the compiler's own backend is left out, it is CUDA's."""
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +154,29 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
     compile_forwards(model, None, 8, make_ops(torch.device(harness.device)), backend=refuse)
     rig = harness.Rig(model)
     assert rig.answer(prompts, params).tokens == expected.tokens
+
+
+def test_numerics_that_device_and_weights_allow(caplog: pytest.LogCaptureFixture) -> None:
+    def options(**more: Any) -> Options:
+        return Options(speculative_algorithm="none", random_seed=1, **more).resolve()
+
+    def some(inexact: list[str]) -> Any:
+        return SimpleNamespace(inexact=inexact)
+
+    able, unable = (SimpleNamespace(ops=SimpleNamespace(batch_invariant=each)) for each in (True, False))
+    with caplog.at_level(logging.WARNING):
+        assert build.with_numerics(options(), able) == options()
+        assert not build.with_numerics(options(fast_numerics=True), unable).deterministic
+        assert not caplog.records
+        found = build.with_numerics(options(), unable)
+        assert not found.deterministic and "may depend on the batch" in caplog.text
+    with pytest.raises(ConfigError, match="needs our own kernels"):
+        build.with_numerics(options(enable_deterministic_inference=True), unable)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert build.with_found(options(), some([])).deterministic and not caplog.records
+        assert not build.with_found(options(), some(["expected a.weight"])).deterministic
+        assert "expected a.weight" in caplog.text
 
 
 def test_not_with_deterministic_inference(monkeypatch):

@@ -27,7 +27,7 @@ MAX_FILES = 100  # of as many kinds of engine; the oldest go
 MAX_STARTS = 8  # that measure: a machine that is busy for so long, or has a quota of its processors, stays so
 # Options that change what a step costs, besides those of speculation.
 _PRICED = (
-    "quantization", "fp8_activations", "enable_deterministic_inference", "enable_overlap", "max_running_requests",
+    "quantization", "fp8_activations", "fast_numerics", "enable_overlap", "max_running_requests",
     "cuda_graph_max_bs", "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs", "tp_size",
     "enable_expert_parallel",
     "context_length", "max_total_tokens",  # how many parts a captured step reads a context in

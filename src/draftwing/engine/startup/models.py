@@ -268,7 +268,7 @@ def load_with_progress(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks,
             options.context_length or 0,
         )  # fmt: skip
-    model.pack(device.ops, options.deterministic and target)
+    model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference)
     return model
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.gemm.contract import BlockGemm, Gemm
 from draftwing.ops.gemm.groups import PackedGroups
@@ -59,6 +60,10 @@ class ParamSlice(NamedTuple):
         return own if self.order is None else self.order.back(own)
 
 
+def must_keep_bits(why: str) -> None:
+    raise ConfigError(f"--enable-deterministic-inference: {why}. Set --dtype, or leave the option out")
+
+
 class PackMode(NamedTuple):
     """What the packed weight is for."""
 
@@ -67,6 +72,14 @@ class PackMode(NamedTuple):
     keep_weight: bool = False  # single rows of the weight will be read
     rows_only: bool = False  # it is an embedding's, and never multiplied with
     name: str = "linear"  # of the layer, for messages
+    refuse: Callable[[str], object] = must_keep_bits  # is told of weights that are not `deterministic`, and why
+
+    def if_exact(self, exact: bool, expected: str) -> PackMode:
+        """Returns the mode for a weight. exact: whether it can be deterministic; expected: what else it had to be."""
+        if exact or not self.deterministic:
+            return self
+        self.refuse(expected)
+        return self._replace(deterministic=False)
 
 
 class LinearBase(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import (
     SAFE_KIND,
     SMALLEST,
@@ -80,12 +79,11 @@ def pack_dense(layer: LinearBase, ops: LayerOps, mode: PackMode) -> LinearOp:
     if mode.draft_8bit and in_blocks:
         del layer.weight
         return PackedBlocks(layer, ops, [ops.quantize(weight, SAFE_KIND)], weight.dtype)
-    if mode.deterministic and not ops.keeps_bits(weight):
-        raise ConfigError(
-            f"--enable-deterministic-inference: expected {mode.name}.weight in bfloat16 or float16, with a multiple "
-            f"of 64 columns, contiguous and aligned to 16 bytes; found {weight.dtype}, {list(weight.shape)}. "
-            "Set --dtype, or leave the option out"
-        )
+    mode = mode.if_exact(
+        ops.keeps_bits(weight),
+        f"expected {mode.name}.weight in bfloat16 or float16, with a multiple of 64 columns, contiguous and aligned to "
+        f"16 bytes; found {weight.dtype}, {list(weight.shape)}",
+    )
     return PackedDense(layer, ops.gemms(weight, layer.bias, mode.deterministic), mode.keep_weight)
 
 

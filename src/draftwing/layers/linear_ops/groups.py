@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackedOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.ops.fp8 import spec as fp8_blocks
@@ -215,8 +214,8 @@ class PackedLinear(PackedOp):
     """
 
     def __init__(self, layer: LinearBase, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
-        if mode.deterministic and not ops.keeps_bits(weight.scales.new_empty(1, weight.columns)):
-            raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
+        exact = ops.keeps_bits(weight.scales.new_empty(1, weight.columns))
+        mode = mode.if_exact(exact, f"expected {mode.name} on a device with GEMMs for it")
         super().__init__(layer, ops.gemms(weight, deterministic=mode.deterministic))
         self._weight = weight
 
