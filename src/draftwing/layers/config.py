@@ -172,6 +172,8 @@ class LayerConfig:
             raise CheckpointError(f"ffn must be at least 1, found {self.ffn}")
         if self.experts is not None:
             self.experts.check()
+            if self.experts.shared and self.mlp_bias:
+                raise CheckpointError("mlp_bias (or use_bias) of an expert for all rows is not supported")
         self.mixer.check()
 
     def spread(self, ranks: Ranks) -> LayerConfig:

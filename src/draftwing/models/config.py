@@ -208,9 +208,10 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         made = family.layers(fields, layer, layers)
         made = tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
     else:
-        reach = windows(
-            fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
-        )
+        pattern = family.window_pattern
+        if pattern and family.pattern_key:
+            pattern = fields.whole("sliding_window_pattern", 1, default=pattern)
+        reach = windows(fields, layers, max_positions, family.sliding_window, family.window_switch, pattern)
         nope = () if family.nope is None else family.nope(fields, reach or (0,) * layers)
         made = layers_like(layer, attention, layers, reach, local_rope is not None, dense, nope)
         local_rope = NOPE if nope else local_rope

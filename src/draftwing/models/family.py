@@ -145,6 +145,7 @@ class Family:
     sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
     window_switch: WindowSwitch = ""
     window_pattern: int = 0  # without `layer_types` one in so many layers has no window, 0: none of them
+    pattern_key: bool = True  # whether `sliding_window_pattern` may say another number
     theta: float = 10000.0  # `rope_theta` when the config has none
     eps: float = 1e-6  # when the config has none
     eps_key: str = "rms_norm_eps"
@@ -225,6 +226,8 @@ def softmax_experts(
 def query_scalar(fields: Fields, key: str, default: float) -> int:
     """Returns the number by whose root scores are divided, of a factor of scores: a whole number in all published
     models. default: of the factor, 0: none. Raises CheckpointError for a factor of which it is not one."""
+    if default and fields.has(key) and fields.get(key) is None:  # which others take for a scale of their own
+        raise fields.unlike(key, "a number")
     factor = fields.number(key, 1e-3, 1, default)
     scalar = round(factor**-2) if factor else 0
     if scalar and abs(scalar**-0.5 - factor) > 1e-6 * factor:

@@ -138,6 +138,15 @@ class Fields:
         self.asked.add(inside)
         return Fields(value or {}, self.where, inside=inside, asked=self.asked)
 
+    def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Returns what is said in keys of other names, under ours. names: theirs by ours.  Raises CheckpointError where
+        both are there and differ, of which libraries take one or the other."""
+        found = {ours: self.get(theirs) for ours, theirs in names.items() if self.has(theirs)}
+        for ours, value in found.items():
+            if self.get(ours) not in (None, value):
+                raise self.unlike(ours, f"none beside {names[ours]}, or the same, {show(value)}")
+        return found
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Returns token ids: none, one or a list of them."""
         value = self.get(key)

@@ -37,8 +37,7 @@ def windows(
         first = fields.whole("max_window_layers", 0, default=_FIRST_WINDOWED)
         kinds = [FULL if i < first else SLIDING for i in range(layers)]
     elif not kinds:
-        every = fields.whole("sliding_window_pattern", 1, default=pattern) if pattern else 0
-        kinds = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
+        kinds = [FULL if pattern and not (i + 1) % pattern else SLIDING for i in range(layers)]
     if SLIDING not in kinds[:layers] or (not pattern and (window < 0 or window >= max_positions)):
         return ()
     if window < 1:
@@ -120,7 +119,7 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
     theta = scaling.number("rope_theta", 1, 1e15, theta)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     share = scaling.number("partial_rotary_factor", 0, 1, 1)
-    if kind == "proportional":
+    if kind == "proportional" and not partial:
         return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
     if not partial and share != 1:
         raise scaling.unsupported("partial_rotary_factor", share)

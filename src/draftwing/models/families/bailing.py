@@ -16,7 +16,7 @@ _NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_exp
 
 def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("score_function", ("sigmoid",))
-    said = {ours: fields.get(theirs) for ours, theirs in _NAMES.items() if fields.get(theirs) is not None}
+    said = fields.renamed(_NAMES)
     usual = {"use_qk_norm": True, "routed_scaling_factor": 2.5}
     found = said | {key: value for key, value in usual.items() if not fields.has(key)}
     every = fields.overruled(found)

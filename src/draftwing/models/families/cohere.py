@@ -29,7 +29,7 @@ _COHERE: dict[str, Any] = {
     "neutral": {
         "use_parallel_block": (True,), "use_gated_activation": (True,), "position_embedding_type": ("rope_gptj",),
         "order_of_interleaved_layers": ("local_attn_first",),
-        **dict.fromkeys(("layer_switch", "sliding_window_pattern", "use_parallel_embedding", "use_embedding_sharing")),
+        **dict.fromkeys(("layer_switch", "use_parallel_embedding", "use_embedding_sharing")),
     },
 }  # fmt: skip
 FAMILIES = {

@@ -13,12 +13,13 @@ from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.ops.experts.routing import Routing
 from draftwing.parallel.cut import Stored
 
+_TOP_K = "num_experts_per_tok"
 _CORRECTION = "mlp.moe_statics.e_score_correction_bias"
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("moe_use_aux_free", (True,))
-    return {"num_experts_per_tok": fields.whole("moe_k", default=6)}
+    return {_TOP_K: fields.whole(_TOP_K, default=6), **fields.renamed({_TOP_K: "moe_k"})}
 
 
 def _experts(fields: Fields, layers: int) -> ExpertConfig:
@@ -26,7 +27,7 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig:
     count = fields.whole("moe_num_experts", high=max_experts(layers), default=64)
     ffn = fields.whole("moe_intermediate_size", high=WIDEST, default=1536)
     shared = ffn * fields.whole("moe_num_shared_experts", 0, WIDEST // ffn, 2)
-    routing = Routing(fields.whole("num_experts_per_tok", high=count), corrected=True)
+    routing = Routing(fields.whole(_TOP_K, high=count), corrected=True)
     fields.number("moe_norm_min", 0, 1e-6, 1e-12)  # no sum of so many shares is as small
     return ExpertConfig(count, routing, ffn, shared=shared, wide_router=True)
 

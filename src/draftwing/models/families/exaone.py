@@ -44,7 +44,7 @@ _OLDER_NAMES = {
 
 
 def _older_keys(fields: Fields) -> dict[str, Any]:
-    return {key: fields.get(older) for key, older in _OLDER.items() if fields.get(older) is not None}
+    return fields.renamed(_OLDER)
 
 
 def _renamed(name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -75,7 +75,6 @@ FAMILIES = {
         window_pattern=4,
         nope=_nope,
         keys=_keys,
-        neutral={"sliding_window_pattern": None},
         gguf=InGGUF("exaone4", fields=_metadata),
     ),
 }

@@ -50,6 +50,7 @@ FAMILIES = {
         **_GEMMA,
         sliding_window=4096,
         window_pattern=2,
+        pattern_key=False,
         out_norms=True,
         attention_scalar=256,
         score_cap=True,
@@ -68,7 +69,6 @@ FAMILIES = {
         local_theta=1e4,
         out_norms=True,
         attention_scalar=256,
-        neutral={"sliding_window_pattern": None},  # beside `layer_types`
         wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES)},
         gguf=InGGUF("gemma3", scalar=_scalar),
     ),

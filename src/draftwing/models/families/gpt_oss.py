@@ -34,6 +34,7 @@ FAMILIES = {
         head_dim=64,
         sliding_window=128,
         window_pattern=2,
+        pattern_key=False,
         theta=150000.0,
         eps=1e-5,
         bias=True,

@@ -39,7 +39,8 @@ def _of_all(fields: Fields) -> dict[str, Any]:
     one = fields.overruled(said)
     one.check("num_shared_expert", (1,))
     one.check("moe_intermediate_size", (one.get("intermediate_size"),))
-    return {**said, **_keys(fields), "num_experts_per_tok": one.whole("moe_topk", default=1)}
+    found = one.renamed({"num_experts_per_tok": "moe_topk"})
+    return {**said, **_keys(fields), "num_experts_per_tok": one.whole("num_experts_per_tok", default=1), **found}
 
 
 def _experts(fields: Fields, layers: int) -> ExpertConfig:

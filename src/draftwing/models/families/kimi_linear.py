@@ -55,9 +55,10 @@ _USUAL = {"routed_scaling_factor": 2.446, "max_position_embeddings": 1 << 20}
 def _keys(fields: Fields) -> dict[str, Any]:
     """Reads experts under the names that they have elsewhere."""
     fields.check("mla_use_nope", (True,))
+    fields.check("tie_word_embeddings", (False,))  # which transformers does not read
     fields.check("moe_router_activation_func", ("sigmoid",))
     found = {key: value for key, value in _USUAL.items() if fields.get(key) is None}
-    return found | {ours: fields.get(theirs) for ours, theirs in _NAMES.items() if fields.get(theirs) is not None}
+    return found | fields.renamed(_NAMES)
 
 
 def _kinds(fields: Fields, net: Fields, count: int) -> list[str]:

@@ -26,5 +26,7 @@ FAMILIES = {
         experts=_experts,
         gguf=InGGUF("olmoe", experts=ExpertMetadata(grouped=True, renormalised=False)),
     ),
-    "Olmo3ForCausalLM": Family("olmo3", **_OLMO, sliding_window=4096, window_pattern=4, local_theta=0.0),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", **_OLMO, sliding_window=4096, window_pattern=4, pattern_key=False, local_theta=0.0
+    ),
 }

@@ -18,6 +18,7 @@ TINY = 1e-20  # joins the sum of sigmoids, which may be 0
 
 _PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
 _GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups takes
+_ALIGNED = 16  # bytes: rows of its matrices are multiples of it
 
 
 def _without_other_groups(scores: Tensor, routing: Routing) -> Tensor:
@@ -46,6 +47,8 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: R
     """rows [pairs, in], weight [count, out, in], bias [count * out] -> [pairs, out]"""
     flat = routed.experts.flatten()
     order, counts = order_by_expert(flat, routed.count)
+    gap = -weight.shape[2] * weight.element_size() % _ALIGNED // weight.element_size()
+    rows, weight = (F.pad(x, (0, gap)) if gap else x for x in (rows, weight))
     outs = F.grouped_mm(rows[order], weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     outs = outs[order.argsort()]
     outs = outs if bias is None else outs + bias.view(routed.count, -1)[flat]
