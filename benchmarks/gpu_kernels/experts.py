@@ -251,7 +251,7 @@ def check(model: Model, kind: str) -> None:
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             if not error < 0.02:
                 wrong.append(f"{name} of {tokens} tokens by {error:.3f}")
-        if tile_rows(tokens, model.top_k, model.count, exact) > gemm_experts.MAX_PAIRS:
+        if tile_rows(tokens, model.top_k, model.count) > gemm_experts.MAX_PAIRS:
             continue
         for token in (0, tokens - 1):
             alone = experts.route(logits[token : token + 1], Routing(model.top_k), exact=True)
@@ -345,7 +345,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
         bench = Bench(model, layers, tokens, exact)
         now, bound = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
-        small = tile_rows(tokens, model.top_k, model.count, exact) <= gemm_experts.MAX_PAIRS
+        small = tile_rows(tokens, model.top_k, model.count) <= gemm_experts.MAX_PAIRS
         if beside_triton and small:
             with TritonsOwn():
                 triton = bench.all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -278,7 +280,7 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
     """Against the dequantised matrix, in float64; and each row alone has the same bits."""
     if kind in ("int8", "fp8") and dtype == torch.float16:
         pytest.skip("no such weights with activations in float16")
-    columns = 96 if kind == "mxfp4 of 96 columns" else 128  # half a chunk at the end
+    columns = 608 if "96" in kind else 640  # ten chunks of which shares have one or two; half a chunk at the end
     weight = on(weights_of(kind, COUNT * 96, columns, dtype), triton_ops.device)
     matrix = weight if isinstance(weight, Tensor) else dequantised(weight, dtype)
     gemm = triton_ops.expert_gemm(weight, COUNT)
@@ -300,6 +302,52 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert torch.equal(gemm.linear(x[row : row + 1], bias, alone), found[own])
         again = gemm.gated(x[row : row + 1], bias, alone, 0.0)
         assert again is not None and torch.equal(again, gated[own])
+
+
+@pytest.mark.further(kind=["mxfp4 of 96 columns", "int4 of 32", "int8", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_tiles(triton_ops: TorchOps, kind: str) -> None:
+    """Against the dequantised matrix, in float64, with the sums of small tiles and with their own."""
+    from draftwing.ops.experts.triton_tiles import LARGE_TILE, tiles_of
+
+    columns = 608 if "96" in kind else 640
+    weight = on(weights_of(kind, COUNT * 64, columns, torch.bfloat16), triton_ops.device)
+    matrix = weight if isinstance(weight, Tensor) else dequantised(weight, torch.bfloat16)
+    gemm, rows = triton_ops.expert_gemm(weight, COUNT), 50
+    assert gemm is not None
+    logits, x = made(triton_ops, rows, COUNT), made(triton_ops, rows, columns, seed=13, dtype=torch.bfloat16)
+    logits[:, 2] += 5
+    for exact in (True, False):
+        routed = triton_ops.route(logits, Routing(TOP))
+        routed = replace(routed, tiles=tiles_of(routed.experts, COUNT, LARGE_TILE, exact))
+        expected = by_hand(x, matrix, None, routed)
+        torch.testing.assert_close(gemm.linear(x, None, routed).double(), expected, atol=2**-6, rtol=2**-6)
+        gate, up = expected.chunk(2, -1)
+        gated = gemm.gated(x, None, routed, 0.0)
+        assert gated is not None
+        torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, atol=2**-5, rtol=2**-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("limit", [0.0, 2.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_many_rows(triton_ops: TorchOps, kind: str, limit: float) -> None:
+    """In large tiles where the device has them, a row has the bits that it has alone."""
+    columns, rows = 608 if "96" in kind else 1664, 700
+    weight = on(weights_of(kind, COUNT * 192, columns, torch.bfloat16), triton_ops.device)
+    gemm = triton_ops.expert_gemm(weight, COUNT)
+    assert gemm is not None
+    logits, x = made(triton_ops, rows, COUNT), made(triton_ops, rows, columns, seed=13, dtype=torch.bfloat16)
+    bias = made(triton_ops, COUNT * 192, seed=12, dtype=torch.bfloat16)
+    routed = triton_ops.route(logits, Routing(TOP), exact=True)
+    found, gated = gemm.linear(x, bias, routed), gemm.gated(x, bias, routed, limit)
+    assert gated is not None
+    for some in (slice(0, 1), slice(5, 14), slice(300, 428), slice(600, 700)):
+        alone, own = triton_ops.route(logits[some], Routing(TOP), exact=True), slice(some.start * TOP, some.stop * TOP)
+        assert torch.equal(gemm.linear(x[some], bias, alone), found[own]), some
+        again = gemm.gated(x[some], bias, alone, limit)
+        assert again is not None and torch.equal(again, gated[own]), some
 
 
 def test_triton_gemms_of_every_expert(triton_ops: TorchOps) -> None:

@@ -22,7 +22,6 @@ a prefill chunk, alone or in a batch. Like `ops.attention.spec` it sums in posit
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -30,12 +29,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from draftwing.ops.attention.batch import FULL, AttentionKind
-from draftwing.ops.triton.common import INTERPRETED
+from draftwing.ops.triton.common import IS_INTERPRETED, is_hopper
 
-IS_INTERPRETED = tl.constexpr(INTERPRETED)
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
@@ -90,20 +87,12 @@ def pick_tiling(kv: Tensor) -> Tiling:
     """Picks the tiling for a layer of the pool."""
     if kv.dtype == torch.float32:
         return TILING_FLOAT32
-    hopper = kv.device.type != "cpu" and _is_hopper()
+    hopper = kv.device.type != "cpu" and is_hopper()
     if kv.shape[3] > 256:
         return TILING_LATENT_HOPPER if hopper and kv.shape[2] == 1 else TILING_WIDEST
     if kv.shape[3] > 128:
         return TILING_WIDE
     return TILING_HOPPER if hopper else TILING
-
-
-@functools.cache
-def _is_hopper() -> bool:
-    if INTERPRETED:
-        return False
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch == 90
 
 
 def warps_of(rows: int, tiling: Tiling) -> int:

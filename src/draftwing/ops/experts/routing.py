@@ -87,6 +87,7 @@ class ExpertTiles(NamedTuple):
         Tensor  # [3, T] int32: the expert, -1 of a tile that is not there; its first pair in `order`; how many it has
     )
     rows: int
+    exact: bool = False  # whether a pair must have the same bits in any batch
 
 
 class ByExpert(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.ops.experts.routing import ExpertTiles, Routed, Routing
 from draftwing.ops.experts.spec import SWIGLU_ALPHA, TINY, ExpertOps
 from draftwing.ops.experts.triton_tiles import SMALL_TILE, tile_rows, tiles_of
-from draftwing.ops.triton.common import lanes, launch_options, start
+from draftwing.ops.triton.common import is_hopper, lanes, launch_options, start
 
 _COLUMNS = 1024  # of a row, summed by one program
 # Of a thread of `_mix_norm_kernel`: as many as 16 warps can have. With fewer, which it takes where nothing is said, the
@@ -232,7 +232,7 @@ def clamped_swiglu_of(gate, up, limit, ALPHA: tl.constexpr):
     """gate, up float32 -> float32"""
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    return tl.div_rn(gate, 1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
 
 
 @triton.jit
@@ -272,8 +272,8 @@ def route(
             TOP_GROUPS=routing.top_groups, SIGMOID=routing.sigmoid, SHARED=shared, GATED=routing.shared == "gated",
             LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1, **launch_options(logits.device),
         )  # fmt: skip
-    tile, held = tile_rows(rows, top_k, count, exact), len(here) + shared
-    made = tiles_of(experts, held, tile) if tiles is None else ExpertTiles(None, tiles, tile)
+    tile, held = tile_rows(rows, top_k, count, exact and not is_hopper()), len(here) + shared
+    made = tiles_of(experts, held, tile, exact) if tiles is None else ExpertTiles(None, tiles, tile, exact)
     return Routed(experts, weights, held, made, own is not None)
 
 

@@ -1,8 +1,9 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
 experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' where it takes the weight.
 
-A row's bits depend on that row, its expert and the kind of tile. Weights that are quantised are dequantised in
-registers, to the values of `groups.unpacked`.
+Weights that are quantised are dequantised in registers, to the values of `groups.unpacked`. A row's bits depend on that
+row, its expert and the kind of tile. Where they are to be the same in any batch, columns are summed in the order of
+`ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes the sets of 16 that gemm.cu has.
 """
 
 # mypy: allow-untyped-defs
@@ -22,8 +23,9 @@ from draftwing.ops.experts.spec import SWIGLU_ALPHA
 from draftwing.ops.experts.triton import clamped_swiglu_of
 from draftwing.ops.experts.triton_tiles import LARGE_TILE, SMALL_TILE
 from draftwing.ops.gemm.groups import PackedGroups
+from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
-from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
+from draftwing.ops.triton.common import INTERPRETED, IS_INTERPRETED, keep_cache, launch_options, let_next_come, wait
 
 # How a weight is stored, and what becomes of a product.
 DENSE = 0
@@ -32,7 +34,8 @@ _PLAIN, _SILU, _CLAMPED = (tl.constexpr(i) for i in range(3))
 _NAMES = ("plain", "silu", "clamped")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STEP = tl.constexpr(STEP)
-DENSE_STEP = 64  # columns at a time of a weight that is not quantised
+CHUNK = 64  # columns of a share at a time, and of a weight that is not quantised
+_SHARES = tl.constexpr(SHARES)
 # By kind of weight and pairs of a tile, for products and for gated ones: outputs of a program (of a gated one twice as
 # many rows of the weight), warps, stages.
 SHAPES = {
@@ -111,33 +114,44 @@ def _whole_bytes(words, scale, AT: tl.constexpr):
 
 
 @triton.jit
-def _of_words(values, feature, mask, k, rows, word, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """values [steps * GROUPS, rows] -> those of columns [k, k + STEP), for each word [features, WORDS] or [features,
+def _of_words(
+    values, feature, mask, k, rows, word, GROUPS: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """values [steps * GROUPS, rows] -> those of columns [k, k + COLUMNS), for each word [features, WORDS] or [features,
     1]"""
     at = values + feature
     if GROUPS == 0:
         found = tl.load(at, mask=mask, other=0)[:, None]
     else:
-        first = (k // _STEP) * GROUPS
+        TOUCHED: tl.constexpr = GROUPS * COLUMNS // _STEP if GROUPS * COLUMNS > _STEP else 1
+        first = (k // _STEP) * GROUPS + (k - k // _STEP * _STEP) * GROUPS // _STEP
         found = tl.load(at + first * rows, mask=mask, other=0)[:, None]
-        for i in tl.static_range(1, GROUPS):
+        for i in tl.static_range(1, TOUCHED):
             more = tl.load(at + (first + i) * rows, mask=mask, other=0)[:, None]
-            found = tl.where(word >= i * WORDS // GROUPS, more, found)
+            found = tl.where(word >= i * WORDS // TOUCHED, more, found)
     return found
+
+
+@triton.jit
+def _columns(STEP: tl.constexpr, IN_SHARES: tl.constexpr):
+    """[STEP]: columns of a step in the order of a product. IN_SHARES: of 32 first those of the set that gemm.cu
+    multiplies first, the first four of each eight"""
+    at = tl.arange(0, STEP)
+    return at // 32 * 32 + at % 16 // 4 * 8 + at % 32 // 16 * 4 + at % 4 if IN_SHARES else at
 
 
 @triton.jit
 def _weight_tile(
     weight, scales, zeros, row, end, rows, k,
     DEPTH: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr, FEATURES: tl.constexpr,
-    STEP: tl.constexpr, EVEN: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Rows [row, row + FEATURES) of the weight up to `end`, and columns [k, k + STEP), [FEATURES, STEP]. rows: of the
-    weight."""
+    """Rows [row, row + FEATURES) of the weight up to `end`, and columns [k, k + STEP), [FEATURES, STEP], in the order
+    of `_columns`. rows: of the weight."""
     feature = row + tl.arange(0, FEATURES)
     mask = feature < end
     if KIND == _DENSE:
-        col = k + tl.arange(0, STEP)
+        col = k + _columns(STEP, IN_SHARES)
         there = mask[:, None]
         if not EVEN:
             there &= (col < DEPTH)[None, :]
@@ -152,17 +166,17 @@ def _weight_tile(
         at = weight + feature[:, None].to(tl.int64) * (DEPTH // CODES) + (k // CODES + word)
         words = tl.load(at, mask=there, other=0)
         if KIND == _MX:
-            four = tl.load(scales + (k // STEP) * rows + feature, mask=mask, other=0)[:, None]
-            exponent = (four >> 8 * (word // 4)) & 255
+            four = tl.load(scales + (k // _STEP) * rows + feature, mask=mask, other=0)[:, None]
+            exponent = (four >> 8 * ((k - k // _STEP * _STEP) // 32 + word // 4)) & 255
             scale = exponent << 23
         else:
-            scale = _of_words(scales, feature, mask, k, rows, word, GROUPS, WORDS)
+            scale = _of_words(scales, feature, mask, k, rows, word, GROUPS, WORDS, STEP)
         zero = scale
         if KIND == _INT4:
             if zeros is None:
                 zero = tl.full([1, 1], -136.0, tl.float32).to(tl.int32, bitcast=True)
             else:
-                zero = _of_words(zeros, feature, mask, k, rows, word, GROUPS, WORDS)
+                zero = _of_words(zeros, feature, mask, k, rows, word, GROUPS, WORDS, STEP)
                 zero = (zero.to(tl.float32, bitcast=True) - 128.0).to(tl.int32, bitcast=True)
         if PACKED:
             scale, zero = _twice(scale), _twice(zero)
@@ -180,7 +194,45 @@ def _weight_tile(
             v6, v7 = _scaled_pair(_pair(words, 3, KIND), scale, zero, KIND, PACKED)
             even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
             found = tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
-        return tl.reshape(found, [FEATURES, STEP])
+        found = tl.reshape(found, [FEATURES, STEP])
+        if IN_SHARES:
+            found = tl.permute(tl.reshape(found, [FEATURES, STEP // 32, 4, 2, 4]), (0, 1, 3, 2, 4))
+            found = tl.reshape(found, [FEATURES, STEP])
+        return found
+
+
+@triton.jit
+def _with_step(
+    total, other, source, present, weight, scales, zeros, row, rows, weight_rows, k,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
+    PACKED: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums with the products of columns [k, k + STEP), and of gated ones those of the ups."""
+    w = _weight_tile(
+        weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES,
+    )  # fmt: skip
+    if ACT != _PLAIN:
+        u = _weight_tile(
+            weight, scales, zeros, row + WIDTH, rows + WIDTH, weight_rows, k,
+            DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES,
+        )  # fmt: skip
+    mask = present[:, None]
+    if not EVEN:
+        mask &= (k + _columns(STEP, IN_SHARES) < DEPTH)[None, :]
+    a = tl.load(source + k, mask=mask, other=0.0)
+    total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
+    if ACT != _PLAIN:
+        other = tl.dot(a, tl.trans(u.to(a.dtype)), other, input_precision=PRECISION)
+    return total, other
+
+
+@triton.jit
+def _divided(x, y):
+    """x / y as CUDA's __fdividef gives it"""
+    if IS_INTERPRETED:
+        return x / y
+    return tl.inline_asm_elementwise("div.approx.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit(do_not_specialize=["tile_count"])
@@ -188,10 +240,11 @@ def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit, weight_rows,
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x."""
+    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x.
+    IN_SHARES: with the bits of gemm_experts.cu, whose chunks are steps then."""
     wait(PDL)
     let_next_come(PDL)  # behind the wait, for `gemm_experts.routes_known`
     expert = tl.load(tiles + tl.program_id(1))
@@ -203,28 +256,29 @@ def _expert_gemm_kernel(
             pair = (begin + lane).to(tl.int64)
         else:
             pair = tl.load(order + begin + lane, mask=lane < count, other=0).to(tl.int64)
-        source = x + (pair // CHOICES)[:, None] * x_stride + tl.arange(0, STEP)[None, :]
+        source = x + (pair // CHOICES)[:, None] * x_stride + _columns(STEP, IN_SHARES)[None, :]
         OUTPUTS: tl.constexpr = WIDTH if ACT == _PLAIN else 2 * WIDTH  # of an expert
         row = expert * OUTPUTS + feature
         rows = expert * OUTPUTS + WIDTH
         total = tl.zeros([ROWS, FEATURES], tl.float32)
         other = tl.zeros([ROWS, FEATURES], tl.float32)
-        for k in range(0, DEPTH, STEP):
-            w = _weight_tile(
-                weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN,
-            )  # fmt: skip
-            if ACT != _PLAIN:
-                u = _weight_tile(
-                    weight, scales, zeros, row + WIDTH, rows + WIDTH, weight_rows, k,
-                    DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN,
+        if IN_SHARES:
+            for share in range(_SHARES):
+                part, part_other = tl.zeros_like(total), tl.zeros_like(other)
+                for k in range(share * STEP, DEPTH, _SHARES * STEP):
+                    part, part_other = _with_step(
+                        part, part_other, source, lane < count, weight, scales, zeros, row, rows, weight_rows, k, DEPTH,
+                        WIDTH, ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, PRECISION,
+                    )  # fmt: skip
+                total += part
+                if ACT != _PLAIN:
+                    other += part_other
+        else:
+            for k in range(0, DEPTH, STEP):
+                total, other = _with_step(
+                    total, other, source, lane < count, weight, scales, zeros, row, rows, weight_rows, k, DEPTH, WIDTH,
+                    ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, PRECISION,
                 )  # fmt: skip
-            mask = (lane < count)[:, None]
-            if not EVEN:
-                mask &= (k + tl.arange(0, STEP) < DEPTH)[None, :]
-            a = tl.load(source + k, mask=mask, other=0.0)
-            total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
-            if ACT != _PLAIN:
-                other = tl.dot(a, tl.trans(u.to(a.dtype)), other, input_precision=PRECISION)
         col = feature + tl.arange(0, FEATURES)
         dtype = out.dtype.element_ty
         if bias is not None:
@@ -234,7 +288,7 @@ def _expert_gemm_kernel(
                 up = tl.load(bias + row + WIDTH + tl.arange(0, FEATURES), mask=col < WIDTH, other=0.0)
                 other += up.to(tl.float32)[None, :]
             if ACT == _SILU:
-                total = (total / (1.0 + tl.exp(-total))) * other
+                total = _divided(total, 1.0 + tl.exp(-total)) * other
             else:
                 total = clamped_swiglu_of(total, other, limit, ALPHA)
         mask = (lane < count)[:, None] & (col < WIDTH)[None, :]
@@ -269,13 +323,14 @@ class ExpertGemm:
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
+        in_shares = tiles.exact and not wide
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
-            arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": DENSE_STEP}
+            arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": CHUNK}
         else:
             codes, scales, zeros, depth = weight.words, weight.scales, weight.zeros, weight.columns
             packed = x.dtype == torch.bfloat16 and weight.kind != INT8 and not INTERPRETED
-            arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": STEP}
+            arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": CHUNK if in_shares else STEP}
         assert x.shape[1] == depth and x.stride(1) == 1
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
@@ -284,8 +339,9 @@ class ExpertGemm:
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), max_tiles)](
             out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, max_tiles, limit, self.rows,
             CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
-            FEATURES=features, EVEN=depth % arguments["STEP"] == 0, PRECISION="ieee" if wide else "tf32",
-            num_warps=warps, num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
+            FEATURES=features, EVEN=depth % arguments["STEP"] == 0, IN_SHARES=in_shares,
+            PRECISION="ieee" if wide else "tf32", num_warps=warps, num_stages=2 if wide else stages, **arguments,
+            **launch_options(x.device),
         )  # fmt: skip
         keep_cache(launched)
         return out

@@ -133,16 +133,16 @@ def _place_kernel(
     tl.store(order + before, pair, mask=pair < pairs)
 
 
-def tile_rows(tokens: int, top_k: int, count: int, exact: bool) -> int:
-    """Returns pairs of a tile, with `top_k` of `count` experts for a token. exact: bits do not depend on the number of
-    tokens; with large tiles they may."""
+def tile_rows(tokens: int, top_k: int, count: int, small: bool = False) -> int:
+    """Returns pairs of a tile, with `top_k` of `count` experts for a token. small: as bits must not depend on the
+    number of tokens, and on this device those of large tiles may."""
     few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
-    return SMALL_TILE if exact or few else LARGE_TILE
+    return SMALL_TILE if small or few else LARGE_TILE
 
 
-def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
+def tiles_of(experts: Tensor, count: int, rows: int, exact: bool = False) -> ExpertTiles:
     """experts [M, top_k] of `count` or -1, of a row no two others alike -> tiles of `rows` pairs, as many
-    as there may be whatever was chosen."""
+    as there may be whatever was chosen. exact: as `ExpertTiles` has it."""
     pairs = experts.numel()
     max_tiles = min(pairs, count + pairs // rows)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
@@ -164,4 +164,4 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
             order, tiles, experts, pairs, max_tiles, most, ROWS=rows, LANES=places, BLOCK=_BLOCK, CHUNK=_CHUNK,
             COUNTED=_COUNTED, num_warps=4, **options,
         )  # fmt: skip
-    return ExpertTiles(order, tiles, rows)
+    return ExpertTiles(order, tiles, rows, exact)

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
 FEATURE_COLUMNS = 1024  # of a feature, copied by one program
 
 
@@ -46,6 +47,15 @@ def wait(PDL: tl.constexpr) -> None:
     """Waits for the kernels before this one."""
     if PDL:
         gdc_wait()
+
+
+@functools.cache
+def is_hopper() -> bool:
+    """Returns whether kernels run on compute capability 9.0, whose larger tiles have the bits of small ones."""
+    if INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90
 
 
 # By type of device, filled as they come. A dictionary, which torch.compile looks into while it traces; a launch that it
