@@ -137,7 +137,10 @@ def _columns(STEP: tl.constexpr, IN_SHARES: tl.constexpr):
     """[STEP]: columns of a step in the order of a product. IN_SHARES: of 32 first those of the set that gemm.cu
     multiplies first, the first four of each eight"""
     at = tl.arange(0, STEP)
-    return at // 32 * 32 + at % 16 // 4 * 8 + at % 32 // 16 * 4 + at % 4 if IN_SHARES else at
+    if IN_SHARES:  # the compiler does not see that four are neighbours
+        at = at // 32 * 32 + at % 16 // 4 * 8 + at % 32 // 16 * 4 + at % 4
+        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+    return at
 
 
 @triton.jit
