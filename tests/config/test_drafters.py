@@ -36,15 +36,18 @@ def test_rows_name_what_there_is() -> None:
 
 def test_each_kind_of_head_has_a_drafter_and_a_training() -> None:
     kinds = {kind for spec in DRAFTERS for kind in spec.heads}
-    names = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "mtp": "NEXTN"}
+    names = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "dflash2": "DFLASH2",
+             "mtp": "NEXTN"}  # fmt: skip
     assert {kind: head_drafter(kind).name for kind in kinds} == names
     assert {training(name).name: spec.name for name, spec in TRAINED.items()} == {
-        **{name: name for name in ("EAGLE", "EAGLE3", "DFLASH", "DSPARK")}, "MTP": "NEXTN"
+        **{name: name for name in ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2")}, "MTP": "NEXTN"
     }  # fmt: skip
-    assert [name for name in TRAINED if training(name).aux_hidden_states] == ["EAGLE3", "DFLASH", "DSPARK"]
+    assert [name for name in TRAINED if training(name).aux_hidden_states] == ["EAGLE3", "DFLASH", "DSPARK", "DFLASH2"]
     assert (recipe("DFLASH").loss.kind, recipe("DSPARK").loss.kind) == ("kl", "tv")
     assert recipe("EAGLE").loss.steps == 1 and recipe("MTP").loss == recipe("EAGLE3").loss
-    with pytest.raises(ConfigError, match="algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, MTP; found 'NGRAM'"):
+    with pytest.raises(
+        ConfigError, match="algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, DFLASH2, MTP; found 'NGRAM'"
+    ):
         recipe("NGRAM")
 
 

@@ -118,6 +118,7 @@ HEADS = {
     "DSPARK, gated": (2,),
     "DSPARK, rnn": (2,),
     "DFLASH, domino": (2,),
+    "DFLASH2": (1, 2),
 }
 
 
@@ -138,6 +139,7 @@ def block_head(model, kind, seed):
         64,
         "markov" if spark else "",
         memory=32 * (markov == "domino"),
+        **({"taps": 2, "group": 8, "candidates": 6} if kind == "DFLASH2" else {}),
     )
     head = new_block_head(model, block, layers=2, ffn_size=192, seed=seed)
     head.state_dtype = torch.bfloat16  # as the weights below

@@ -41,6 +41,7 @@ HEADS = {
     "EAGLE3": exact_heads.exact_eagle3,
     "DSPARK": exact_heads.exact_dspark,
     "DFLASH": exact_heads.exact_domino,
+    "DFLASH2": exact_heads.exact_dflash2,
     "NEXTN": exact_heads.exact_mtp,
     "NEXTN 3": partial(exact_heads.exact_mtp, layers=3),
 }
@@ -120,8 +121,8 @@ PARAMS = {
 @pytest.mark.further(drafter=FURTHER, shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=FURTHER, sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE")  # as EAGLE3
-@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH"], shape=[PLAIN, SHAPES[1]])
-@pytest.mark.further(drafter=["DSPARK", "DFLASH", "ngram"], sampling=["greedy", "mixed"])
+@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH", "DFLASH2"], shape=[PLAIN, SHAPES[1]])
+@pytest.mark.further(drafter=["DSPARK", "DFLASH", "DFLASH2", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE3", sampling="mixed")
 @pytest.mark.further(drafter=None, sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="ngram", shape=SHAPES[1:])  # the pair has it, and EAGLE3

@@ -29,7 +29,16 @@ from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.experts.routing import MixtureWeights, Routing
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.gemm.stored import BlockRows
-from draftwing.ops.types import Draft, DraftEdits, Edits, NoiseKey, Rescoring, SamplingGroups, SamplingRows
+from draftwing.ops.types import (
+    Continuations,
+    Draft,
+    DraftEdits,
+    Edits,
+    NoiseKey,
+    Rescoring,
+    SamplingGroups,
+    SamplingRows,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from delta_steps import DeltaSteps
@@ -99,6 +108,19 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         state = made.floats(dtype, 5, size)
         yield from (ops.gru(read, kept, state), *ops.recur(read, state), ops.gate(read, kept))
         yield ops.concat_columns(state, read[:, 3:20])
+
+
+@case
+def pairs(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Convolutions along blocks, and candidates after the tokens above; equal scores among them."""
+    for size, groups in ((64, 4), (60, 12)):
+        x, factors = made.floats(dtype, 6, size), made.floats(dtype, 6, 4 * groups)
+        yield ops.block_conv(x, factors, made.floats(dtype, 2, 2, size), 1, 3, x)
+    before, after, gate = made.floats(dtype, 50, 20), made.floats(dtype, 50, 20), made.floats(dtype, 2, 20)
+    after[:9] = 0
+    likely = -made.floats(torch.float32, 2, 16).abs().mul(4).round()
+    candidates = Continuations(made.ints(0, 50, 2, 16), likely)
+    yield from ops.pair_continuations(candidates, made.ints(0, 50, 6), gate, before, after, 4, None)
 
 
 @case

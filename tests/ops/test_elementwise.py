@@ -132,6 +132,31 @@ def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOp
     near(ops.gate(x, x), torch.nn.functional.silu(x.double()))
 
 
+@pytest.mark.parametrize(("size", "groups", "taps", "rows"), [(576, 36, 2, 5), (60, 5, 3, 2), (64, 2, 1, 4)])
+def test_block_conv(size: int, groups: int, taps: int, rows: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Blocks are apart: nothing of one is seen in the next."""
+    blocks = 3
+    x, residual = made(ops, dtype, blocks * rows, size), made(ops, dtype, blocks * rows, size, seed=1)
+    factors, base = made(ops, dtype, blocks * rows, 2 * taps * groups, seed=2), made(ops, dtype, 2 * taps, size, seed=3)
+    base = base.view(2, taps, size)
+    for side, more in ((0, None), (1, residual)):
+        expected = torch.zeros(blocks * rows, size, dtype=torch.float64) if more is None else more.cpu().double()
+        for row in range(blocks * rows):
+            for tap in range(min(taps, row % rows + 1)):
+                own = factors[row].view(2, taps, groups)[side, tap].cpu().double().repeat_interleave(size // groups)
+                expected[row] += (base[side, tap].cpu().double() + own) * x[row - tap].cpu().double()
+        found = ops.block_conv(x, factors, base, side, rows, more)
+        close(found.cpu(), expected, ops, 2, floor=1)
+        part = slice(rows, 2 * rows)
+        alone = ops.block_conv(x[part], factors[part], base, side, rows, None if more is None else more[part])
+        assert torch.equal(alone, found[part])
+    assert ops.block_conv(x[:0], factors[:0], base, 0, rows).shape == (0, size)
+    x[rows] = torch.nan
+    assert ops.block_conv(x, factors, base, 0, rows).isnan().any(1).nonzero().flatten().tolist() == list(
+        range(rows, rows + min(taps, rows))
+    )
+
+
 @pytest.mark.parametrize(("size", "scale"), [(576, 1.0), (31, 0.0255), (31, None)])
 def test_add_scaled(size: int, scale: float | None, dtype: torch.dtype, ops: TorchOps) -> None:
     """scale None: one that is a tensor."""

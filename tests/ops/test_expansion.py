@@ -217,6 +217,41 @@ def test_continuations(ops: TorchOps, dtype: torch.dtype, vocab: int, topk: int,
     torch.testing.assert_close(logp.double(), expected, atol=5 * CLOSE, rtol=CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("vocab", "count", "topk", "rank", "mapped"),
+    [(11, 5, 2, 7, False), (5000, 16, 4, 33, True), (1003, 16, 1, 256, False)],
+)
+def test_pair_continuations(
+    ops: TorchOps, dtype: torch.dtype, vocab: int, count: int, topk: int, rank: int, mapped: bool
+) -> None:
+    """Of three nodes of each row, by what is above them, with noise in some rows."""
+    g = torch.Generator().manual_seed(vocab)
+    table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
+    rows = torch.tensor([4, 1, 3], device=ops.device)
+    noisy = (table.floats[rows, 0] > 0).nonzero().flatten()
+    logits = (torch.randn(3, vocab, generator=g) * 3).to(ops.device)
+    target_ids = torch.randperm(4 * vocab, generator=g)[:vocab].sort().values.to(ops.device) if mapped else None
+    z = expected_continuations(logits, table, rows, 2, target_ids).log_softmax(-1)
+    known = 4 * vocab if mapped else vocab
+    before, after = (torch.randn(known, rank, generator=g).to(dtype) for _ in range(2))
+    gate, above = torch.randn(3, rank, generator=g).to(dtype) * rank**-0.5, torch.randint(0, known, (9,), generator=g)
+    candidates = ops.continuations(logits, table, rows, 2, count, target_ids, noisy)
+    on_device = [part.to(ops.device) for part in (above, gate, before, after)]
+    found = ops.pair_continuations(candidates, *on_device, topk, target_ids)
+    ids, logp = read(ops, found, topk, target_ids)
+    for node in range(9):
+        row = node // 3
+        best, places = z[row].topk(count)
+        named = places if target_ids is None else target_ids.cpu()[places]
+        gated = before[above[node]].double() * gate[row].double()
+        scores = best + after[named].double() @ gated
+        scores += best.logsumexp(0) - scores.logsumexp(0)
+        wanted, order = scores.sort(descending=True)
+        torch.testing.assert_close(logp[node].double(), wanted[:topk], atol=1e-4, rtol=1e-5)
+        assert ids[node].tolist() == named[order[:topk]].tolist()
+
+
 def test_ties_go_to_the_lower_id(ops: TorchOps) -> None:
     """Values from a handful, both zeros among them, and a row all alike; chunks meet in the middle of a tie."""
     vocab, topk = 2500, 10

@@ -1,10 +1,10 @@
-"""Small random checkpoints of heads that draft a block, as z-lab (DFlash and Domino), DeepSpec (DSpark) and the
+"""Small random checkpoints of heads that draft a block, as z-lab (DFlash, DFlash2, Domino), DeepSpec (DSpark) and the
 speculators library publish them, and their arithmetic in float64: dense, from scratch, without the package's code."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,33 @@ def domino_head(target: Checkpoint, seed: int = 600, **changes: Any) -> Checkpoi
     return Checkpoint(head.tensors | more, head.config)
 
 
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def dflash2_parts(config: dict[str, Any], seed: int, own: dict[str, Any]) -> dict[str, Tensor]:
+    """What a DFlash2 head has besides a DFlash head's tensors. own: the keys of `DFLASH2`."""
+    make, hidden, vocab = Maker(seed), config["hidden_size"], config["vocab_size"]
+    taps, rank = own["conv_kernel_size"], own["selector_rank"]
+    body = {"candidate_selector.hidden_projection.weight": make.matrix(rank, hidden)}
+    for part in ("predecessor", "successor"):
+        body[f"candidate_selector.{part}_codebook"] = make.matrix(vocab, rank, 2.0)
+    for i in range(config["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            name = f"layers.{i}.{part}_conv"
+            body[f"{name}.base_kernel"] = make.vector(2 * taps * hidden, 1.0).view(2, taps, hidden)
+            body[f"{name}.kernel_projection.weight"] = make.matrix(2 * taps * hidden // own["conv_group_size"], hidden)
+    return body
+
+
+def dflash2_head(target: Checkpoint, seed: int = 700, **changes: Any) -> Checkpoint:
+    """z-lab's layout. changes: as for `dflash_head`."""
+    inner = {"block_size": 6, **DFLASH2} | changes.pop("dflash_config", {})
+    names = {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+    head = dflash_head(target, dflash_config=inner, **names | changes)
+    del head.config["block_size"]  # it is in `dflash_config`
+    return Checkpoint(head.tensors | dflash2_parts(head.config, seed, inner), head.config)
+
+
 def dspark_head(target: Checkpoint, seed: int = 400, confidence: bool = True, **changes: Any) -> Checkpoint:
     """DeepSpec's layout, with frozen copies of the target's ends, here of random values that nobody may use."""
     config = _config(
@@ -110,6 +137,9 @@ def speculators_head(
     if tied:
         del body["lm_head.weight"]
     body |= dict(zip(("d2t", "t2d"), draft_vocabulary(vocab, rows, seed), strict=True))
+    if kind == "dflash2":
+        outer |= DFLASH2
+        body |= dflash2_parts(layers, seed + 1, DFLASH2)
     if kind == "dspark":
         outer |= {"markov_rank": 8, "markov_head_type": "vanilla"}
         body["markov_head.markov_w1.weight"] = make.matrix(vocab, 8, 8**0.5)
@@ -136,6 +166,7 @@ def block_rows(
     """The normed states of a block's rows, of which block [rows, H] is the embedding, after a text whose hidden states
     of the target are aux_hidden [T, ...]; and the text's keys and values. w: the head's weights."""
     config = head.config.get("transformer_layer_config", head.config)
+    block = block * config.get("dflash_config", {}).get("input_embedding_scale", 1)
     dim, eps, rows, last = head_counts(config)[2], config["rms_norm_eps"], len(block), len(aux_hidden)
     freq = rope_frequencies(config, dim, torch.float64)
     known, places = torch.arange(last), torch.arange(last, last + rows)
@@ -149,6 +180,7 @@ def block_rows(
     for i in range(config["num_hidden_layers"]):
         name = f"layers.{i}.self_attn"
         h = rms_norm(x, w[f"layers.{i}.input_layernorm.weight"], eps)
+        h, after_attention = convolved(w, f"layers.{i}.attention_conv", h)
         of_text = tuple(heads_of(c, name, part, known) for part in "kv")
         of_block = tuple(heads_of(h, name, part, places) for part in "kv")
         kv.append(of_text)
@@ -156,9 +188,46 @@ def block_rows(
         inside = torch.ones(rows, rows, dtype=torch.bool)
         seen = torch.cat((reach.expand(rows, -1), inside.tril() if causal[i] else inside), 1)
         keys, values = (torch.cat(pair) for pair in zip(of_text, of_block, strict=True))
-        x = x + linear(_attend(heads_of(h, name, "q", places), keys, values, seen), w, f"{name}.o_proj")
-        x = x + mlp(rms_norm(x, w[f"layers.{i}.post_attention_layernorm.weight"], eps), w, f"layers.{i}.mlp")
+        x = x + after_attention(
+            linear(_attend(heads_of(h, name, "q", places), keys, values, seen), w, f"{name}.o_proj")
+        )
+        h = rms_norm(x, w[f"layers.{i}.post_attention_layernorm.weight"], eps)
+        h, after_mlp = convolved(w, f"layers.{i}.mlp_conv", h)
+        x = x + after_mlp(mlp(h, w, f"layers.{i}.mlp"))
     return rms_norm(x, w["norm.weight"], eps), kv
+
+
+def convolved(w: dict[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """DFlash2: what a sublayer reads in place of x [rows, H], and what is done with what it makes of that; both are as
+    they are without a convolution. Row by row, channel by channel."""
+    if f"{name}.base_kernel" not in w:
+        return x, lambda made: made
+    base, (rows, hidden) = w[f"{name}.base_kernel"], x.shape
+    _, taps, _ = base.shape
+    groups = len(w[f"{name}.kernel_projection.weight"]) // (2 * taps)
+    dynamic = linear(x, w, f"{name}.kernel_projection").view(rows, 2, taps, groups)
+
+    def side(which: int, z: Tensor) -> Tensor:
+        out = torch.zeros_like(z)
+        for t in range(rows):
+            for c in range(hidden):
+                for tap in range(min(taps, t + 1)):
+                    factor = base[which, tap, c] + dynamic[t, which, tap, c // (hidden // groups)]
+                    out[t, c] += factor * z[t - tap, c]
+        return out
+
+    return side(0, x), lambda made: side(1, made)
+
+
+def paired(w: dict[str, Tensor], count: int, logits: Tensor, row: Tensor, above: int) -> Tensor:
+    """DFlash2: log scores of all tokens after the token above; logits with their noise, of the row's state. Only the
+    most likely ones can follow, and share the probability that they have together."""
+    likely = logits.log_softmax(0)
+    chosen = likely.topk(count).indices
+    gate = w["candidate_selector.predecessor_codebook"][above] * linear(row, w, "candidate_selector.hidden_projection")
+    scores = likely[chosen] + w["candidate_selector.successor_codebook"][chosen] @ gate
+    scores = scores.log_softmax(0) + likely[chosen].logsumexp(0)
+    return torch.full_like(logits, -math.inf).scatter(0, chosen, scores)
 
 
 def corrected(w: dict[str, Tensor], lm_head: Tensor, y: Tensor, tokens: Sequence[int], embed: Tensor) -> Tensor:
@@ -236,4 +305,18 @@ def block_pass(
     def at(path: tuple[int, ...]) -> Tensor:
         return corrected(w, lm_head, y, (newest, *path), t["model.embed_tokens.weight"])
 
-    return DraftPass(list(tokens), kv, ids, at)
+    flat = head.config | head.config.get("dflash_config", {})
+
+    def scaled(path: tuple[int, ...]) -> Tensor:
+        logits, cap = at(path) * flat.get("output_multiplier", 1), flat.get("final_logit_softcapping")
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def choose(path: tuple[int, ...], logits: Tensor) -> Tensor:
+        every = logits  # by the target's ids, as codebooks are
+        if own:
+            every = logits.new_full((len(w["t2d"]),), -math.inf).scatter(0, ids, logits)
+        return paired(w, flat["selector_top_k"], every, y[len(path)], (newest, *path)[-1])[ids]
+
+    if "candidate_selector.predecessor_codebook" not in w:
+        return DraftPass(list(tokens), kv, ids, scaled)
+    return DraftPass(list(tokens), kv, ids, scaled, choose=choose)

@@ -147,6 +147,7 @@ class DraftPass:
 
     kv: per draft layer, of the rows 0 .. rows - 1, row i in slot i at RoPE position i.  ids [Vd]: the target id of
     each draft row.  at(path): draft logits [Vd] for the token that follows the committed text and the path.
+    choose(path, logits): log scores of these, once they have noise, where a head does more than to normalise.
     """
 
     tokens: list[int]  # x_0 .. x_T
@@ -154,6 +155,7 @@ class DraftPass:
     ids: Tensor
     at: Callable[[tuple[int, ...]], Tensor]
     hidden: Tensor | None = None  # [H] what the seed row feeds back, None for STANDALONE
+    choose: Callable[[tuple[int, ...], Tensor], Tensor] = lambda path, logits: logits.log_softmax(-1)
     memo: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def logits(self, path: tuple[int, ...] = ()) -> Tensor:
@@ -471,6 +473,6 @@ def draft_tree(
         logits = draft.logits(path)
         if noise is not None:
             logits = logits + noise(last + 1 + len(path)).to(logits.dtype)[draft.ids]
-        return logits.log_softmax(-1).tolist()
+        return draft.choose(path, logits).tolist()
 
     return grow(log_probs, draft.ids.tolist(), draft.tokens[-1], last, steps, topk, nodes)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from reference import draft_heads
-from reference.block_heads import domino_head, dspark_head
+from reference.block_heads import dflash2_head, domino_head, dspark_head
 from reference.checkpoints import Checkpoint, Maker, draft_vocabulary, llama_target, mimo, sizes
 from torch import Tensor
 
@@ -234,11 +234,34 @@ def exact_domino(
     return Exact(target, Checkpoint(tensors, head.config), successor, list(range(vocab)))
 
 
+def exact_dflash2(
+    seed: int = 0, layers: int = 7, head_changes: Mapping[str, Any] | None = None, **changes: Any
+) -> Exact:
+    """Pairs alone say what follows a token, of which all are candidates: the layers are silent, the final norm leaves
+    next to nothing for logits, and the projection reads the same from every row."""
+    plain = llama_target(seed, num_hidden_layers=layers, **changes)
+    hidden, vocab = plain.config["hidden_size"], plain.config["vocab_size"]
+    codes = make_codes(vocab, hidden, hidden // 2, seed + 1)
+    successor = cycles(vocab, list(range(vocab)), seed + 2)
+    inner = {"selector_rank": hidden, "selector_top_k": min(vocab, 64)}
+    head = dflash2_head(plain, seed + 3, dflash_config=inner, **(head_changes or {}))
+    t = head.tensors
+    for i in range(head.config["num_hidden_layers"]):
+        silence(t, f"layers.{i}")
+    t["norm.weight"] = torch.full((hidden,), 1e-3)
+    t["candidate_selector.hidden_projection.weight"] = 1e3 * codes.inverse[0].expand(hidden, -1)
+    t["candidate_selector.predecessor_codebook"] = codes.embedding
+    t["candidate_selector.successor_codebook"] = readout(codes, torch.ones(hidden), successor.argsort())
+    tensors = {name: value.float().contiguous() for name, value in t.items()}
+    return Exact(still_target(plain, codes, successor), Checkpoint(tensors, head.config), successor, list(range(vocab)))
+
+
 MAKERS = {
     # the constructor, and how much effect the target's layers get back
     "EAGLE": (exact_eagle2, 0.65),
     "EAGLE3": (exact_eagle3, 0.65),
     "DSPARK": (exact_dspark, 0.65),
+    "DFLASH2": (exact_dflash2, 0.65),
     "DFLASH": (exact_domino, 0.65),  # with Domino's correction, as what follows depends on the branch
     "NEXTN": (exact_mtp, 0.8),
     "NEXTN 2 layers": (partial(exact_mtp, layers=2), 0.8),

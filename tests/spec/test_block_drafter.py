@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from reference import draft_heads
-from reference.block_heads import IDS, accepted, block_pass, dflash_head, domino_head, dspark_head, speculators_head
+from reference.block_heads import (
+    IDS,
+    accepted,
+    block_pass,
+    dflash2_head,
+    dflash_head,
+    domino_head,
+    dspark_head,
+    speculators_head,
+)
 from reference.checkpoints import Checkpoint, llama_target
 
 from draftwing.config.trees import MODEL, PLAIN, TreeShape
@@ -36,6 +45,7 @@ NEAR: dict[str, float] = {"rtol": 1e-4, "atol": CLOSE}  # float32 against float6
 NOISY = [0, 2]  # rows with a temperature, where they draft with others
 TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=VOCAB)
+SCALED = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_softcapping": 7.0, "conv_group_size": 16}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 
 
@@ -62,6 +72,12 @@ def aliased(head: Checkpoint) -> Checkpoint:
     return Checkpoint(tensors, config)
 
 
+def with_embedding_names(head: Checkpoint) -> Checkpoint:
+    """Codebooks as embeddings are called."""
+    return Checkpoint({f"{name}.weight" if "codebook" in name else name: x for name, x in head.tensors.items()},
+                      head.config)  # fmt: skip
+
+
 CASES = {
     "dflash": Case("DFLASH", lambda: dflash_head(TARGET), 6, False),
     "dflash, other names": Case("DFLASH", lambda: dflash_head(TARGET), 6, False, stored=aliased),
@@ -73,6 +89,7 @@ CASES = {
         "DFLASH", lambda: dflash_head(TARGET, dflash_config={"causal": True}), 6, False, (0, 0), (True, True)
     ),
     "dflash, speculators": Case("DFLASH", lambda: speculators_head(TARGET, "dflash"), 5, False),
+    "dflash, scaled": Case("DFLASH2", lambda: dflash_head(TARGET, dflash_config=SCALED), 6, False),
     "dspark": Case("DSPARK", lambda: dspark_head(TARGET), 5, True),
     "dspark, gated": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True),
     "dspark, recurrent": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="rnn"), 5, True),
@@ -80,6 +97,14 @@ CASES = {
     "dspark, speculators, from the anchor": Case(
         "DSPARK", lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True
     ),
+    "dflash2": Case("DFLASH2", lambda: dflash2_head(TARGET), 6, False),
+    "dflash2, windows, three taps": Case(
+        "DFLASH", lambda: dflash2_head(TARGET, **SLIDING, dflash_config={"conv_kernel_size": 3}), 6, False, (7, 0)
+    ),
+    "dflash2, scaled": Case(
+        "DFLASH2", lambda: dflash2_head(TARGET, dflash_config=SCALED), 6, False, stored=with_embedding_names
+    ),
+    "dflash2, speculators": Case("DFLASH2", lambda: speculators_head(TARGET, "dflash2"), 5, False),
     "domino": Case("DFLASH", lambda: domino_head(TARGET), 6, False),
     "domino, from the anchor": Case(
         "DFLASH", lambda: domino_head(TARGET, block_size=5, dflash_config={"shift_label": True}), 5, True
@@ -87,7 +112,7 @@ CASES = {
 }
 
 
-CHAINS = "dflash, causal", "dspark, recurrent", "domino, from the anchor"
+CHAINS = "dflash, causal", "dflash2", "dspark, recurrent", "domino, from the anchor"
 OTHERS = [name for name in CASES if name not in CHAINS]
 
 
@@ -178,7 +203,7 @@ def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: Tree
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mended_interpreter")
-@pytest.mark.parametrize("name", ["dflash, windows", "dspark, gated"])
+@pytest.mark.parametrize("name", ["dflash, windows", "dflash2", "dspark, gated"])
 def test_trees_of_kernels_for_a_gpu(tmp_path: Path, name: str) -> None:
     """Interpreted where there is no GPU."""
     pytest.importorskip("triton")

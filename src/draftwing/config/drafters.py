@@ -155,7 +155,7 @@ DRAFTERS = (
         draft_model="required",
         options=(LM_HEAD,),
         tree=BLOCK,
-        heads=("dflash", "dspark"),
+        heads=("dflash", "dspark", "dflash2"),
         training=Training("DFLASH", "DFlash head", {"kind": "kl"}, aux_hidden_states=True, block=7),
     ),
     DrafterSpec(
@@ -164,8 +164,17 @@ DRAFTERS = (
         draft_model="required",
         options=(LM_HEAD,),
         tree=BRANCHED_BLOCK,
-        heads=("dspark", "dflash"),
+        heads=("dspark", "dflash", "dflash2"),
         training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
+    ),
+    DrafterSpec(
+        "DFLASH2",
+        "draftwing.spec.build:draft_head",
+        draft_model="required",
+        options=(LM_HEAD,),
+        tree=BRANCHED_BLOCK,
+        heads=("dflash2", "dflash", "dspark"),
+        training=Training("DFLASH2", "DFlash2 head", {"kind": "kl"}, aux_hidden_states=True, block=7),
     ),
     DrafterSpec(
         "NEXTN",

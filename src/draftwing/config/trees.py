@@ -152,7 +152,7 @@ def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     if type(rows) is not int or rows < 2:
         return None  # what is wrong with it says who loads the head
     steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)
-    branches = flat.get("markov_rank") or flat.get("projector_type") == "domino"
+    branches = flat.get("markov_rank") or flat.get("projector_type") == "domino" or flat.get("selector_top_k")
     topk = tree.topk if branches else 1  # else what follows does not depend on the branch
     fits = TreeShape(steps, topk, min(tree.nodes, max_nodes(steps, topk)))
     return None if fits == tree else fits

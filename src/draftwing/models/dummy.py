@@ -130,7 +130,7 @@ def draft_weights(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     vocab = target.vocab_size
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         return _block_weights(raw, kind == "dspark", hidden, layers, target, meta, path)
     eagle3 = kind == "eagle3"
     first = "midlayer" if eagle3 and layers == 1 else "layers.0"
@@ -177,10 +177,14 @@ def _block_weights(
     rows = raw.get("draft_vocab_size") or target.vocab_size
     if rows != target.vocab_size:
         weights["d2t"] = _spread(rows, target.vocab_size, path)
+    fields = Fields(raw, f"draft model {path}")
+    if raw.get("conv_kernel_size"):
+        weights["layers.0.attention_conv.base_kernel"] = meta(2, fields.whole("conv_kernel_size"), hidden)
     if raw.get("projector_type") == "domino":
-        fields = Fields(raw, f"draft model {path}")
         memory, rank = fields.whole("gru_hidden_dim", default=1024), fields.whole("emb_dim", default=256)
         weights |= {"prefix_gru.weight_hh_l0": meta(3 * memory, memory), "embed_proj.0.weight": meta(rank, 1)}
+    elif raw.get("selector_top_k"):
+        weights["candidate_selector.predecessor_codebook"] = meta(target.vocab_size, fields.whole("selector_rank"))
     elif markov:
         rank = raw.get("markov_rank") or 256
         weights |= {f"markov_head.markov_w{i}.weight": meta(target.vocab_size, rank) for i in (1, 2)}

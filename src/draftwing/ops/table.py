@@ -101,7 +101,7 @@ class LayerOps:
         self.relu_squared, self.xielu, self.gelu = elementwise.relu_squared, elementwise.xielu, elementwise.gelu
         self.soft_cap, self.add_scaled = elementwise.soft_cap, elementwise.add_scaled
         self.recur, self.gru = elementwise.recur, elementwise.gru
-        self.sum_parts = elementwise.sum_parts
+        self.sum_parts, self.block_conv = elementwise.sum_parts, elementwise.block_conv
 
         self.concat_rope, self.head_queries = rope.concat_rope, rope.head_queries
 
@@ -192,6 +192,7 @@ class TorchOps(LayerOps):
         self.of_levels, self.repeat_rows = expansion.of_levels, expansion.repeat_rows
         self.block_inputs, self.confident = expansion.block_inputs, expansion.confident
         self.continuations, self.expand = expansion.continuations, expansion.expand
+        self.pair_continuations = expansion.pair_continuations
         self.logit_editor, self.noise_key = expansion.logit_editor, expansion.noise_key
 
         states = states or StateOps()

@@ -52,14 +52,15 @@ class BlockDrafter(HeadDrafter):
         hidden = self._run(table, rows, block, max_kv_len)
         hidden = ops.of_levels(hidden, size, config.rows - config.steps, depth)  # [D * B, H]
         base = head.logits(hidden)  # [D * B, V]
+        gates = hidden if head.selector is None else head.selector(hidden)  # [D * B, R]
         editor = self._editor(step)
         newest = ops.of_levels(block.ids.unsqueeze(1), size, 0, 1).flatten()
-        self._keep_root(table, rows, base[:size], hidden[:size], newest, noisy, editor)
+        self._keep_root(table, rows, base[:size], hidden[:size], gates[:size], newest, noisy, editor)
         expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
         nothing = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
             above = expansion.level().ids.flatten()  # [B * K]
-            lanes = topk if head.markov is not None else 1  # else all nodes of a level go on alike
+            lanes = topk if head.markov is not None else 1  # else all nodes of a level have the same logits
             here = slice(level * size, (level + 1) * size)
             logits, states = base[here], hidden[here]
             if lanes > 1:
@@ -70,8 +71,8 @@ class BlockDrafter(HeadDrafter):
             logits, handed = head.given(logits, states, above, handed)
             if editor is not None:
                 editor.apply(logits)
-            following = ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
-            if lanes < topk:
+            following = self._best(table, rows, logits, gates[here], above, level + 1, topk, noisy)
+            if lanes < topk and head.selector is None:
                 following = Continuations(*(ops.repeat_rows(x, topk) for x in following))
             expansion.add(following, nothing if handed is None else handed.view(size, topk, -1))
         draft = expansion.draft()
@@ -114,11 +115,11 @@ class BlockDrafter(HeadDrafter):
         return batch._replace(rows=self._numbers[: len(batch.rows)], table=table, prefix_len=prefix_len, bound=0)
 
     def _keep_root(
-        self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, newest: Tensor, noisy: Tensor,
-        editor: LogitEditor | None,
+        self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, gates: Tensor, newest: Tensor,
+        noisy: Tensor, editor: LogitEditor | None,
     ) -> None:  # fmt: skip
-        """base [B, V], hidden [B, H]: of the rows that predict the first token, newest [B]: the token above it -> what
-        may follow the roots."""
+        """base [B, V], hidden [B, H], gates [B, R]: of the rows that predict the first token, newest [B]: the token
+        above it -> what may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
         state = self._zeros[: len(rows)] if head.state_width else None
@@ -127,16 +128,30 @@ class BlockDrafter(HeadDrafter):
             editor.apply(logits)
         if state is not None:
             ops.put_rows(self._first.feature, rows, state)
-        parts = [(rows, logits, noisy)]
+        parts = [(rows, logits, gates, newest, noisy)]
         if constrained is not None:
             some, banned, noisy_some = constrained
             place = torch.zeros_like(table.kv_len).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
             # A copy, for what makes continuations may overwrite the logits.
-            own = without(logits.index_select(0, place.index_select(0, some)), banned, head.target_ids)
-            parts.append((some, own, noisy_some))
-        for which, scores, sampled in parts:
-            following = ops.continuations(scores, table, which, 1, topk, head.target_ids, sampled)
+            at = place.index_select(0, some)
+            own = without(logits.index_select(0, at), banned, head.target_ids)
+            parts.append((some, own, gates.index_select(0, at), newest.index_select(0, at), noisy_some))
+        for which, scores, own_gates, above, sampled in parts:
+            following = self._best(table, which, scores, own_gates, above, 1, topk, sampled)
             ops.keep_first(following, which, self._first, head.target_ids)
+
+    def _best(
+        self, table: RowTensors, rows: Tensor, logits: Tensor, gates: Tensor, above: Tensor, ahead: int, topk: int,
+        noisy: Tensor,
+    ) -> Continuations:  # fmt: skip
+        """Returns the best `topk` tokens at kv_len + ahead: of the nodes of logits [M, V], or with a selector, whose
+        gates [B, R] are of the rows [B] of logits [B, V], those after each of the tokens above [M]."""
+        head, ops, selector = self.head, self.ops, self.head.selector
+        if selector is None:
+            return ops.continuations(logits, table, rows, ahead, topk, head.target_ids, noisy)
+        count = min(selector.count, head.vocab)
+        candidates = ops.continuations(logits, table, rows, ahead, count, head.target_ids, noisy)
+        return ops.pair_continuations(candidates, above, gates, selector.before, selector.after, topk, head.target_ids)
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self._constrained = rows, banned, noisy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference.block_heads import dflash_head, domino_head, dspark_head, speculators_head
+from reference.block_heads import dflash2_head, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
@@ -69,6 +69,9 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
     assert head.markov is not None and head.config_of_block.rank == 8 and head.config_of_block.steps == 5
     head = load(tmp_path, dspark_head(TARGET, draft_vocab_size=6), target, dummy=True)
     assert head.vocab == 6 and head.target_ids is not None and head.target_ids.tolist() == [0, 2, 4, 6, 8, 10]
+    head = load(tmp_path, dflash2_head(TARGET), target, "DFLASH2", dummy=True)
+    block = head.config_of_block
+    assert (block.taps, block.group, block.candidates, block.rank) == (2, 8, 5, 6) and head.selector is not None
     head = load(tmp_path, domino_head(TARGET), target, dummy=True)
     assert (head.config_of_block.markov, head.config_of_block.rank, head.state_width) == ("domino", 8, 10)
 
@@ -83,10 +86,28 @@ def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> N
         (lambda: dflash_head(TARGET, dflash_config={"target_layer_ids": [1]}, read=2), r"for 2 hidden states"),
         (lambda: dflash_head(TARGET, layer_types=["full_attention"]), r"layer_types: expected one for each of 2"),
         (lambda: dflash_head(TARGET, dflash_config={"use_swa": True}), r"sliding_window: expected an integer"),
-        (lambda: dflash_head(TARGET, dflash_config={"output_multiplier": 2}), r"output_multiplier = 2 is not supp"),
+        (lambda: dflash_head(TARGET, dflash_config={"attention_value_scale": 2}), r"value_scale = 2 is not supported"),
+        (lambda: dflash_head(TARGET, dflash_config={"output_multiplier": "2"}), r"multiplier: expected a number"),
         (
             lambda: with_tensor(dflash_head(TARGET), "candidate_selector.successor_codebook"),
             r"not served: candidate_selector.successor_codebook",
+        ),
+        (lambda: dflash2_head(TARGET, dflash_config={"conv_group_size": 5}), r"conv_group_size: expected a divisor of"),
+        (lambda: dflash2_head(TARGET, conv_kernel_size=3), r"conv_kernel_size: expected 2, found 3"),
+        (lambda: dflash2_head(TARGET, selector_rank=9), r"selector_rank: expected 6, found 9"),
+        (lambda: dflash2_head(TARGET, dflash_config={"selector_top_k": 13}), r"selector_top_k: .* 2 to 12, found 13"),
+        (lambda: dflash2_head(TARGET, selector_vocab_size=8), r"selector_vocab_size = 8 is not supported"),
+        (
+            lambda: with_tensor(dflash2_head(TARGET), "layers.0.attention_conv.base_kernel", (2, 7, 32)),
+            r"base_kernel: expected \[2, 1 to 6 taps, 32\], found the shape \[2, 7, 32\]",
+        ),
+        (
+            lambda: without_tensor(dflash2_head(TARGET), "layers.1.mlp_conv.kernel_projection.weight"),
+            r"missing from the checkpoint: layers.1.mlp_conv.kernel_projection.weight",
+        ),
+        (
+            lambda: with_tensor(dflash2_head(TARGET), "markov_head.markov_w1.weight", (12, 3)),
+            r"beside another correction of the same logits is not supported",
         ),
         (lambda: dflash_head(TARGET, dflash_config={"projector_type": "domino"}), r"missing .* embed_proj.0.weight"),
         (lambda: domino_head(TARGET, dflash_config={"pure_draft_prefix_len": 2}), r"prefix_len: expected 1, found 2"),
@@ -135,6 +156,10 @@ def with_tensor(head: Checkpoint, name: str, shape: tuple[int, ...] = (3, 3)) ->
     return Checkpoint(more, head.config)
 
 
+def without_tensor(head: Checkpoint, name: str) -> Checkpoint:
+    return Checkpoint({key: value for key, value in head.tensors.items() if key != name}, head.config)
+
+
 def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
     """Where nobody asks for one: the drafter's own, cut where the block is shorter."""
     spark, flash = dspark_head(TARGET).write(tmp_path / "a"), dflash_head(TARGET).write(tmp_path / "b")
@@ -143,6 +168,10 @@ def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
     assert carried_shape(spark, "cuda", TreeShape(7, 2, 60)) == TreeShape(5, 2, 19)
     assert carried_shape(flash, "cpu", BRANCHED_BLOCK) == TreeShape(5, 1, 6), "siblings would have the same children"
     assert carried_shape(domino_head(TARGET).write(tmp_path / "e"), "cpu", BRANCHED_BLOCK) == TreeShape(5, 4, 16)
+    two = dflash2_head(TARGET).write(tmp_path / "f")
+    assert carried_shape(two, "cpu") == TreeShape(5, 1, 6) and carried_shape(two, "cpu", BRANCHED_BLOCK) == TreeShape(
+        5, 4, 16
+    )
     long = dflash_head(TARGET, block_size=BLOCK.depth + 4).write(tmp_path / "d")
     assert carried_shape(long, "cpu", BRANCHED_BLOCK) == BLOCK
     assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None

@@ -1,9 +1,9 @@
 """Draft heads that write a whole block in one forward: DFlash, and DSpark and Domino, which add a correction of low
-rank by the tokens drafted above.
+rank by the tokens drafted above; DFlash2's parts are in `dflash2`.
 
 Keys and values of the text are projections of the target's hidden states, the same vector for all layers; the head has
 no context of its own tokens. The newest token and masks after it are a block, whose rows attend to the text and to each
-other. With a correction branches of a tree differ.
+other. With a correction, or a selector, branches of a tree differ.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead, linear_of
 from draftwing.models.heads.config import BlockConfig
+from draftwing.models.heads.dflash2 import CandidateSelector, ConvolvedLayer
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.table import PLAIN, LayerOps
@@ -189,8 +190,8 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(FeatureHead):
-    """fc and a norm over the auxiliary hidden states, decoder layers, a final norm, perhaps a `MarkovHead` and a
-    `ConfidenceHead`.
+    """fc and a norm over the auxiliary hidden states, decoder layers, a final norm, perhaps a `MarkovHead` or a
+    `CandidateSelector`, and a `ConfidenceHead`.
 
     kv of position t depends on the target's hidden states at t alone.
     """
@@ -212,7 +213,12 @@ class BlockHead(FeatureHead):
         count, size = len(block.aux_layers), target.config.hidden_size
         self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(self.layer_configs))
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(layer, i, config, block, dtype, device)
+            if block.taps
+            else DecoderLayer(layer, i, dtype, device)
+            for i, layer in enumerate(self.layer_configs)
+        )
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.text_kv: Linear | None = None  # once packed: `_kv_rows`
         self.vocab = block.draft_vocab or self.vocab  # rows of a tied lm_head come with `draft_only`
@@ -223,6 +229,7 @@ class BlockHead(FeatureHead):
             self.markov = DominoHead(config, block, self.vocab, target.embed, dtype, device)
         elif block.markov:
             self.markov = MarkovHead(config, block, self.vocab, dtype, device)
+        self.selector = CandidateSelector(config, block, dtype, device) if block.candidates else None
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def draft_only(self, ids: Tensor | None) -> None:
@@ -277,13 +284,28 @@ class BlockHead(FeatureHead):
     def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
         """ids, positions [B * rows] of blocks, attends: of each layer -> [B * rows, hidden] after the final norm"""
         cos, sin = self._rotation(positions)
-        x = self.target.embed(ids)
+        x, scale = self.target.embed(ids), self.config_of_block.embed_scale
+        if scale != 1:
+            x = self.ops.add_scaled(x, None, scale)
         # A head to be trained is in float32, whatever its target is. The meta device knows nothing of autocast.
         if x.is_meta or not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.state_dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        block = self.config_of_block
+        if block.logit_scale != 1:
+            hidden = self.ops.add_scaled(hidden, None, block.logit_scale)
+        logits = super().logits(hidden)
+        return self.ops.soft_cap(logits, block.logit_cap) if block.logit_cap else logits
+
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        state, weight = super().readout(hidden)
+        assert not self.config_of_block.logit_cap, "not trained"
+        scale = self.config_of_block.logit_scale
+        return state if scale == 1 else state * scale, weight
 
     def given(
         self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None, newest: bool = False
@@ -307,6 +329,10 @@ class BlockHead(FeatureHead):
             table |= self.markov.names(config, self.vocab)
         if self.confidence is not None:
             table |= self.confidence.names()
-        for i in range(config.num_layers):
+        if self.selector is not None:
+            table |= self.selector.names(config)
+        for i, layer in enumerate(self.layers):
             table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks, index=i)
+            if isinstance(layer, ConvolvedLayer):
+                table |= layer.conv_names(f"layers.{i}", config)
         return table

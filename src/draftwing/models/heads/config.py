@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 AuxLayerIds = Literal["auto", "output", "boundary"]
 Weights = Mapping[str, Tensor]
 
-_SPECULATORS = ("eagle3", "dflash", "dspark")  # of its kinds
+_SPECULATORS = ("eagle3", "dflash", "dflash2", "dspark")  # of its kinds
 _INNER = ("eagle_config", "dflash_config", "dspark_config")  # objects whose keys are those of the head
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -85,7 +85,9 @@ def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
         {
             "max_position_embeddings": 2048,  # transformers' default for the family
             **raw,
-            "is_causal": None,  # of blocks (`block_config`)
+            **(
+                {"is_causal": None, "final_logit_softcapping": None} if "mask_token_id" in raw else {}
+            ),  # `block_config`
             "architectures": [PLAIN_FAMILY],
             "num_hidden_layers": layers,
             "tie_word_embeddings": False,
@@ -212,18 +214,16 @@ def same(what: str, expected: int, found: int) -> None:
 Markov = Literal["", "vanilla", "gated", "rnn", "domino"]
 Confidence = Literal["", "plain", "markov"]
 
-# ---- blocks: DFlash, Domino, DSpark, and as the speculators library writes them --------------------------------------
+# ---- blocks: DFlash, DFlash2, Domino, DSpark, and as the speculators library writes them -----------------------------
 
 MAX_ROWS = 64  # of a block
+MAX_CANDIDATES = 64
+_MOST = 1e6  # of a factor
 MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
 _GRU, _DOMINO_IN, _MARKOV_IN = "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "markov_head.markov_w1.weight"
-# Scalars that change the arithmetic, with the values at which they do not.
-_NEUTRAL = {
-    "input_embedding_scale": 1,
-    "output_multiplier": 1,
-    "attention_value_scale": 1,
-    "attention_sink_bias": False,
-}
+_CONV, _SELECTOR = "layers.0.attention_conv.base_kernel", "candidate_selector.predecessor_codebook"
+# Scalars that change the arithmetic and are not served, with the values at which they do not.
+_NEUTRAL = {"attention_value_scale": 1, "attention_sink_bias": False}
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,10 @@ class BlockConfig:
     memory: of "domino", size of what a node hands down.
     confidence: what a head that estimates acceptance reads, the row's state alone or the embedding of the token above,
     too; "" where there is none.  tied: of a draft_vocab, whether its lm_head is so many rows of the target's.
+    taps, group: of convolutions around attention and MLP, and how many channels share factors; 0 where there are none.
+    candidates: most likely tokens of a row among which pairs with the token above choose, 0 where none do.
+    embed_scale, logit_scale: what embeddings and logits are multiplied with.  logit_cap: c of logits c tanh(x / c), 0
+    for none.
     """
 
     aux_layers: tuple[int, ...]
@@ -254,6 +258,12 @@ class BlockConfig:
     confidence: Confidence = ""
     tied: bool = False
     memory: int = 0
+    taps: int = 0
+    group: int = 0
+    candidates: int = 0
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -270,6 +280,9 @@ def block_config(
     for key, neutral in _NEUTRAL.items():
         fields.check(key, (neutral,))
     markov = _markov(raw, weights)
+    candidates = _candidates(fields, weights, vocab)
+    if candidates and markov:
+        raise CheckpointError(f"{_SELECTOR} beside another correction of the same logits is not supported")
     anchored = from_anchor(raw)
     windows, causal = _reach(fields, raw, config.num_layers)
     lm_head, d2t = (weights.get(name) for name in ("lm_head.weight", "d2t"))
@@ -279,9 +292,11 @@ def block_config(
             f"tensors missing from the checkpoint: lm_head.weight, or d2t, the {rows} tokens that are drafted with "
             "rows of the target's"
         )
+    block = fields.whole("block_size", 1 if anchored else 2, MAX_ROWS)
+    taps, group = _convolutions(fields, weights, config.hidden_size, block)
     return BlockConfig(
         aux_layers=_aux_layers(raw, weights, target.config),
-        rows=fields.whole("block_size", 1 if anchored else 2, MAX_ROWS),
+        rows=block,
         mask=fields.whole("mask_token_id", 0, vocab - 1),
         from_anchor=anchored,
         windows=windows,
@@ -289,9 +304,15 @@ def block_config(
         draft_vocab=rows if rows != vocab else 0,
         tied=rows != vocab and lm_head is None,
         markov=markov,
-        rank=_rank(weights, markov),
+        rank=matrix(weights, _SELECTOR).shape[1] if candidates else _rank(weights, markov),
         confidence=_confidence(weights, config.hidden_size, markov in MARKOV),
         memory=weights[_GRU].shape[0] // 3 if markov == "domino" else 0,
+        taps=taps,
+        group=group,
+        candidates=candidates,
+        embed_scale=fields.number("input_embedding_scale", 0, _MOST, 1.0),
+        logit_scale=fields.number("output_multiplier", 0, _MOST, 1.0),
+        logit_cap=fields.number("final_logit_softcapping", 0, _MOST, 0.0),
     )
 
 
@@ -326,6 +347,29 @@ def _rank(weights: Mapping[str, Any], markov: Markov) -> int:
         return 0
     name, of = (_DOMINO_IN, 0) if markov == "domino" else (_MARKOV_IN, 1)
     return int(weights[name].shape[of])
+
+
+def _candidates(fields: Fields, weights: Mapping[str, Any], vocab: int) -> int:
+    if _SELECTOR not in weights:
+        return 0
+    fields.check("selector_vocab_size", (vocab,))
+    rank = matrix(weights, _SELECTOR).shape[1]
+    fields.whole("selector_rank", rank, rank, rank)
+    return fields.whole("selector_top_k", 2, min(MAX_CANDIDATES, vocab))
+
+
+def _convolutions(fields: Fields, weights: Mapping[str, Any], hidden: int, rows: int) -> tuple[int, int]:
+    """Returns taps and channels of a group; zeros where there are no convolutions."""
+    if _CONV not in weights:
+        return 0, 0
+    shape = list(weights[_CONV].shape)
+    if len(shape) != 3 or shape[0] != 2 or not 1 <= shape[1] <= rows:
+        raise CheckpointError(f"{_CONV}: expected [2, 1 to {rows} taps, {hidden}], found the shape {shape}")
+    fields.whole("conv_kernel_size", shape[1], shape[1], shape[1])
+    group = fields.whole("conv_group_size", 1, hidden)
+    if hidden % group:
+        raise CheckpointError(f"config: conv_group_size: expected a divisor of the hidden size {hidden}, found {group}")
+    return shape[1], group
 
 
 def _confidence(weights: Mapping[str, Any], hidden: int, markov: bool) -> Confidence:

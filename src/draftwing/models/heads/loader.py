@@ -67,13 +67,14 @@ from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["eagle", "eagle3", "dflash", "dspark", "mtp"]  # what `DrafterSpec.heads` names
+Kind = Literal["eagle", "eagle3", "dflash", "dflash2", "dspark", "mtp"]  # what `DrafterSpec.heads` names
 Head = TypeVar("Head", bound=FeatureHead)
 
 _WORDS: dict[Kind, str] = {
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash head",
+    "dflash2": "a DFlash2 head",
     "dspark": "a DSpark head",
     "mtp": "multi-token prediction layers",
 }
@@ -81,7 +82,11 @@ _WORDS: dict[Kind, str] = {
 # EAGLE-3.1's first names for its norms before fc.
 _AUX_NORMS = {f"aux_norm_{part}": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 # Other names of what a block head reads the target with.
-_BLOCK_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+_BLOCK_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"} | {
+    f"{name}.weight": name
+    for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+}
+_DFLASH2 = re.compile(r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.")
 
 
 def load_draft_head(
@@ -134,7 +139,7 @@ def load_draft_head(
         raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
-        if kind in ("dflash", "dspark"):
+        if kind in ("dflash", "dflash2", "dspark"):
             head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
         elif kind == "eagle3":
             head = Eagle3Head(config, eagle3_config(config, raw, weights, target, aux_layer_ids), target, dtype, "meta")
@@ -198,7 +203,9 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
     if "mask_hidden" in weights:
         raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
     if {"fc.weight", "hidden_norm.weight"} <= set(weights):
-        return "dspark" if any(name.startswith("markov_head.") for name in weights) else "dflash"
+        if any(name.startswith("markov_head.") for name in weights):
+            return "dspark"
+        return "dflash2" if any(map(_DFLASH2.match, weights)) else "dflash"
     if {"d2t", "t2d"} & set(weights) or any(name.startswith("midlayer.") for name in weights):
         return "eagle3"
     fc, q = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")

@@ -78,6 +78,22 @@ class CpuElementwiseOps(ElementwiseOps):
         self.raw.gate(out, gate, x, x.numel(), x.dtype == torch.bfloat16)
         return out
 
+    def block_conv(
+        self, x: Tensor, factors: Tensor, base: Tensor, side: int, rows: int, residual: Tensor | None = None
+    ) -> Tensor:
+        if x.dtype not in DTYPES or type(x) is not Tensor:
+            return super().block_conv(x, factors, base, side, rows, residual)
+        x, factors, residual = x.contiguous(), factors.contiguous(), None if residual is None else residual.contiguous()
+        (_, taps, size), groups = base.shape, factors.shape[1] // (2 * base.shape[1])
+        assert base.is_contiguous() and x.dtype == factors.dtype == base.dtype and len(x) % rows == 0
+        assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+        out = torch.empty_like(x)
+        self.raw.block_conv(
+            out, x, factors, base, residual, len(x), rows, size, taps, groups, side, x.dtype == torch.bfloat16,
+            self.workers.address,
+        )  # fmt: skip
+        return out
+
     def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if made.dtype not in DTYPES or type(made) is not Tensor:
             return super().recur(made, state)

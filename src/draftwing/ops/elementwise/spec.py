@@ -71,6 +71,24 @@ class ElementwiseOps:
         stay = torch.sigmoid(z + hz)
         return (1 - stay) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + stay * state
 
+    def block_conv(
+        self, x: Tensor, factors: Tensor, base: Tensor, side: int, rows: int, residual: Tensor | None = None
+    ) -> Tensor:
+        """Convolves along blocks of so many rows: x [M, n], factors [M, 2 * taps * groups], base [2, taps, n], side 0
+        or 1 of both, residual [M, n] -> residual[t] + sum over taps k of (base[k] + factors[t, k]) * x[t - k], [M, n],
+        where groups of channels that lie together share a factor, and nothing is before a block. In float32 or wider,
+        in this order, and rounded once."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        (_, taps, size), count = base.shape, x.shape[0] // rows
+        groups = factors.shape[1] // (2 * taps)
+        own = factors.to(exact).view(count, rows, 2, taps, groups)[:, :, side]
+        own = own.repeat_interleave(size // groups, -1) + base[side].to(exact)  # [B, rows, taps, n]
+        blocks = x.to(exact).view(count, rows, size)
+        out = torch.zeros_like(blocks) if residual is None else residual.to(exact).view(count, rows, size)
+        for k in range(taps):
+            out = out + own[:, :, k] * F.pad(blocks, (0, 0, k, 0))[:, :rows]
+        return out.reshape(-1, size).to(x.dtype)
+
     def sum_parts(self, parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once."""
         first, *others = parts.unbind()

@@ -66,6 +66,29 @@ def _gate_kernel(
         store_fp8(codes, scales, groups, row + 0 * group, group, group < SIZE // 128, padded)
 
 
+@triton.jit
+def _block_conv_kernel(
+    out, x, factors, base, residual, SIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < SIZE
+    start(PDL)
+    if residual is None:
+        total = tl.zeros([BLOCK], tl.float32)
+    else:
+        total = tl.load(residual + row * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        number = SIDE * TAPS + tap
+        factor = tl.load(base + number * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+        group = (row * 2 * TAPS + number) * GROUPS + col // (SIZE // GROUPS)
+        factor += tl.load(factors + group, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + (row - tap) * SIZE + col, mask=mask & (row % ROWS >= tap), other=0.0).to(tl.float32)
+        total += factor * value
+    tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _soft_cap_kernel(out, x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -151,6 +174,23 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return out
 
 
+def block_conv(
+    x: Tensor, factors: Tensor, base: Tensor, side: int, rows: int, residual: Tensor | None = None
+) -> Tensor:
+    """See `ElementwiseOps.block_conv`."""
+    x, factors, residual = x.contiguous(), factors.contiguous(), None if residual is None else residual.contiguous()
+    (_, taps, size), out = base.shape, torch.empty_like(x)
+    assert base.is_contiguous() and len(x) % rows == 0 and (residual is None or residual.shape == x.shape)
+    if out.numel() == 0:
+        return out
+    block = min(triton.next_power_of_2(size), _SHORT)
+    _block_conv_kernel[(len(x), triton.cdiv(size, block))](
+        out, x, factors, base, residual, SIDE=side, ROWS=rows, SIZE=size, TAPS=taps,
+        GROUPS=factors.shape[1] // (2 * taps), BLOCK=block, num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
 def sum_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once"""
     count, rows, size = parts.shape
@@ -174,3 +214,4 @@ class TritonElementwiseOps(ElementwiseOps):
     gate = staticmethod(gate)
     gate_fp8 = staticmethod(gate_fp8)
     sum_parts = staticmethod(sum_parts)
+    block_conv = staticmethod(block_conv)

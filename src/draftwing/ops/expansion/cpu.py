@@ -145,6 +145,23 @@ class CpuExpansionOps(ExpansionOps):
             self.raw.rename(ids, ids.numel(), target_ids)
         return Continuations(ids, logp)
 
+    def pair_continuations(
+        self, candidates: Continuations, above: Tensor, gate: Tensor, before: Tensor, after: Tensor, topk: int,
+        target_ids: Tensor | None,
+    ) -> Continuations:  # fmt: skip
+        if gate.dtype not in DTYPES or type(gate) is not Tensor:
+            return super().pair_continuations(candidates, above, gate, before, after, topk, target_ids)
+        known, likely, above, gate = (part.contiguous() for part in (*candidates, above, gate))
+        (batch, count), nodes, rank = known.shape, len(above), gate.shape[1]
+        assert before.is_contiguous() and after.is_contiguous() and gate.dtype == before.dtype == after.dtype
+        assert nodes % batch == 0 and topk <= count and likely.dtype == torch.float32
+        ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
+        self.raw.pairs(
+            ids, logp, known, likely, above, gate, before, after, gate.dtype == torch.bfloat16, nodes, batch, count,
+            rank, topk, torch.empty(count + rank, dtype=torch.float32),
+        )  # fmt: skip
+        return Continuations(ids, logp)
+
     def logit_editor(
         self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> CpuLogitEditor:

@@ -157,6 +157,26 @@ class ExpansionOps:
         ids, logp = top_tokens(z, topk)
         return Continuations(ids if target_ids is None else target_ids[ids], logp)
 
+    def pair_continuations(
+        self, candidates: Continuations, above: Tensor, gate: Tensor, before: Tensor, after: Tensor, topk: int,
+        target_ids: Tensor | None,
+    ) -> Continuations:  # fmt: skip
+        """Returns the best `topk` of the candidates (`continuations`, C of each of B rows) of M nodes, M / B of each
+        row, which follow the tokens above [M] int64: by log p[c] + sum over r of before[above, r] * gate[b, r] *
+        after[c, r]. gate [B, R] of the rows, before, after [V, R] by the target's ids.
+
+        They share what all candidates of the row had together. Of equals it is any.
+        """
+        exact = torch.promote_types(gate.dtype, torch.float32)
+        ids, logp = candidates.ids, candidates.logp.to(exact)  # [B, C]
+        each = len(above) // len(ids)
+        gated = before[above].to(exact) * gate.to(exact).repeat_interleave(each, 0)  # [M, R]
+        ids, logp = ids.repeat_interleave(each, 0), logp.repeat_interleave(each, 0)
+        scores = logp + (after[ids].to(exact) @ gated.unsqueeze(2)).squeeze(2)
+        scores = scores - scores.logsumexp(1, keepdim=True) + logp.logsumexp(1, keepdim=True)
+        best, places = _best_first(scores, topk)
+        return Continuations(ids.gather(1, places), best.float())
+
     def logit_editor(
         self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> LogitEditor:

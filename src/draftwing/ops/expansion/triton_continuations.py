@@ -164,3 +164,66 @@ def continuations(
         KP=lanes(topk), num_warps=8 if block > 2048 else 4, **launch_options(logits.device),
     )  # fmt: skip
     return Continuations(keys, sums)
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _log_sum(x):
+    largest = tl.max(x, 0)
+    return largest + tl.log(tl.sum(tl.exp(x - largest), 0))
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def _pairs_kernel(
+    out_keys, out_sums, keys, sums, target_ids, above, gates, before, after, per_row,
+    CHUNKS: tl.constexpr, CP: tl.constexpr, COUNT: tl.constexpr, KP: tl.constexpr, TOPK: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    node = tl.program_id(0)
+    row = node // per_row
+    at = tl.arange(0, CP * KP)
+    best = best_keys(tl.load(keys + row * (CHUNKS * COUNT) + at, mask=at < CHUNKS * COUNT, other=LAST), COUNT, KP)
+    chunk = tl.arange(0, CP)
+    part = sums + (row * CHUNKS + chunk) * 2
+    largest = tl.load(part, mask=chunk < CHUNKS, other=float("-inf"))
+    total = tl.load(part + 1, mask=chunk < CHUNKS, other=0.0)
+    peak = tl.max(largest, 0)
+    total = tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - peak), 0.0), 0)
+    lane = tl.arange(0, KP)
+    known = lane < COUNT
+    likely = tl.where(known, key_value(best) - (peak + tl.log(total)), float("-inf"))
+    place = tl.where(known, key_place(best), 0)
+    ids = place.to(tl.int64)
+    if target_ids is not None:
+        ids = tl.load(target_ids + place, mask=known, other=0)
+    r = tl.arange(0, RP)
+    gate = tl.load(gates + row.to(tl.int64) * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
+    gate *= tl.load(before + tl.load(above + node) * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
+    inside = known[:, None] & (r < RANK)[None, :]
+    value = tl.load(after + ids[:, None] * RANK + r[None, :], mask=inside, other=0.0).to(tl.float32)
+    scores = likely + tl.sum(value * gate[None, :], 1)
+    scores += _log_sum(likely) - _log_sum(scores)
+    best = best_keys(tl.where(known, sort_key(scores, place), LAST), TOPK, KP)
+    tl.store(out_keys + node * TOPK + lane, best, mask=lane < TOPK)
+    tl.store(out_sums + node * 2, 0.0)
+    tl.store(out_sums + node * 2 + 1, 1.0)
+
+
+def pair_continuations(
+    candidates: Continuations, above: Tensor, gate: Tensor, before: Tensor, after: Tensor, topk: int,
+    target_ids: Tensor | None,
+) -> Continuations:  # fmt: skip
+    """See `ExpansionOps.pair_continuations`: of the chunks of candidates a chunk for each node."""
+    keys, sums = candidates
+    (batch, chunks, count), nodes, rank = keys.shape, len(above), gate.shape[1]
+    assert nodes % batch == 0 and topk <= count and all(x.is_contiguous() for x in (keys, sums, gate, before, after))
+    found = Continuations(keys.new_empty(nodes, 1, topk), sums.new_empty(nodes, 1, 2))
+    _pairs_kernel[(nodes,)](
+        *found, keys, sums, target_ids, above, gate, before, after, nodes // batch, CHUNKS=chunks,
+        CP=triton.next_power_of_2(chunks), COUNT=count, KP=lanes(count), TOPK=topk, RANK=rank,
+        RP=triton.next_power_of_2(rank), num_warps=4, **launch_options(above.device),
+    )  # fmt: skip
+    return found

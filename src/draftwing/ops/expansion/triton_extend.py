@@ -11,7 +11,7 @@ from draftwing.config.trees import TreeShape
 from draftwing.ops.assign.spec import LEVELS, MIDDLE, SLOPE
 from draftwing.ops.expansion.spec import ExpansionOps
 from draftwing.ops.expansion.triton import TritonTreeExpansion
-from draftwing.ops.expansion.triton_continuations import continuations, merge_chunks
+from draftwing.ops.expansion.triton_continuations import continuations, merge_chunks, pair_continuations
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.types import BlockInputs, Chain, Continuations, Draft, Expansion, First, RowTensors, Unseen
 
@@ -240,6 +240,8 @@ class TritonExpansionOps(ExpansionOps):
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
         return continuations(logits, table, rows, ahead, topk, target_ids)
+
+    pair_continuations = staticmethod(pair_continuations)
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
         keys, sums = following

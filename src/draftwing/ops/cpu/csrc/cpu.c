@@ -347,6 +347,7 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
         (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, assign_methods) ||
          PyModule_AddFunctions(made, ngram_methods) || PyModule_AddFunctions(made, merge_methods) ||
          PyModule_AddFunctions(made, suffix_methods) || PyModule_AddFunctions(made, head_methods) ||
+         PyModule_AddFunctions(made, pair_methods) ||
          PyModule_AddFunctions(made, delta_methods) || PyModule_AddFunctions(made, conv_methods) ||
          PyModule_AddFunctions(made, attention_methods) || PyModule_AddFunctions(made, latent_methods) ||
          PyModule_AddIntConstant(made, "has_product", has_product) ||

@@ -261,6 +261,18 @@ INLINE vf exp2_16(vf x) {
     return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
 }
 
+/* ln(x) to 2 ulp for normal x > 0: x = 2^e * m with m around 1, ln(m) = 2 atanh((m - 1) / (m + 1)) by its series. */
+INLINE vf log16(vf x) {
+    const int32_t root = 0x3f3504f3; /* sqrt(1/2) */
+    vi e = ((vi)x - root) >> 23;
+    vf m = (vf)((vi)x - (e << 23)) - 1.0f, s = m / (m + 2.0f), power = __builtin_convertvector(e, vf), q = s * s;
+    vf p = q * (1.0f / 9) + 1.0f / 7;
+    p = p * q + 1.0f / 5;
+    p = p * q + 1.0f / 3;
+    p = p * q * s * 2.0f + power * 1.42860677e-6f; /* ln 2 in two parts; the first times a power is exact */
+    return (p + 2.0f * s) + power * 0.693145752f;
+}
+
 /* What is no number does not stay so. */
 INLINE vf sigmoid(vf x) {
     const vf power = x * splat(-1.44269504f);
@@ -570,7 +582,7 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, delta_net.c, short_conv.c, attention.c and latent.c add to
-   the module. */
+/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, pairs.c, delta_net.c, short_conv.c, attention.c and
+   latent.c add to the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[], delta_methods[], conv_methods[], attention_methods[], latent_methods[];
+    head_methods[], pair_methods[], delta_methods[], conv_methods[], attention_methods[], latent_methods[];

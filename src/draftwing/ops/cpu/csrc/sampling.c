@@ -34,19 +34,7 @@ INLINE vu ids_from(int64_t first) {
     return (lane + (uint32_t)first) * TOKEN_MUL;
 }
 
-/* ln(x) to 2 ulp for normal x > 0: x = 2^e * m with m around 1, ln(m) = 2 atanh((m - 1) / (m + 1)) by its series. */
-INLINE vf log16(vf x) {
-    const int32_t root = 0x3f3504f3; /* sqrt(1/2) */
-    vi e = ((vi)x - root) >> 23;
-    vf m = (vf)((vi)x - (e << 23)) - 1.0f, s = m / (m + 2.0f), power = __builtin_convertvector(e, vf), q = s * s;
-    vf p = q * (1.0f / 9) + 1.0f / 7;
-    p = p * q + 1.0f / 5;
-    p = p * q + 1.0f / 3;
-    p = p * q * s * 2.0f + power * 1.42860677e-6f; /* ln 2 in two parts; the first times a power is exact */
-    return (p + 2.0f * s) + power * 0.693145752f;
-}
-
-/* The same of one number, in place of libm's, which rounds in one way or another depending on what the CPU has. */
+/* log16 of one number, in place of libm's, which rounds in one way or another depending on what the CPU has. */
 static APART float log_of(float x) { return log16(splat(x))[0]; }
 
 /* Standard Gumbel noise -log(-log1p(-u)) of hashed bits. The roundings of u are the reference's, whose product with
