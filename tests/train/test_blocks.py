@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from reference.block_heads import IDS, block_rows, corrected, dflash_head, domino_head, dspark_head, speculators_head
+from reference.block_heads import (
+    IDS,
+    block_rows,
+    corrected,
+    dflash2_head,
+    dflash_head,
+    domino_head,
+    dspark_head,
+    paired,
+    speculators_head,
+)
 from reference.checkpoints import Checkpoint, llama_target
 from reference.draft_heads import cast
 from torch import Tensor
@@ -49,6 +59,15 @@ CASES = {
         lambda: dflash_head(TARGET, **SLIDING), 6, False, BlockLoss("text", anchors=1.0), (4, 0), (True, False)
     ),
     "dflash, d_pace": Case(lambda: dflash_head(TARGET), 6, False, BlockLoss("d_pace", anchors=1.0)),
+    "dflash2, kl": Case(lambda: dflash2_head(TARGET), 6, False, BlockLoss("kl", anchors=1.0, decay=0.7)),
+    "dflash2, text, three taps": Case(
+        lambda: dflash2_head(TARGET, 503, dflash_config={"conv_kernel_size": 3}), 6, False,
+        BlockLoss("text", anchors=1.0),
+    ),
+    "dflash2, own vocabulary": Case(
+        lambda: speculators_head(TARGET, "dflash2", seed=506), 5, False,
+        BlockLoss("lk_hybrid", anchors=1.0, temperature=0.8),
+    ),
     "dspark, tv": Case(lambda: dspark_head(TARGET), 5, True, BlockLoss("tv", anchors=1.0)),
     "dspark, gated, lk_hybrid": Case(
         lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True,
@@ -145,7 +164,7 @@ class Reference:
         texts: list[Tensor] = []
         sayable: list[bool] = []
         rest: list[Tensor] = []  # of each draft: what is weighted by its place alone
-        unsure = torch.zeros((), dtype=torch.float64)
+        unsure = second = torch.zeros((), dtype=torch.float64)
         right = True
         for s in range(len(y)):
             j = anchor + s
@@ -173,7 +192,17 @@ class Reference:
                 error = F.binary_cross_entropy_with_logits(odds, torch.minimum(accepted, share).detach())
                 unsure = unsure + loss.decay**s * error
                 self.stats[s, 3] += loss.decay**s * error.item()
-            hit = bool(self.kept[log_q.argmax()] == says.argmax())
+            best = log_q.argmax()
+            if "candidate_selector.predecessor_codebook" in self.w:
+                scores = self._paired(y[s].detach(), log_q.detach(), ids[j])
+                chosen, best = scores.isfinite(), scores.argmax()
+                share = p * known
+                if loss.kind == "text":
+                    share = torch.zeros_like(p).index_fill(0, place, 1.0)
+                value = -(share[chosen] * scores[chosen].log_softmax(0)).sum() * loss.decay**s
+                second = second + value
+                self.stats[s, 3] += value.item()
+            hit = bool(self.kept[best] == says.argmax())
             right = right and hit
             self.stats[s, [0, 2, 4, 5, 6]] += torch.tensor([1, accepted.item(), hit, 1, right], dtype=torch.float64)
         weights = [loss.decay**s for s in range(len(rest))]
@@ -183,7 +212,15 @@ class Reference:
             weights = [sum(reached[s:]) for s in range(len(sure))]
         for s, (weight, value) in enumerate(zip(weights, rest, strict=True)):
             self.stats[s, 1] += weight * value.item()
-        return sum(weight * value for weight, value in zip(weights, rest, strict=True)) + loss.confidence * unsure
+        return (
+            sum(weight * value for weight, value in zip(weights, rest, strict=True)) + loss.confidence * unsure + second
+        )
+
+    def _paired(self, row: Tensor, logits: Tensor, above: int) -> Tensor:
+        """Scores of the tokens that the head drafts, of which those that are no candidates have none."""
+        every = logits.new_full((len(self.target_head),), -math.inf).scatter(0, self.kept, logits)
+        count = (self.checkpoint.config | self.checkpoint.config.get("dflash_config", {}))["selector_top_k"]
+        return paired(self.w, count, every, row, above)[self.kept]
 
 
 def load(case: Case, folder: Path) -> Any:
@@ -255,6 +292,12 @@ def test_drafts_along_a_text_are_those_of_each_block(name: str, tmp_path: Path, 
                 if anchor + k < len(ids):
                     tokens = ids[anchor : anchor + k + 1]
                     expected = corrected(reference.w, reference.lm_head, y, tokens, reference.embed)
+                    if "candidate_selector.successor_codebook" in reference.w:
+                        w, name = reference.w, "candidate_selector"
+                        gate = w[f"{name}.predecessor_codebook"][tokens[-1]] * (
+                            w[f"{name}.hidden_projection.weight"] @ y[k]
+                        )
+                        expected = expected + w[f"{name}.successor_codebook"][reference.kept] @ gate
                     torch.testing.assert_close(made[number, anchor, k], expected.detach(), rtol=1e-6, atol=1e-6)
     if "markov_head.markov_w1.weight" in reference.w:
         assert sorted(looked_up) == sorted(above)

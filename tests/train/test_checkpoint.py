@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.block_heads import dflash_head, domino_head
+from reference.block_heads import dflash2_head, dflash_head, domino_head
 from reference.checkpoints import llama_target, qwen2_target
 from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
@@ -267,11 +267,12 @@ def served_target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("served") / "target")
 
 
-def test_dominos_correction_of_a_block_head_that_is_trained_on(tmp_path):
+@pytest.mark.parametrize("make", [domino_head, dflash2_head])
+def test_parts_of_a_block_head_that_is_trained_on(make, tmp_path):
     """Stored under the names and keys under which it was published."""
     target = llama_target(4, num_hidden_layers=5, vocab_size=12)
     served = load_model(target.write(tmp_path / "target"), torch.float32, "cpu")
-    published = domino_head(target)
+    published = make(target, dflash_config={"output_multiplier": 0.5})
     found = load_draft_head(published.write(tmp_path / "head"), served, "DFLASH", torch.float32, "cpu")
     again = load_head(save_head(found, tmp_path / "again", torch.float32), served, "DFLASH")
     assert again.config_of_block == found.config_of_block

@@ -48,7 +48,7 @@ class Bench(NamedTuple):
 
     def args(self, out: str, *more: str, algorithm: str = "EAGLE3", stage: str | None = None) -> list[str]:
         vocabulary = ("--draft-vocab-size", "256") if algorithm == "EAGLE3" else ()
-        learn = LEARN if algorithm != "DSPARK" else LEARN_BLOCKS + (() if "--init-head" in more else BLOCKS)
+        learn = LEARN if not algorithm.startswith("D") else LEARN_BLOCKS + (() if "--init-head" in more else BLOCKS)
         return [
             "train", *([stage] if stage else []), "--model", self.target, "--algorithm", algorithm,
             "--prompts", str(self.folder / "p.jsonl"), "--eval-prompts", str(self.folder / "e.jsonl"),
@@ -154,6 +154,17 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
     assert json.loads((run / "fit.json").read_text())["used"] == used
 
 
+@pytest.mark.exhaustive  # test_blocks.py has its losses
+def test_a_head_that_selects_pairs(bench: Bench, run: Path) -> None:
+    """A tree of its pairs accepts more than its chain."""
+    out = bench.train("pairs", "--data", str(run), "--online", "--eval-temperatures", "0", algorithm="DFLASH2")
+    assert accept(out) > 2.0 and accept(out, (4, 3, 9)) > accept(out)
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    inner = config["dflash_config"]
+    assert (inner["conv_kernel_size"], inner["selector_rank"], inner["selector_top_k"]) == (2, 32, 16)
+
+
 def test_a_head_that_drafts_blocks(bench: Bench, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the same answers, trained with features that are not kept; a tree accepts more than a chain."""
     out = bench.train("spark", "--data", str(run), "--online", "--eval-temperatures", "0", algorithm="DSPARK")
@@ -169,12 +180,15 @@ def test_a_head_that_drafts_blocks(bench: Bench, run: Path, capsys: pytest.Captu
     for name, tensor in weights(again).items():
         torch.testing.assert_close(tensor, weights(out)[name])
     args = ["train", "--model", bench.target, "--prompts", str(bench.folder / "p.jsonl"), "--out", str(out) + "x"]
-    assert "--markov-rank: for --algorithm DFLASH and DSPARK, found EAGLE3" in refused(
+    assert "--markov-rank: for --algorithm DFLASH and DSPARK and DFLASH2, found EAGLE3" in refused(
         [*args, "--markov-rank", "8"], capsys
     )
     assert "--ttt-steps: for --algorithm" in refused([*args, "--algorithm", "DFLASH", "--ttt-steps", "3"], capsys)
-    assert "--markov-head and --markov-rank: for --algorithm DSPARK, found DFLASH" in refused(
-        [*args, "--algorithm", "DFLASH", "--markov-head", "rnn", "--markov-rank", "8"], capsys
+    assert "--markov-head: for --algorithm DSPARK, found DFLASH2" in refused(
+        [*args, "--algorithm", "DFLASH2", "--markov-head", "rnn", "--markov-rank", "8"], capsys
+    )
+    assert "--markov-rank: for --algorithm DSPARK and DFLASH2, found DFLASH" in refused(
+        [*args, "--algorithm", "DFLASH", "--markov-rank", "8"], capsys
     )
     assert "--mask-token: expected a token id below 258, found 258" in refused(
         [*args, "--algorithm", "DSPARK", "--mask-token", "258"], capsys
@@ -393,7 +407,10 @@ def test_what_cannot_work_is_refused_at_once(
 ) -> None:
     out, data = str(tmp_path / "out"), ("--data", str(run))
     for more, message in (
-        (["--algorithm", "EAGLE9"], "algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, MTP; found 'EAGLE9'"),
+        (
+            ["--algorithm", "EAGLE9"],
+            "algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, DFLASH2, MTP; found 'EAGLE9'",
+        ),
         (["--shapes", "3,1"], "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
         (["--shapes", "3,2,99"], "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
         (["--greedy-share", "1.5"], "--greedy-share must be at most 1; found 1.5"),

@@ -1,5 +1,5 @@
-"""Trains heads that draft a block (DFlash, DSpark): in each text some positions are anchors, and each of them opens a
-block as the engine would draft it there.
+"""Trains heads that draft a block (DFlash, DFlash2, DSpark): in each text some positions are anchors, and each of them
+opens a block as the engine would draft it there.
 
 Indices. A block at anchor a stands at positions a, a + 1, ...: the text's token at a and masks. Its draft s = 0, 1, ...
 is for the position a + 1 + s; the target's distribution of it is that of its state at j = a + s, and the token above it
@@ -28,6 +28,7 @@ from draftwing.ops.attention.batch import FULL, AttentionKind, HeadNorms
 from draftwing.train.heads import TargetHead
 from draftwing.train.kernels import kernels_take
 from draftwing.train.losses import BlockLoss, Rows, Teacher, acceptance, block_loss, ratio, teach
+from draftwing.train.pairs import as_layer, pair_loss, paired
 from draftwing.train.store import Batch
 
 
@@ -179,7 +180,7 @@ class _Blocks(Attend):
 
 
 # Columns of what `BlockObjective` counts, per draft.
-STATS = ("rows", "loss", "accepted", "confidence_loss", "hits", "chains", "chain_hits")
+STATS = ("rows", "loss", "accepted", "second_loss", "hits", "chains", "chain_hits")
 _AT_ONCE = 64  # blocks of a text that are drafted along it at once: their rows attend to each other under a mask
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie evenly
 
@@ -214,9 +215,9 @@ class BlockObjective(nn.Module):
 
         generator: of the anchors; without one they lie evenly, and are the same each time.
 
-        rows: positions that the draft predicts.  accepted: of these, sum min(p, q).  hits: where the head's most likely
-        token is the target's.  chains, chain_hits: of rows that are predicted at all, those up to which all drafts of
-        their block hit.
+        rows: positions that the draft predicts.  accepted: of these, sum min(p, q).  second_loss: of the confidence
+        head or the selector.  hits: where the head's most likely token, or the one that it selects, is the target's.
+        chains, chain_hits: of rows that are predicted at all, those up to which all drafts of their block hit.
         """
         head, shares = self.head, self.head.confidence is not None
         teacher = teach(head, self._target_head, batch.final, self.loss.temperature, shares)
@@ -230,18 +231,24 @@ class BlockObjective(nn.Module):
         counts = blocks.rows.counts
         # No token outside of the draft vocabulary is ever accepted; as where the head is the target within it.
         accepted = found.accepted.minimum(teacher.share[blocks.rows.place].to(found.accepted.dtype))
-        unsure = self._confidence_loss(hidden, blocks, accepted)  # [N, S]
-        guess = found.best if head.target_ids is None else head.target_ids[found.best]
+        unsure, best = self._confidence_loss(hidden, blocks, accepted), found.best  # [N, S]
+        total, second = found.total + self.loss.confidence * unsure.sum(), unsure.detach()
+        if head.selector is not None:
+            value, best = pair_loss(
+                head, hidden, parts[0], blocks.above.flatten(), teacher.probs, blocks.rows, self.loss
+            )
+            total, second = total + value.sum(), second + value.detach()
+        guess = best if head.target_ids is None else head.target_ids[best]
         hit = (guess == teacher.best[blocks.rows.place]) & counts
-        columns = (counts, found.loss, found.accepted, unsure.detach(), hit, counts, hit.long().cumprod(1))
+        columns = (counts, found.loss, found.accepted, second, hit, counts, hit.long().cumprod(1))
         stats = torch.stack([column.sum(0, dtype=torch.float64) for column in columns], 1)
-        total = found.total + self.loss.confidence * unsure.sum()
         return total * blocks.scale, stats
 
     def metrics(self, stats: Tensor) -> dict[str, float]:
         """Returns a row of metrics from the counts."""
         rows, loss, accepted, unsure, hits, chains, chain_hits = stats.t().tolist()
-        more = {"confidence_loss": ratio(sum(unsure), sum(rows))} if self.head.confidence is not None else {}
+        second = "pair_loss" if self.head.selector is not None else "confidence_loss" if self.head.confidence else ""
+        more = {second: ratio(sum(unsure), sum(rows))} if second else {}
         return {
             "loss": sum(ratio(*pair) for pair in zip(loss, rows, strict=True)),
             "token_loss": ratio(loss[0], rows[0]),
@@ -336,15 +343,19 @@ def chains(
     padded = F.pad(batch.ids, (0, depth))
     at = batch.depth.unsqueeze(1) + torch.arange(1, depth + 1, device=batch.ids.device)
     above = padded[(batch.position // length).unsqueeze(1), at]  # [n, depth]
-    mix = None if markov is None else mixed(head, states, above)
+    mix, out = None, None
+    if markov is not None:
+        mix, out = mixed(head, states, above), markov.out
+    elif head.selector is not None:
+        mix, out = paired(head, states, above.flatten()), as_layer(head)
     uncalled = [(features, layer.qkv) for layer in head.attentions()]
     if isinstance(markov, MarkovHead):
         uncalled.append((above.flatten(), markov.above.table))
 
     def drafts() -> Iterator[Sequence[tuple[Tensor, Linear]]]:
         for k in range(depth):
-            corrected = () if mix is None or markov is None else ((mix[:, k], markov.out),)
-            yield ((states[:, k], lm_head), *corrected)
+            corrected = () if mix is None or out is None else ((mix[:, k], out),)
+            yield ((states[:, k] * head.config_of_block.logit_scale, lm_head), *corrected)
 
     return drafts(), uncalled
 

@@ -21,7 +21,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.config import MARKOV, resolve_aux_layers
+from draftwing.models.heads.config import MARKOV, BlockConfig, resolve_aux_layers
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.mtp import MTPHead
 
@@ -146,8 +146,10 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
     if block.markov == "domino":
         own |= {"projector_type": "domino", "emb_dim": block.rank, "gru_hidden_dim": block.memory}
         own["pure_draft_prefix_len"] = 1
+    own |= _dflash2_keys(block)
     if block.markov not in MARKOV:
-        keys = {"architectures": ["DFlashDraftModel"], **keys, "block_size": block.rows}
+        name = "DFlash2DraftModel" if block.taps or block.candidates else "DFlashDraftModel"
+        keys = {"architectures": [name], **keys, "block_size": block.rows}
         return keys | {"sample_from_anchor": block.from_anchor, "dflash_config": own}
     return {
         "architectures": ["Qwen3DSparkModel"],
@@ -160,6 +162,16 @@ def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
         "enable_confidence_head": bool(block.confidence),
         "confidence_head_with_markov": block.confidence == "markov",
     }
+
+
+def _dflash2_keys(block: BlockConfig) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if block.taps:
+        own |= {"conv_kernel_size": block.taps, "conv_group_size": block.group}
+    if block.candidates:
+        own |= {"selector_rank": block.rank, "selector_top_k": block.candidates}
+    scalars = ("input_embedding_scale", block.embed_scale, 1), ("output_multiplier", block.logit_scale, 1)
+    return own | {name: value for name, value, neutral in scalars if value != neutral}
 
 
 def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:

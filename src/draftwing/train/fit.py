@@ -100,7 +100,14 @@ def recipe(algorithm: str, **changes: Any) -> FitConfig:
 
 OptimizerName = Literal["adamw", "muon"]
 BETAS = (0.9, 0.95)  # of AdamW
-_TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
+_TABLES = (
+    "lm_head",
+    "markov.above",
+    "markov.out",
+    "confidence",
+    "selector.before",
+    "selector.after",
+)  # in names of matrices whose rows are no directions
 
 
 class StackedMuon(torch.optim.Muon):

@@ -4,6 +4,7 @@ in a head's lm_head is most of what a draft step costs where the target is small
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from draftwing.models.families import PLAIN_FAMILY
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import BlockConfig, Markov
+from draftwing.models.heads.dflash2 import GroupedConv
 from draftwing.models.heads.eagle import Eagle3Config, Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import MTPHead, check_trainable
@@ -152,10 +154,21 @@ def new_block_head(
     _initialise(head, seed)
     head.draft_only(target_ids)
     with torch.no_grad():
+        _start_as_dflash(head)
         head.norm.weight.copy_(target.norm.weight)
         if head.lm_head is not None:
             head.lm_head.weight.copy_(_head_weight(target)[head.target_ids])
     return trainable(head)
+
+
+def _start_as_dflash(head: BlockHead) -> None:
+    """Lets convolutions pass what they get, and pairs say nothing."""
+    for part in head.modules():
+        if isinstance(part, GroupedConv):
+            part.base.zero_()[:, 0] = 1
+            part.factors.weight.zero_()
+    if head.selector is not None:
+        head.selector.after.zero_()
 
 
 def new_head(
@@ -247,6 +260,8 @@ def trainable(head: Head) -> Head:
     """Lets gradients into all parameters but an embedding and rows of the target's lm_head, which are never trained."""
     if isinstance(head, MTPHead):
         check_trainable(head.target.config, head.config.num_layers)
+    if isinstance(head, BlockHead) and head.config_of_block.logit_cap:
+        raise ConfigError("a head with final_logit_softcapping cannot be trained")
     head.requires_grad_(True)
     for part in (getattr(head, "embed", None), head.head_rows):
         if isinstance(part, Embedding | Linear):
@@ -440,12 +455,16 @@ def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], i
     return counts, total
 
 
-def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterable[Tokens], vocab: int) -> BlockConfig:
-    """Returns what a new head's block is like, as asked for. tokens: all texts; vocab: the target's.
+def fresh_block(
+    settings: Settings, aux_layers: tuple[int, ...], tokens: Iterable[Tokens], vocab: int, hidden: int
+) -> BlockConfig:
+    """Returns what a new head's block is like, as asked for. tokens: all texts; vocab, hidden: the target's.
 
-    A DSpark head's first row predicts, and it has a Markov head and a confidence head; of a DFlash head that row is
-    lost. Raises ConfigError for a mask that the target does not have, and where every token is in use."""
-    spark, steps = settings.drafter.heads[0] == "dspark", settings.block_steps or settings.training.block
+    A DSpark head's first row predicts, and it has a Markov head and a confidence head; of the others that row is lost.
+    A DFlash2 head has convolutions and a selector of published sizes. Raises ConfigError for a mask that the target
+    does not have, and where every token is in use."""
+    kind, steps = settings.drafter.heads[0], settings.block_steps or settings.training.block
+    spark, two = kind == "dspark", kind == "dflash2"
     mask = checked_mask(settings, vocab)
     return BlockConfig(
         aux_layers=aux_layers,
@@ -455,9 +474,12 @@ def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterabl
         windows=(),
         causal=(),
         markov=cast(Markov, settings.markov_head) if spark else "",
-        rank=settings.markov_rank if spark else 0,
+        rank=settings.markov_rank if spark or two else 0,
         confidence="markov" if spark else "",
         tied=settings.draft_lm_head == "target",
+        taps=2 if two else 0,
+        group=math.gcd(16, hidden) if two else 0,
+        candidates=min(16, vocab) if two else 0,
     )
 
 

@@ -245,9 +245,13 @@ def _hits(
                 )
         for k, products in enumerate(drafts):
             begin = (here - k - 1).clamp(min=0)  # the chains that have come here
-            logits = reduce(Tensor.add_, (PLAIN.wide_gemm(x[begin], weights[layer]) for x, layer in products))
+            logits, *more = (PLAIN.wide_gemm(x[begin], weights[layer]) for x, layer in products)
             if noise is not None:
                 logits[warm] += noise.to(logits.dtype)
+            if isinstance(head, BlockHead) and head.selector is not None:  # which chooses among a few
+                least = logits.topk(min(head.selector.count, head.vocab)).values[:, -1:]
+                logits.masked_fill_(logits < least, -torch.inf)
+            logits = reduce(Tensor.add_, more, logits)
             best = logits.argmax(-1)
             guess = best if head.target_ids is None else head.target_ids[best]
             theirs = places[begin] + k + 1 == places[here]  # else a text or an answer begins between

@@ -26,9 +26,10 @@ BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.losses.K
 _OF_BLOCKS = (
     "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
-_OF_DSPARK = ("markov_head", "markov_rank")
+_OF_DSPARK = ("markov_head",)
+_OF_PAIRS = ("markov_rank",)  # of tokens that follow each other
 # What a head is made like; one that is loaded is like that already.
-_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, "mask_token", "ffn_size")
+_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, *_OF_PAIRS, "mask_token", "ffn_size")
 _HOTTEST = 100  # as `SamplingParams.temperature`
 
 
@@ -85,7 +86,7 @@ class Settings:
         (),
         CAPTURE,
         "auxiliary hidden states that heads of several depths read, as layers before them (default: EAGLE3 2, L/2, "
-        "L-3; DFLASH and DSPARK five)",
+        "L-3; heads that draft blocks five)",
     )
     held_out: float = option(0.02, CAPTURE, "share of conversations held out to measure the loss", minimum=0, maximum=1)
 
@@ -94,21 +95,21 @@ class Settings:
     )
     draft_vocab_size: int | None = option(
         None, FIT, "tokens that heads of several depths may draft (default: EAGLE3 a quarter of the vocabulary, at "
-        "most 32000; DFLASH and DSPARK all, with the target's lm_head)", minimum=64,
+        "most 32000; heads that draft blocks all, with the target's lm_head)", minimum=64,
     )  # fmt: skip
     draft_layers: int = option(5, FIT, "layers of a head that drafts blocks", minimum=1, maximum=64)
-    block_steps: int = option(0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63)
+    block_steps: int = option(0, FIT, "tokens that such a head drafts at once (default: 7)", minimum=0, maximum=63)
     draft_lm_head: str = option(
-        "own", FIT, "lm_head of DFLASH and DSPARK over --draft-vocab-size tokens: one that is trained, or these rows "
+        "own", FIT, "lm_head of such a head over --draft-vocab-size tokens: one that is trained, or these rows "
         "of the target's, which is not stored", choices=("own", "target"),
     )  # fmt: skip
     markov_head: str = option("vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS)
-    markov_rank: int = option(256, FIT, "rank of that correction", minimum=1)
+    markov_rank: int = option(256, FIT, "rank of that correction, and of DFLASH2's pairs", minimum=1)
     mask_token: int | None = option(
         None, FIT, "token id that stands for those to be drafted (default: the highest that no text has)", minimum=0,
     )  # fmt: skip
     block_loss: str | None = option(
-        None, FIT, "what a block is trained for (default: DFLASH kl, DSPARK tv)", choices=BLOCK_LOSSES
+        None, FIT, "what a block is trained for (default: DFLASH and DFLASH2 kl, DSPARK tv)", choices=BLOCK_LOSSES
     )
     anchors: float = option(
         0.25, FIT, "share of a text's tokens that open a block in each forward", minimum=0.001, maximum=1
@@ -125,9 +126,7 @@ class Settings:
     optimizer: str = option(
         "adamw", FIT, "muon: Muon for the matrices of the layer, AdamW for the rest", choices=("adamw", "muon")
     )
-    lr: float = option(
-        0.0, FIT, "highest learning rate (default: 0.4 / hidden size; DFLASH and DSPARK 6e-4)", minimum=0
-    )
+    lr: float = option(0.0, FIT, "highest learning rate (default: 0.4 / hidden size; of blocks 6e-4)", minimum=0)
     warmup: float = option(0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1)
     batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1)
     accumulate: int = option(1, FIT, "forward passes per step and GPU", minimum=1)
@@ -241,6 +240,7 @@ _RULES: tuple[_Rule, ...] = (
     _only(_OF_BLOCKS, _BLOCKS),
     _only(("ttt_steps", "text_share"), TRAINED.keys() - _BLOCKS),
     _only(_OF_DSPARK, {"DSPARK"}),
+    _only(_OF_PAIRS, {"DSPARK", "DFLASH2"}),
     _only(("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
     (lambda s: s.init_head and s.given(*_OF_FRESH),
      "{found}: for fresh heads; one of --init-head is as it was made, so leave this out"),

@@ -356,7 +356,7 @@ class Stages:
             return head
         ids = self._target_ids(tokens) if settings.training.aux_hidden_states else None
         if settings.training.block:
-            block = fresh_block(settings, self.aux_layers, tokens, self.config.vocab_size)
+            block = fresh_block(settings, self.aux_layers, tokens, self.config.vocab_size, self.config.hidden_size)
             layers, width = settings.draft_layers, settings.ffn_size
             return heads.new_block_head(target, block, ids, layers, width, settings.seed)
         return heads.new_head(settings.drafter.heads[0], target, ids, self.aux_layers, settings.ffn_size, settings.seed)
