@@ -10,7 +10,7 @@ from tokenizers import models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftwing.errors import CheckpointError, RequestError
-from draftwing.text import chat_template
+from draftwing.text import chat_template, sandbox
 from draftwing.text.chat_template import ChatTemplate
 from draftwing.text.tokenizer import Tokenizer
 
@@ -130,42 +130,42 @@ def test_processes_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda i: template.render([{"content": f"{i} \ud800"}]), range(200)))
     assert texts == [f"{i} \ufffd" for i in range(200)]
-    there = len(chat_template._idle)
+    there = len(chat_template._sandbox._idle)
     assert 1 <= there <= 8
-    monkeypatch.setattr(chat_template, "_Process", None)
+    monkeypatch.setattr(sandbox, "_Process", None)
     for _ in range(10):
         template.render([{"content": "a"}])
-    assert len(chat_template._idle) == there
+    assert len(chat_template._sandbox._idle) == there
 
 
 @pytest.mark.slow
 def test_a_process_that_others_end_says_nothing_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.render([{"content": "a"}])
-    for process in chat_template._idle:
+    for process in chat_template._sandbox._idle:
         process._process.kill()
         process._process.wait()
     assert template.render([{"content": "b"}]) == "b"
 
-    class Doomed(chat_template._Process):
-        def ask(self, job: bytes) -> tuple[bytes, str]:
+    class Doomed(sandbox._Process):
+        def ask(self, job: bytes, most: int) -> tuple[bytes, bytes]:
             self._process.kill()
-            return super().ask(job)
+            return super().ask(job, most)
 
-    monkeypatch.setattr(chat_template, "_idle", [])
-    monkeypatch.setattr(chat_template, "_Process", Doomed)
+    monkeypatch.setattr(chat_template._sandbox, "_idle", [])
+    monkeypatch.setattr(sandbox, "_Process", Doomed)
     with pytest.raises(chat_template.TemplateLimit, match=r"the chat template ended its process \(SIGKILL\), twice"):
         template.render([{"content": "c"}])
 
 
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    monkeypatch.setattr(chat_template, "_idle", [chat_template._Process()])
-    monkeypatch.setattr(chat_template, "PATIENCE", 0.2)
-    chat_template._idle[0]._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(chat_template._sandbox, "_idle", [sandbox._Process(chat_template._sandbox._module)])
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.2)
+    chat_template._sandbox._idle[0]._process.send_signal(signal.SIGSTOP)
     with pytest.raises(chat_template.TemplateLimit, match=r"the chat template takes longer than 0.2 s"):
         template.render([{"content": "a"}])
-    assert not chat_template._idle
+    assert not chat_template._sandbox._idle
 
 
 def test_what_is_no_plain_value() -> None:

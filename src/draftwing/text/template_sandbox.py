@@ -6,11 +6,8 @@ A template is foreign code. Jinja2's sandbox keeps it from this machine, but not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
-import resource
-import signal
 import sys
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -23,13 +20,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftwing.requests.refusals import well_formed
+from draftwing.text.sandbox import DONE, LIMIT, REFUSED, serve
 
 SECONDS = 2.0  # of a processor, for one text
 MEMORY = 2**30  # bytes of address space
 MAX_CHARACTERS = 2**24  # of a text
 
-# How an answer begins; its text follows.
-TEXT, REFUSAL, LIMIT = b"t", b"r", b"l"
 _MAX_MESSAGE = 2000  # characters of an error, whose text is the template's
 
 
@@ -87,7 +83,7 @@ class Renderer:
         try:
             job: Job = pickle.loads(data)
         except Exception as error:  # an object of a module that is not there
-            return REFUSAL, f"the chat template can be given plain values alone: {error}"
+            return REFUSED, f"the chat template can be given plain values alone: {error}"
         try:
             if job.source not in self._compiled:
                 if len(self._compiled) > 8:
@@ -95,36 +91,29 @@ class Renderer:
                 self._compiled[job.source] = self._environment.from_string(job.source)
             text = "" if job.variables is None else self._compiled[job.source].render(job.variables)
         except jinja2.TemplateSyntaxError as error:
-            return REFUSAL, f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+            return REFUSED, f"the chat template has a syntax error in line {error.lineno}: {error.message}"
         except RecursionError:
             what = "the chat template is" if job.variables is None else "the messages are"
-            return REFUSAL, f"{what} nested too deeply for the chat template's language"
+            return REFUSED, f"{what} nested too deeply for the chat template's language"
         except MemoryError:
             return LIMIT, f"takes more than {MEMORY >> 20} MiB of memory"
         # Not only TemplateError: a template may index a missing key, concatenate None, or divide by zero.
         except Exception as error:
-            return REFUSAL, f"the chat template refuses these messages: {error}"
+            return REFUSED, f"the chat template refuses these messages: {error}"
         if len(text) > MAX_CHARACTERS:
             return LIMIT, f"makes more than {MAX_CHARACTERS} characters"
-        return TEXT, text
+        return DONE, text
 
 
 def main(conn: Connection) -> None:
     """Answers until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is there already
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     renderer = Renderer()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            data = conn.recv_bytes()
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            kind, text = renderer.answer(data)
-            reply = kind + well_formed(text if kind == TEXT else text[:_MAX_MESSAGE]).encode()
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            conn.send_bytes(reply)
+
+    def answer(job: bytes) -> tuple[bytes, bytes]:
+        kind, text = renderer.answer(job)
+        return kind, well_formed(text if kind == DONE else text[:_MAX_MESSAGE]).encode()
+
+    serve(conn, answer, SECONDS, MEMORY)
 
 
 if __name__ == "__main__":
