@@ -1,0 +1,149 @@
+"""From pictures of a request to images in its prompt: where they come from, the process that decodes them, and which of
+the prompt's tokens stand for them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickle
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from draftwing.errors import RequestError
+from draftwing.images.processing import MAX_BYTES, MAX_IMAGES, SECONDS, ImageProcessor, Piece, Tile
+from draftwing.requests.images import RequestImage
+from draftwing.requests.refusals import show
+from draftwing.text.sandbox import DONE, Sandbox
+
+_MODULE = "draftwing.images.sandbox"  # which imports Pillow: this process does not
+_sandbox = Sandbox(_MODULE, SECONDS, 1 << 30)
+
+
+class Picture(NamedTuple):
+    """A picture as a request holds it: encoded, or where it is. where: the field, for errors."""
+
+    data: bytes | str
+    where: str
+
+    def encoded(self) -> bytes:
+        """Returns its bytes. Raises RequestError for an address, which is not followed, and what is no base64."""
+        data = self.data
+        if isinstance(data, str):
+            data = _of_url(data, self.where)
+        if len(data) > MAX_BYTES:
+            raise RequestError(
+                f"{self.where}: expected a picture of at most {MAX_BYTES >> 20} MiB, found {len(data)} bytes",
+                self.where,
+            )
+        return data
+
+
+def _of_url(url: str, where: str) -> bytes:
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        raise RequestError(
+            f"{where}: addresses are not followed; send the picture itself, as data:image/png;base64,... "
+            f"(found {show(url)})",
+            where,
+        )
+    kind, found, text = rest.partition(",")
+    if not found or not kind.lower().endswith(";base64"):
+        raise RequestError(f"{where}: expected data:image/png;base64,... ; found {show(url)}", where)
+    return of_base64(text, where)
+
+
+def pasted(text: str, where: str) -> Picture:
+    """Returns a picture that is given as base64, or as an address."""
+    return Picture(text if ":" in text[:16] else f"data:image/*;base64,{text}", where)
+
+
+def of_base64(text: str, where: str) -> bytes:
+    """Returns the bytes of a picture. Raises RequestError."""
+    if len(text) > MAX_BYTES * 3 // 2:
+        raise RequestError(f"{where}: expected a picture of at most {MAX_BYTES >> 20} MiB", where)
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{where}: expected base64, found {show(text)}", where) from None
+
+
+def check_pictures(pictures: Sequence[Picture], processor: ImageProcessor | None) -> ImageProcessor:
+    """Raises RequestError for pictures that a model without a processor, or one request, cannot have."""
+    if processor is None:
+        where = pictures[0].where
+        raise RequestError(f"{where}: this model reads no images; send text alone, or serve one that does", where)
+    if len(pictures) > MAX_IMAGES:
+        where = pictures[MAX_IMAGES].where
+        raise RequestError(f"{where}: one request takes at most {MAX_IMAGES} images; found {len(pictures)}", where)
+    return processor
+
+
+def read(picture: Picture, processor: ImageProcessor) -> list[Piece]:
+    """Returns what stands for a picture in the prompt. Blocks; any thread may call it. Raises RequestError."""
+    kind, made = _sandbox.ask(pickle.dumps((processor, picture.encoded())))
+    if kind != DONE:
+        raise RequestError(f"{picture.where}: the picture cannot be read: {made.decode()}", picture.where)
+    head, _, pixels = made.partition(b"\n")  # no pickle: whoever sent the picture may have taken over the process
+    pieces: list[Piece] = []
+    for piece in json.loads(head):
+        if isinstance(piece, str):
+            pieces.append(piece)
+            continue
+        width, height, (rows, columns) = piece
+        pieces.append(Tile(width, height, pixels[: 3 * width * height], (rows, columns)))
+        pixels = pixels[3 * width * height :]
+    return pieces
+
+
+class Prompt(NamedTuple):
+    """A prompt's text, in which one token is written for each tile of a picture, and what stands for each picture."""
+
+    text: str
+    pictures: Sequence[Sequence[Piece]] = ()
+
+
+def filled(text: str, pictures: Sequence[Picture], processor: ImageProcessor | None) -> Prompt:
+    """Returns a prompt with what stands for its pictures in place of what the chat template wrote for them. Blocks as
+    `read`. Raises RequestError, also where the text has other places than for these, for it says so itself."""
+    if not pictures:
+        return Prompt(text)
+    processor = check_pictures(pictures, processor)
+    parts, where = text.split(processor.placeholder), pictures[0].where
+    if len(parts) != len(pictures) + 1:
+        raise RequestError(
+            f"{where}: expected a place for each of {len(pictures)} images in the prompt, found {len(parts) - 1}: the "
+            f"chat template must write {processor.placeholder} for each, and no text may hold it",
+            where,
+        )
+    every = [read(picture, processor) for picture in pictures]
+    made = ["".join(piece if isinstance(piece, str) else processor.text for piece in pieces) for pieces in every]
+    return Prompt("".join(one for pair in zip(parts, [*made, ""], strict=True) for one in pair), every)
+
+
+def placed(
+    ids: list[int], prompt: Prompt, processor: ImageProcessor | None
+) -> tuple[list[int], tuple[RequestImage, ...]]:
+    """Returns the tokens of a prompt that `filled` made, with one for each position of its images, and these."""
+    tiles = [piece for pieces in prompt.pictures for piece in pieces if isinstance(piece, Tile)]
+    if not tiles:
+        return ids, ()
+    assert processor is not None, "`filled` has asked"
+    settings = blake2b(repr(processor).encode(), digest_size=32).digest()
+    out: list[int] = []
+    images: list[RequestImage] = []
+    for token in ids:
+        if token != processor.token:
+            out.append(token)
+            continue
+        one = tiles[len(images)]
+        digest = blake2b(one.pixels, digest_size=16, key=settings)
+        digest.update(repr((one.width, one.height, one.grid)).encode())
+        pixels = np.frombuffer(one.pixels, np.uint8).reshape(one.height, one.width, 3)
+        images.append(RequestImage(len(out), one.grid, pixels, digest.digest()))
+        out += [token] * images[-1].tokens
+    assert len(images) == len(tiles), "one token is written for each"
+    return out, tuple(images)
