@@ -311,7 +311,7 @@ class Rig:
     def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
-        names = "logprobs", "limits", "prediction", "traced", "thinking", "bad_word_ids"
+        names = "logprobs", "limits", "prediction", "traced", "thinking", "bad_word_ids", "images"
         asked = {name: more.pop(name) for name in names if name in more}
         req = Req(
             GenerationRequest(uid, list(prompt), params, priority, **asked), seed=params.sampling_seed or 0,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
 from draftwing.errors import RequestError
+from draftwing.images.parts import content_of, pictures_of, shown
+from draftwing.images.reader import Picture, Prompt, filled, placed
+from draftwing.requests.images import RequestImage
 from draftwing.requests.refusals import check_text, no_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, unset
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
+Placed = tuple[list[int], tuple[RequestImage, ...]]  # tokens of a prompt, and its images
 
 
 class RequestOptions(TypedDict, total=False):
@@ -79,7 +85,7 @@ class Inputs:
         if request_options.get("tools"):
             raise RequestError("tools are for conversations: use `chat`, or give a list of messages", "tools")
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
-        ids = [self._encode(item, i) for i, item in enumerate(items)]
+        ids: list[Placed] = [(self._encode(item, i), ()) for i, item in enumerate(items)]
         return self._requests(ids, params, request_options)
 
     def of_chats(
@@ -101,8 +107,11 @@ class Inputs:
         tokenizer, extra = self._tokenizer, dict(chat_template_kwargs or {})
         render = tokenizer.render_continued if continue_final_message else tokenizer.render_chat
         every = list(map(_messages, several))
-        texts = [render(messages, **extra) for messages in every]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [
+            filled(render(shown(messages), **extra), pictures_of(messages), self._info.images) for messages in every
+        ]
+        texts = [prompt.text for prompt in prompts]
+        ids = [self._placed(prompt) for prompt in prompts]
         style, starts = self._reasoning.style, None
         if continue_final_message and style is not None:
             starts = [
@@ -124,9 +133,9 @@ class Inputs:
         prompts, ids, read = self._prompts, [], []
         for conversation in several:
             chat = Chat(_called(_messages(conversation)), functions, choice, template=dict(template or {}))
-            text = prompts.render(chat, CALLED)
-            ids.append(self._tokenizer.encode(text, add_special_tokens=False))
-            read.append((chat, prompts.message_style(chat, text)))
+            prompt = prompts.filled(chat, CALLED)
+            ids.append(self._placed(prompt))
+            read.append((chat, prompts.message_style(chat, prompt.text)))
         requests = self._requests(ids, params, request_options, [style.start for _, style in read], True)
         made: list[GenerationRequest] = []
         for request, (chat, style) in zip(requests, read, strict=True):
@@ -135,11 +144,14 @@ class Inputs:
             made.append(request._replace(params=wanted.replace(skip_special_tokens=shown)))
         return made
 
+    def _placed(self, prompt: Prompt) -> Placed:
+        return placed(self._tokenizer.encode(prompt.text, add_special_tokens=False), prompt, self._info.images)
+
     @cached_property
     def _prompts(self) -> Prompts:
         from draftwing.server.chat import Prompts  # after the engine: it imports what only servers need
 
-        return Prompts(self._info.options, self._tokenizer, self._reasoning)
+        return Prompts(self._info.options, self._tokenizer, self._reasoning, self._info.images)
 
     def message(self, answer: Answer, request_options: RequestOptions) -> dict[str, Any] | None:
         """Returns a finished answer to a conversation with tools as the message that goes into its history, with
@@ -197,7 +209,7 @@ class Inputs:
 
     def _requests(
         self,
-        prompts: list[list[int]],
+        prompts: list[Placed],
         params: Params | Sequence[Params] | None,
         request_options: RequestOptions,
         starts: list[Start] | None = None,
@@ -211,8 +223,8 @@ class Inputs:
         like = _request_of(self._tokenizer, request_options, self._info.hidden_size)
         context = self._info.context_length
         asked = [
-            like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
-            for ids, (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
+            like._replace(prompt_ids=ids, images=images, params=wanted if given else wanted.fit(context - len(ids)))
+            for (ids, images), (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
         ]
         return [
             self._reasoning.bounded(one, starts[i] if starts else None, grammar_after) for i, one in enumerate(asked)
@@ -257,7 +269,7 @@ def _messages(conversation: Any) -> list[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be a dict with role and content; found {show(message)}", "messages")
         if isinstance(message.get("content"), list):
-            message = {**message, "content": _text(message["content"], f"messages[{i}].content")}
+            message = {**message, "content": content_of(_said(message["content"], f"messages[{i}].content"))}
         for value in message.values():
             if isinstance(value, str):
                 check_text(value, "messages")
@@ -314,15 +326,40 @@ def _tools(asked: RequestOptions) -> tuple[list[Function], ToolChoice]:
     return offered(read, chosen)
 
 
-def _text(parts: list[Any], where: str) -> str:
-    """Returns the text of a content that is a list of text parts, as over HTTP."""
+def _said(parts: list[Any], where: str) -> list[str | Picture]:
+    """Returns what a content says and shows that is a list of parts, as over HTTP."""
+    found: list[str | Picture] = []
     for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind, here = part.get("type") if isinstance(part, Mapping) else None, f"{where}[{i}]"
+        if kind in ("image", "image_url"):
+            found.append(_picture(part, here))
+            continue
         if isinstance(kind, str) and kind != "text":
-            raise no_text(kind, f"{where}[{i}]", "messages")
+            raise no_text(kind, here, "messages")
         if kind is None or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}] must be {{'type': 'text', 'text': ...}}; found {show(part)}", "messages")
-    return "".join(part["text"] for part in parts)
+            raise RequestError(f"{here} must be {{'type': 'text', 'text': ...}}; found {show(part)}", "messages")
+        found.append(part["text"])
+    return found
+
+
+def _picture(part: Mapping[str, Any], where: str) -> Picture:
+    """Returns a picture: of an `image_url` as over HTTP, or an `image`: the path of a file, its bytes, or a picture of
+    Pillow's."""
+    given = part.get("image_url", part.get("image"))
+    given = given.get("url") if isinstance(given, Mapping) else given
+    if given is not None and hasattr(given, "save"):
+        out = io.BytesIO()
+        given.save(out, "PNG")
+        given = out.getvalue()
+    if isinstance(given, Path) or (part["type"] == "image" and isinstance(given, str)):
+        try:
+            given = Path(given).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{where}: {given} cannot be read: {error.strerror}", "messages") from None
+    if not isinstance(given, str | bytes):
+        form = "{'type': 'image_url', 'image_url': {'url': 'data:...'}} or {'type': 'image', 'image': a path or bytes}"
+        raise RequestError(f"{where} must be {form}; found {show(part)}", "messages")
+    return Picture(given, where)
 
 
 def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -> GenerationRequest:

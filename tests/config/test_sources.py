@@ -284,7 +284,8 @@ def test_names_in_errors_are_options(message: str, typed: str | None) -> None:
 
 WRONG = {  # of fields that have aliases: a value each, and what is said of it
     "model": ("", "must not be empty"), "tp_size": ("65", "must be at most 64"),
-    "enable_expert_parallel": ("3", "explicit argument"), "context_length": ("1", "must be at least 2"),
+    "enable_expert_parallel": ("3", "explicit argument"), "disable_images": ("3", "explicit argument"),
+    "context_length": ("1", "must be at least 2"),
     "mem_fraction_static": ("2", "must be at most 0.99"), "cuda_graph_max_bs": ("0", "must be at least 1"),
     "speculative_algorithm": ("", "must not be empty"), "speculative_draft_model_path": ("", "must not be empty"),
     "speculative_ngram_branch_length": ("257", "must be at most 256"),

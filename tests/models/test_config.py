@@ -81,7 +81,7 @@ def test_qwen35() -> None:
     assert attention == AttentionConfig(16, 4, 256, qk_norm=True, gated=True, rotary=64)
     assert net == DeltaNetConfig(16, 32, 128, 128, 4) and config.norm == NormConfig(1e-6, True, 1.0)
     assert [layer.mixer for layer in config.layers] == [net, net, net, attention] * 8
-    assert config.ropes == (RopeConfig(1e7, dims=64),) and not config.tie_embeddings
+    assert config.ropes == (RopeConfig(1e7, dims=64, sections=(11, 11, 10)),) and not config.tie_embeddings
     assert config.attention.keeps() == KVSpec(4, 256) and config.architecture == "Qwen3_5ForCausalLM"
     experts = from_hf(QWEN35_35B).experts
     assert experts == ExpertConfig(256, Routing(8), 512, shared=512, shared_gate=True)

@@ -189,8 +189,9 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "adapters (LoRA) are not supported; serve a checkpoint into which they are merged": (
         "enable_lora lora lora_modules lora_paths max_loras max_lora_rank lora_scaled"
     ),
-    "images are not supported; the text model of a checkpoint is served": (
-        "mmproj limit_mm_per_prompt mm_processor_kwargs"
+    "images are read by models in folders, .gguf files are served as text models": "mmproj",
+    "a request may have 64 images, which are prepared as the model's files say": (
+        "limit_mm_per_prompt mm_processor_kwargs"
     ),
     "all layers and their KV are on the device that --device names": (
         "n_gpu_layers gpu_layers cpu_offload_gb swap_space kv_offloading_size n_gpu_layers_draft "

@@ -55,6 +55,10 @@ class OptionFields:
         "one with tools, for models whose messages begin with <|im_start|>", common=True,
     )  # fmt: skip
     trust_remote_code: bool = option(False, MODEL, "no effect: code that comes with a checkpoint is never executed")
+    disable_images: bool = option(
+        False, MODEL, "serve a model that reads images without what reads them, which takes memory",
+        aliases=("language_model_only", "language_only"),
+    )  # fmt: skip
     dtype: str = option(
         "auto", MODEL,
         "type of activations and of unquantised weights; auto: on CUDA the checkpoint's 16-bit type, on a CPU bfloat16 "
@@ -141,7 +145,10 @@ class OptionFields:
         None, SERVER, "hosts, separated by commas, whose pages may call the server from a browser (CORS), and names "
         "under which a server without a key on a loopback address answers; *: any",
     )  # fmt: skip
-    max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
+    max_body_size: int | None = option(
+        None, SERVER, "most bytes of a request's body (default: 4 MiB, 32 MiB where the model reads images)",
+        minimum=1024, maximum=2**31 - 1,
+    )  # fmt: skip
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
     max_queued_requests: int = option(
         8192, SERVER, "most requests that wait for their first token; further ones get HTTP 503", minimum=1,

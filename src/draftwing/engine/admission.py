@@ -13,6 +13,7 @@ from draftwing.config.options import Options
 from draftwing.config.trees import PREDICTED, TreeShape
 from draftwing.engine.provenance import Provenance
 from draftwing.errors import TOO_LONG, ContextError, RequestError
+from draftwing.images.processing import ImageProcessor
 from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, SpecLimits, Terms
 
 
@@ -44,6 +45,7 @@ class EngineInfo:
     read_rate: float = 0.0
     capability: Mapping[str, Any] = field(default_factory=dict)  # as of `engine.startup.models`
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
+    images: ImageProcessor | None = None  # how pictures are prepared; None: the model reads none
     provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none
 
     @property
@@ -130,12 +132,16 @@ class EngineInfo:
         self._check_thinking(request)
         self._check_logprobs(request)
         self._check_drafts(request)
+        if request.receipt and request.images:
+            raise RequestError("receipt: there is none of an answer to images", "receipt")
         if request.receipt and self.provenance is None:
             raise RequestError(
                 "receipt: there is none of weights or drafts that are made up (load_format, simulate_accept_length)",
                 "receipt",
             )
-        return request._replace(terms=Terms(max(wanted, 1), stop_ids))
+        # Who learns from texts has no images to go with them.
+        learn = request.learn and not request.images
+        return request._replace(terms=Terms(max(wanted, 1), stop_ids), learn=learn)
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:
         params = request.params

@@ -213,6 +213,7 @@ class Engine:
             defaults=dict(defaults or {}),
             capability=parts.capability,
             stored={**(stored or {}), "on_device": parts.executor.device.has_own_memory},
+            images=None if model.tower is None else model.tower.config.processor(tokenizer),
             provenance=provenance,
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))

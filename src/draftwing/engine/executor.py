@@ -23,6 +23,7 @@ from draftwing.engine.commit import CommitStage, Simulation
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, Key, RecordedStages, batch_sizes, first_sizes, graph_keys
+from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.rank_broadcast import SINGLE_RANK, LoadedHeads, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
@@ -100,6 +101,10 @@ class Executor:
         self.heads = LoadedHeads(drafter, device, self.calibration)
         self._steps = 0  # with drafts
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
+        self._images: ImageFeatures | None = None
+        if model.tower is not None:
+            in_axes = any(rope.sections for rope in model.config.ropes)
+            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device)
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
@@ -123,6 +128,8 @@ class Executor:
         if plan.catch_up is not None and not plan.catch_up.late:
             begun = self._catch_up(plan, plan.catch_up)
         self._features.admit(plan)
+        if self._images is not None and plan.admits:
+            self._images.admit(plan.admits)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, (started, begun), mine)
         if plan.mixed_prefill is not None:
@@ -187,6 +194,8 @@ class Executor:
         """Lets the drafter forget what it has learnt."""
         if self.drafter is not None:
             self.drafter.flush()
+        if self._images is not None:
+            self._images.clear()
 
     @torch.inference_mode()
     def remember(self, texts: Sequence[PastText]) -> None:
@@ -344,12 +353,15 @@ class Executor:
         if drafts and self._steps % FORGET_EVERY == 0:
             forget(self.calibration)
         filtered = len(plan.filtered) > 0
+        shifted = self._shifts(plan)
+        if shifted and self.ops.can_record:  # such steps are not recorded
+            key = None
         if key is None:
             rows, groups = self.table.upload_step(plan)
             total = len(plan.rows) * plan.shape.verified if known and not whole else 0
             return TreeStep(
                 None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
-                edited,
+                edited, shifted,
             )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
@@ -360,8 +372,9 @@ class Executor:
         if known is None:
             rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
             known = TreeStep(
-                key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited
-            )
+                key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited,
+                shifted=self._shifts(None),
+            )  # fmt: skip
             self._graph_steps[key, filtered, edited] = known
         return known
 
@@ -378,7 +391,21 @@ class Executor:
         key = None if step.key is None else (step.key, step.filtered, step.edited)
         return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
+    def _shifts(self, plan: Plan | None) -> bool:
+        """Returns whether rows of a plan have other positions for the rotary embedding than in their text. None: of
+        steps with graphs, which know no rows: whether any row may."""
+        if self._images is None or self._images.shift is None:
+            return False
+        return plan is None or not self.ops.can_record or self._images.any_shifted(plan.rows)
+
     def _draft(self, step: TreeStep) -> DraftBatch:
+        drafted = self._drafted(step)
+        if not step.shifted:
+            return drafted
+        assert self._images is not None
+        return drafted._replace(batch=self._images.turned(drafted.batch))
+
+    def _drafted(self, step: TreeStep) -> DraftBatch:
         rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance
         if shape == PLAIN:  # there is nothing to propose
             return self._batches.last_tokens(rows, step.bound)
@@ -435,6 +462,8 @@ class Executor:
         upload = self.table.upload(plan)
         marks = marks[0], self._show(plan, marks[1])
         batch = self._batches.prompts(plan, upload, self._tail)
+        if self._images is not None:
+            batch = self._images.of_prompts(plan, batch)
         return Pending(plan, marks, None, upload, batch, guidance=guidance)
 
     # -- both in one forward ----------------------------------------------------------------------------------------

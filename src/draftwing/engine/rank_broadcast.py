@@ -153,7 +153,7 @@ def numbers_of(plan: Plan) -> Plan:
         params = asked.params.replace(stop=(), stop_regex=(), bad_words=(), grammar=None, logits_processor=None)
         request = GenerationRequest(
             "", asked.prompt_ids, params, limits=asked.limits, prediction=asked.prediction, thinking=asked.thinking,
-            bad_word_ids=asked.bad_word_ids,
+            bad_word_ids=asked.bad_word_ids, images=asked.images,
         )  # fmt: skip
         return admit._replace(request=request)
 

@@ -311,6 +311,11 @@ class PrefillGraphs:
         )
 
 
+def _turns(batch: Batch) -> Tensor:
+    """Returns the positions of a batch for rotary embeddings."""
+    return batch.positions if batch.turns is None else batch.turns
+
+
 def slow_sizes(times: Mapping[int, float]) -> list[int]:
     """Returns sizes that are not worth a graph, ascending, never the largest. times: seconds by size."""
     slow, above = list[int](), math.inf  # seconds of the next larger size that has a graph
@@ -393,16 +398,27 @@ class TargetForward:
         """Runs the target over a batch, without graphs. trees: what runs in the same forward, in front of the batch,
         which is of prompts then.  narrowed: as of `DecoderModel.forward`."""
         attend = self._attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
-        ids, positions = batch.ids, batch.positions
+        ids, positions, images = batch.ids, _turns(batch), batch.images
         if trees is not None:
             first = self._attn.bind(trees, 0, inputs_ready=True)
             attend = MixedAttend(first, attend, trees.ids.shape[0], self._beside)
-            ids, positions = torch.cat((trees.ids, ids)), torch.cat((trees.positions, positions))
-        return self._model(ids, positions, attend, self._aux_layers, narrowed)
+            before = _turns(trees)
+            if positions.dim() > 1:
+                before = before.expand(3, -1)
+            ids, positions = torch.cat((trees.ids, ids)), torch.cat((before, positions), -1)
+            images = None if images is None else images._replace(at=images.at + trees.ids.shape[0])
+        if images is None:
+            return self._model(ids, positions, attend, self._aux_layers, narrowed)
+        return self._model(ids, positions, attend, self._aux_layers, narrowed, images)
 
     def prefill(self, pending: Pending) -> Verified:
         """Runs the target over a prefill."""
-        return Verified(*self.prefills.run(pending.plan.chunks) or self._prompts(pending))
+        assert pending.batch is not None
+        return Verified(*self._replayed(pending.batch, pending.plan.chunks) or self._prompts(pending))
+
+    def _replayed(self, batch: Batch, chunks: Sequence[Chunk]) -> States | None:
+        """Returns `PrefillGraphs.run`; graphs know of no images."""
+        return self.prefills.run(chunks) if batch.turns is None and batch.images is None else None
 
     def _prompts(self, pending: Pending) -> States:
         """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
@@ -430,10 +446,12 @@ class TargetForward:
                 batch = batch.padded(total - queries, self._table.rows)
             first, other = cut(self.run(batch, trees), queries, end)
             return Verified(*first), Verified(*other)
-        found = self.prefills.run_mixed(chunks, key)
+        plain = batch.turns is None and batch.images is None
+        found = self.prefills.run_mixed(chunks, key) if plain else None
         if found is not None:
             return self._graphs.left("verify", key), Verified(*found)
         # Two forwards from graphs take less time than the launches of one over both.
-        self.prefills.took_turns(chunks, key)
+        if plain:
+            self.prefills.took_turns(chunks, key)
         self._graphs.run("verify", key, self.run)
-        return self._graphs.left("verify", key), Verified(*(self.prefills.run(chunks) or self.run(batch)))
+        return self._graphs.left("verify", key), Verified(*(self._replayed(batch, chunks) or self.run(batch)))

@@ -32,6 +32,8 @@ class RopeConfig:
     a proportional one; the others are the last of the head's.  long_divisors: of longrope (Ding et al. 2024, arXiv
     2402.13753), in place of `divisors` where the context is longer than `original_max_positions`.  query_beta:
     queries at position p are multiplied with 1 + query_beta * ln(1 + floor(p / original_max_positions)).
+    sections: pairs that are turned by time, height and width where positions have these three axes (M-RoPE); pairs take
+    turns, and those that are left are turned by time.
     """
 
     theta: float = 10000.0
@@ -49,6 +51,7 @@ class RopeConfig:
     share: float = 1.0
     long_divisors: tuple[float, ...] = ()
     query_beta: float = 0.0
+    sections: tuple[int, ...] = ()
 
     def for_context(self, positions: int) -> RopeConfig:
         """Returns that of a context of so many positions."""
@@ -167,12 +170,24 @@ class Rope(nn.Module):
         self.table = rope_table(config, self.head_dim, positions, dtype, device)
 
     def forward(self, positions: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """positions [M] int64 -> cos, sin [M, 1, head_dim], or [M, 2, head_dim], of keys and of queries"""
+        """positions [M] int64, or [3, M] in three axes -> cos, sin [M, 1, head_dim], or [M, 2, head_dim], of keys and
+        of queries"""
         assert self.table.numel(), "call set_max_positions first"
+        if positions.dim() == 2:
+            return self._of_axes(positions)
         cos, sin = ops.take_rows(self.table, positions).unflatten(1, (-1, 2)).unbind(2)
         return cos, sin
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def _of_axes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [3, M] -> cos, sin [M, 1, head_dim]: each pair has those of its axis."""
+        axis = torch.zeros(self.head_dim // 2, dtype=torch.int64, device=positions.device)
+        for i, count in enumerate(self.config.sections[1:], 1):
+            axis[i : 3 * count : 3] = i
+        every = self.table[positions]  # [3, M, 2, head_dim]
+        chosen = every.gather(0, axis.repeat(2).expand(1, *every.shape[1:]))[0]
+        return chosen[:, :1], chosen[:, 1:]
 
 
 _BLOCK = 256  # positions

@@ -21,12 +21,13 @@ from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, FORMATS
 from draftwing.layers.rope import NOPE, RopeConfig
-from draftwing.models.families import FAMILIES, language_model
+from draftwing.models.families import FAMILIES, language_model, sight
 from draftwing.models.families.unserved import nearest, unserved_part
 from draftwing.models.family import Family, layers_like
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread
-from draftwing.models.positions import context, ropes, rotary_dims, windows
+from draftwing.models.positions import context, ropes, rotary_dims, sections_of, windows
 from draftwing.models.quantised.config import METHODS, Quantization
+from draftwing.models.towers.base import TowerConfig
 from draftwing.parallel.ranks import Ranks
 from draftwing.plugins import import_installed
 from draftwing.requests.refusals import show
@@ -43,7 +44,8 @@ class ModelConfig:
     are never drawn.  max_positions: the context length.  head_bias: whether logits have a bias.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
-    multiplied with when they are loaded, by their names below a layer.
+    multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
+    nothing does.
     """
 
     architecture: str
@@ -65,6 +67,7 @@ class ModelConfig:
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
     factors: tuple[tuple[str, float], ...] = ()
+    tower: TowerConfig | None = None
 
     @property
     def family(self) -> Family:
@@ -171,7 +174,7 @@ ENTRY_POINTS = "draftwing.models"
 def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     """Returns the `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served. head: of a
     draft head's layers, whose config has keys of others."""
-    config = language_model(config)
+    (tower, sections), config = (None, ()) if head else sight(config), language_model(config)
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
     if family.keys is not None:
@@ -189,6 +192,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     eps = fields.number(family.eps_key, 0, 1, family.eps)
     norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
     rope = replace(rope, dims=attention.rotary)
+    if sections:
+        rope = replace(rope, sections=sections_of(fields, sections))
     attention = replace(attention, scaled_queries=rope.query_beta > 0)
     layer = LayerConfig(
         hidden,
@@ -232,6 +237,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
         quantization=quantization,
+        tower=tower,
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
     refuse_unread(fields, family.neutral, known_alone=head)

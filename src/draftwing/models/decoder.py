@@ -26,8 +26,9 @@ from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
+from draftwing.models.towers.base import Tower
 from draftwing.ops.attention.attend import Attend
-from draftwing.ops.attention.batch import HeadShape
+from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.ops.whole_layers.contract import WholeLayers
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -76,6 +77,7 @@ class DecoderModel(nn.Module):
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
         self.inexact: list[str] = []  # once packed: weights whose rows may have other bits in another batch, and why
+        self.tower: Tower | None = None  # what reads images; no part of the decoder
         self._suppressed: Tensor | None = None  # tokens that are never drawn, int64
         self._norms: list[
             RMSNorm
@@ -116,8 +118,10 @@ class DecoderModel(nn.Module):
         attend: Attend,
         aux_layers: Sequence[int] = (),
         narrowed: Narrowed | None = None,
+        images: ImageRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the auxiliary hidden states.
+        """ids, positions [M] int64, positions perhaps in three axes, [3, M] -> hidden states after the final norm [M,
+        hidden], and the auxiliary hidden states.
 
         aux_layers: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
         wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
@@ -125,13 +129,16 @@ class DecoderModel(nn.Module):
 
         narrowed: without auxiliary hidden states; those of other queries are zeros, for layers from `keepers` on, which
         leave nothing to later ones, do not see them.
+
+        images: rows of features in place of embeddings.
         """
         assert narrowed is None or not aux_layers
         # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, inputs_ready). That is right as
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
-        whole = self._whole_layers(aux_layers)
-        x = self.embedded(ids)
+        deep = 0 if images is None else images.deep
+        whole = self._whole_layers(aux_layers) if not deep else None
+        x = self.embedded(ids, images)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
@@ -153,6 +160,9 @@ class DecoderModel(nn.Module):
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
             if (end := cast(DecoderLayer, layer).end) is not None:
                 x = end(x, None if embeddings is None else embeddings[:, i - 1])
+            if images is not None and i <= deep:
+                x = x.index_add(0, images.at, images.rows.unflatten(1, (1 + deep, -1))[:, i])
+                normed = None if normed is None else self._norms[i](x)
             if i in aux_layers:
                 streams[i] = x
         x = self.norm(x) if normed is None else normed
@@ -163,10 +173,12 @@ class DecoderModel(nn.Module):
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them."""
+    def embedded(self, ids: Tensor, images: ImageRows | None = None) -> Tensor:
+        """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them, or rows of features, which
+        have none."""
         x = self.embed(ids)
-        return x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
+        x = x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
+        return x if images is None else x.index_copy(0, images.at, images.rows[:, : x.shape[1]])
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after

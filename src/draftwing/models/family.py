@@ -16,6 +16,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import Activation, ExpertConfig, LayerConfig, MixerConfig
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import WindowSwitch
+from draftwing.models.towers.base import TowerConfig
 from draftwing.ops.experts.routing import Routing
 
 # Values of `expert_gating_func` in GGUF files: none said, a softmax, sigmoids, and a softmax of those chosen, which is
@@ -42,11 +43,17 @@ _EXPERT_NAMES = ExpertNames()
 
 class Whole(NamedTuple):
     """A model for texts and images around a language model: its `model_type`, and what files leave out of the config of
-    that within; and the `model_type` of that, where several families are in such models."""
+    that within; and the `model_type` of that, where several families are in such models.
+
+    tower: makes what reads images of its config and of `vision_config`; None: that is not served.  sections: pairs of a
+    head that are turned by time, height and width, by turns, where a config does not say; none: positions are plain.
+    """
 
     model_type: str
     defaults: Mapping[str, Any]
     text: str = ""
+    tower: Callable[[Fields, Fields], TowerConfig] | None = None
+    sections: tuple[int, ...] = ()
 
 
 _PREFIXES = {

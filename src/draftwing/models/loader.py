@@ -33,6 +33,7 @@ from draftwing.models.apart import each_expert, of_state_space, without_latents
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
+from draftwing.models.fields import Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.generation import suppressed
 from draftwing.models.gguf_tensors import Progress
@@ -77,7 +78,16 @@ def load_config(path: str | Path) -> ModelConfig:
         config["quantization_config"] = {"quant_method": "modelopt", **read_json(path / _MODELOPT)}
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
-    return replace(from_hf(config), suppressed=suppressed(path))
+    found = replace(from_hf(config), suppressed=suppressed(path))
+    return found if found.tower is None else replace(found, tower=found.tower.prepared(_preparing(path)))
+
+
+def _preparing(path: Path) -> Fields:
+    """Returns what a folder says of how pictures are prepared."""
+    own, whole = path / "preprocessor_config.json", path / "processor_config.json"
+    if own.exists():
+        return Fields(read_json(own), own.name)
+    return Fields(read_json(whole), whole.name).inner("image_processor") if whole.exists() else Fields({}, own.name)
 
 
 def load_model(

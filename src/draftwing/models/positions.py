@@ -99,6 +99,18 @@ def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
     return 0 if dims == head_dim else dims
 
 
+def sections_of(fields: Fields, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how many pairs of a head are turned by time, height and width, by turns. usual: where a config does not
+    say."""
+    given, key = rope_fields(fields), "mrope_section"
+    given.check("mrope_interleaved", (True,))
+    found = given.get(key)
+    found = usual if found is None else tuple(found) if isinstance(found, list) else ()
+    if len(found) != 3 or not all(type(one) is int and 0 <= one < LARGEST for one in found):
+        raise given.unlike(key, "three numbers of pairs")
+    return found
+
+
 def _check_beside(fields: Fields, given: Fields) -> None:
     """Refuses keys beside `given` that say something else: who adds `rope_scaling` to a file with `rope_parameters`
     wants it read."""

@@ -62,7 +62,9 @@ def check_text(text: str, param: str) -> str:
 
 def no_text(kind: str, where: str, param: str, expected: str = "text") -> RequestError:
     """Refuses a part of a message that is of another kind than text; expected: the kind that it must be of."""
-    kinds = ("image", "audio", "video", "file", "document", "screenshot")
+    if "image" in kind:
+        return RequestError(f"{where} has the type {show(kind)}: images belong into messages of users and tools", param)
+    kinds = ("audio", "video", "file", "document", "screenshot")
     media = next((medium for medium in kinds if medium in kind), None)
     if media is not None:
         plural = {"audio": "audio is"}.get(media, f"{media}s are")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from draftwing.errors import RequestError
+from draftwing.requests.images import RequestImage
 from draftwing.requests.refusals import check_text, show, suggestion
 from draftwing.requests.sampling_params import SamplingParams
 
@@ -114,7 +115,8 @@ class GenerationRequest(NamedTuple):
     traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
     learn: whether it and its answer may be kept on the disk, for drafters to learn from.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
-    gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).
+    gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).  images: in the order of the
+    prompt, whose tokens stand for their positions.
     """
 
     uid: str
@@ -134,6 +136,7 @@ class GenerationRequest(NamedTuple):
     thinking: ThinkingBudget | None = None
     learn: bool = True
     receipt: bool = False
+    images: tuple[RequestImage, ...] = ()
 
     @property
     def together(self) -> tuple[str, float] | None:

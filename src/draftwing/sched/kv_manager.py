@@ -299,8 +299,8 @@ class KVManager:
                 states.keep(node, slot, position == last)
 
     def _known(self, req: Req) -> IntArray:
-        """Returns the tokens that its committed KV depends on."""
-        return np.asarray(req.tokens[: req.kv + self._lookahead], np.int64)
+        """Returns the keys of the tokens that its committed KV depends on."""
+        return req.keys(req.kv + self._lookahead)
 
     def share(self, req: Req) -> None:
         """Gives the prompt to the radix tree at once, so that others can use it.

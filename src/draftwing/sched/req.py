@@ -16,6 +16,7 @@ from draftwing.config.trees import SOURCES
 from draftwing.core import IntArray, TokenLogprobs
 from draftwing.errors import RequestError
 from draftwing.grammar.state import GrammarState
+from draftwing.requests.images import with_keys
 from draftwing.requests.request import GenerationRequest
 from draftwing.sched.guidance import AsyncMask, BoundProcessor
 from draftwing.sched.radix import Node
@@ -125,14 +126,19 @@ class Req:
 
     @property
     def array(self) -> IntArray:
-        """Returns `tokens`; kept, for one that waits is looked at before every step."""
+        """Returns `keys` of all tokens; kept, for one that waits is looked at before every step."""
         if len(self._array) != len(self.tokens):
-            self._array, self._digest = np.asarray(self.tokens, np.int64), b""
+            self._array, self._digest = self.keys(len(self.tokens)), b""
         return self._array
+
+    def keys(self, length: int) -> IntArray:
+        """Returns the first `tokens` as the prefix cache compares them: those of images are the images' own."""
+        tokens = np.asarray(self.tokens[:length], np.int64)
+        return with_keys(tokens, self.request.images) if self.request.images else tokens
 
     @property
     def digest(self) -> bytes:
-        """Returns a hash of `tokens`: as good as they are to tell whether others are the same."""
+        """Returns a hash of `array`: as good as that is to tell whether others are the same."""
         array = self.array
         if not self._digest:
             self._digest = blake2b(array.tobytes(), digest_size=16).digest()

@@ -58,7 +58,11 @@ def _wants(req: Req) -> bool:
 
 def _alike(one: Req, other: Req) -> bool:
     same = one.salt == other.salt and one.request.logprobs == other.request.logprobs
-    return same and one.request.prompt_ids == other.request.prompt_ids
+    return same and one.request.prompt_ids == other.request.prompt_ids and _digests(one) == _digests(other)
+
+
+def _digests(req: Req) -> list[bytes]:
+    return [image.digest for image in req.request.images]
 
 
 class Finish(Protocol):

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Tag
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ContextError, RequestError
+from draftwing.images.reader import Picture
 from draftwing.requests.refusals import no_text, show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Chats, checked_choice, checked_functions
@@ -289,6 +290,18 @@ def _texts(content: str | Sequence[TextBlock] | None, where: str) -> str:
     return "".join(_text(block, f"{where}.{i}") for i, block in enumerate(content))
 
 
+def _said(content: str | Sequence[TextBlock] | None, where: str) -> list[str | Picture]:
+    """Returns what a content says and shows."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [_one_said(block, f"{where}.{i}") for i, block in enumerate(content)]
+
+
+def _one_said(block: TextBlock, where: str) -> str | Picture:
+    found = block.picture(where)
+    return _text(block, where) if found is None else found
+
+
 def _text(block: TextBlock, where: str, answers: bool = False) -> str:
     text = block.said(answers)
     if text is None:
@@ -334,22 +347,22 @@ def _assistant(found: Conversation, content: list[Block], where: str) -> None:
 
 
 def _user(found: Conversation, content: list[Block], where: str) -> None:
-    texts: list[str] = []
+    said: list[str | Picture] = []
     for i, block in enumerate(content):
         here = f"{where}.{i}"
         if block.type != "tool_result":
-            texts.append(_text(block, here))
+            said.append(_one_said(block, here))
             continue
-        if texts:
-            found.say("user", "".join(texts))
-            texts = []
+        if said:
+            found.say("user", said)
+            said = []
         _only(block, ("tool_use_id", "content", "is_error", "toolset_name"), here)
-        result = _texts(block.content, f"{here}.content")
+        result = _said(block.content, f"{here}.content")
         # Chat templates have no other way to say that it is an error.
-        result = f"Error: {result}" if block.is_error else result
+        result = ["Error: ", *result] if block.is_error else result
         found.result(block.tool_use_id, result, f"{here}.tool_use_id", "tool_use block")
-    if texts or not content:
-        found.say("user", "".join(texts))
+    if said or not content:
+        found.say("user", said)
 
 
 _DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}

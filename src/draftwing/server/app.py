@@ -96,7 +96,7 @@ def create_app(
         add_ui_routes(app, service, chats, learning)
     _add_heads(app)
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_size=service.options.max_body_size)
+    app.add_middleware(BodyLimit, max_size=service.max_body_size)
     free = _free(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keyring, closed=service.options.has_key, allowances=allowances, free=free)

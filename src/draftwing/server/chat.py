@@ -13,7 +13,11 @@ from pydantic import Field
 
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import MAX_CHARS
+from draftwing.images.parts import pictures_of, shown
+from draftwing.images.processing import ImageProcessor
+from draftwing.images.reader import Picture, Prompt, check_pictures, filled, placed
 from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.images import RequestImage
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import MAX_OPENAI_LOGPROBS, GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
@@ -71,6 +75,10 @@ class Chat:
     stream_reasoning: bool = True
     ignored: tuple[str, ...] = ()
 
+    @cached_property
+    def pictures(self) -> list[Picture]:
+        return pictures_of(self.messages)
+
     @property
     def offers(self) -> bool:
         """Returns whether the model sees functions."""
@@ -108,7 +116,11 @@ class Prompts:
     """From conversations to prompts, and how the answers are read. The parsers are those that the engine was started
     with."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, reasoning: Reasoning) -> None:
+    def __init__(
+        self, options: Options, tokenizer: Tokenizer, reasoning: Reasoning, images: ImageProcessor | None = None
+    ) -> None:
+        """images: how pictures are prepared, None: the model reads none."""
+        self._images = images
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self.harmony, self.reasoning = reasoning.harmony, reasoning.style
         named = TOOL_STYLES.get(options.tool_call_parser or "")
@@ -118,8 +130,18 @@ class Prompts:
         """Reads one answer."""
         return (HarmonyReader if style.harmony else MessageReader)(style, self._tokenizer)
 
+    def filled(self, chat: Chat, names: Mapping[str, str]) -> Prompt:
+        """Returns the prompt with its pictures; blocks as `render`, and while they are decoded."""
+        text = self.render(chat, names)
+        return filled(text, chat.pictures, self._images)
+
+    def placed(self, ids: list[int], prompt: Prompt) -> tuple[list[int], tuple[RequestImage, ...]]:
+        """Returns the tokens of a prompt with all of those of its images, and these."""
+        return placed(ids, prompt, self._images)
+
     def render(self, chat: Chat, names: Mapping[str, str]) -> str:
-        """Returns the prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
+        """Returns the prompt's text, in which nothing stands for pictures yet; blocks while a template runs. names: of
+        the dialect's fields, for errors."""
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
@@ -144,7 +166,10 @@ class Prompts:
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
             _check_values(variables["tools"], MAX_TEMPLATE_VALUES, name, f"all {name}")
         _check_values(chat.messages, MAX_TEMPLATE_VALUES, "messages", "all messages")
-        messages = harmony_messages(chat.messages) if self.harmony else chat.messages
+        messages: Sequence[Mapping[str, Any]] = harmony_messages(chat.messages) if self.harmony else chat.messages
+        if chat.pictures:
+            check_pictures(chat.pictures, self._images)
+            messages = shown(messages)
         if chat.continued:
             return tokenizer.render_continued(messages, **variables)
         return tokenizer.render_chat(messages, add_generation_prompt=chat.prompted, **variables)
@@ -251,7 +276,7 @@ class Chats(Prompts):
     """Asks the engine."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(service.options, service.tokenizer, service.reasoning)
+        super().__init__(service.options, service.tokenizer, service.reasoning, service.engine.info.images)
         self._service = service
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
@@ -267,8 +292,8 @@ class Chats(Prompts):
         service.check_room(params.n)
         logprobs = body.wanted_logprobs()
         called = CALLED | dict(body.names) | {"thinking": body.thinking_field}
-        text = await self._rendered(chat, called, size)
-        style = self.message_style(chat, text)
+        prompt = await self._filled(chat, called, size)
+        style = self.message_style(chat, prompt.text)
         params, without_effect = self._with_budget(chat, body, params, style)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
@@ -283,13 +308,14 @@ class Chats(Prompts):
         style = dataclasses.replace(style, constrained=params.grammar is not None)
         if self.hidden(style):
             params = params.replace(skip_special_tokens=False)
-        (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
+        (ids,) = await service.tokenize([prompt.text], body.source, add_special_tokens=False)
+        ids, images = self.placed(ids, prompt)
         ignored = (*chat.ignored, *without_effect)
         asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
         if asks and not self.knows_effort:
             ignored = (*ignored, called.get("effort", called["thinking"]))
         try:
-            asked = GenerationRequest("", ids, params, logprobs=logprobs)
+            asked = GenerationRequest("", ids, params, logprobs=logprobs, images=images)
             asked = service.reasoning.bounded(asked, style.start, grammar_after=True)
         except RequestError as error:
             raise body.renamed(error) from None
@@ -303,16 +329,21 @@ class Chats(Prompts):
     async def ids(self, read: Callable[[], Chat], field: str, size: int) -> tuple[list[int], tuple[str, ...]]:
         """Returns the prompt's tokens, and `Chat.ignored`. Raises RequestError; read: makes the conversation.  field:
         of the body, that holds the messages.  size: as of `ask`."""
-        text, ignored = await self.text(read, size)
-        return (await self._service.tokenize([text], field, add_special_tokens=False))[0], ignored
+        prompt, ignored = await self._prompt(read, size)
+        (ids,) = await self._service.tokenize([prompt.text], field, add_special_tokens=False)
+        return self.placed(ids, prompt)[0], ignored
 
     async def text(self, read: Callable[[], Chat], size: int) -> tuple[str, tuple[str, ...]]:
         """Returns the prompt's text, and `Chat.ignored`, as `ids`."""
-        chat = await self._read(read, size)
-        return await self._rendered(chat, CALLED, size), chat.ignored
+        prompt, ignored = await self._prompt(read, size)
+        return prompt.text, ignored
 
-    async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
-        return await self._service.pools.run(size, lambda gone: self.render(chat, names))
+    async def _prompt(self, read: Callable[[], Chat], size: int) -> tuple[Prompt, tuple[str, ...]]:
+        chat = await self._read(read, size)
+        return await self._filled(chat, CALLED, size), chat.ignored
+
+    async def _filled(self, chat: Chat, names: Mapping[str, str], size: int) -> Prompt:
+        return await self._service.pools.run(size, lambda gone: self.filled(chat, names))
 
     async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
         """Raises RequestError for the first function that a call of it is held to, and cannot be."""

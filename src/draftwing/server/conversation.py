@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from draftwing.errors import RequestError
+from draftwing.images.parts import Said, content_of
+from draftwing.images.reader import Picture
 from draftwing.requests.refusals import show
 from draftwing.server.parsers.call import read_arguments
 from draftwing.server.schema import MAX_IN_CALL, Body, check_parts, hints_of
@@ -46,6 +48,10 @@ _ACTIONS = ("action", "actions", "operation")
 _CLIENT_RUN = {f"{name}_call": name for name in ("apply_patch", "computer", "local_shell", "shell")}
 
 
+# Kinds of parts that are pictures: OpenAI's in both APIs, Anthropic's, and what a tool gives that uses a computer.
+_PICTURES = frozenset({"image_url", "input_image", "image", "computer_screenshot"})
+
+
 class MessagePart(Body):
     """A part of a message. Of a kind that is not one of the class's `own` only what is read is kept."""
 
@@ -53,6 +59,7 @@ class MessagePart(Body):
 
     type: str
     text: str | None = None
+    image: str | None = None  # address of a picture
 
     @model_validator(mode="before")
     @classmethod
@@ -63,6 +70,7 @@ class MessagePart(Body):
         return {
             "type": kind,
             "text": _text_of(kind, part),
+            "image": _address_of(part) if kind in _PICTURES else None,
             **{name: part[name] for name in hints_of(cls) & part.keys()},
         }
 
@@ -72,10 +80,33 @@ class MessagePart(Body):
             return self.text or ""
         return self.text if self.type in _TEXTS or (answers and self.type in _ANSWERS) else None
 
+    def picture(self, where: str) -> Picture | None:
+        """Returns the picture that the part is, None where it is none. Raises RequestError. where: the part, for
+        errors."""
+        if self.type not in _PICTURES:
+            return None
+        if self.image is None:
+            raise RequestError(f"{where}: expected a picture, as data:image/png;base64,... ; found none", where)
+        return Picture(self.image, where)
+
     @property
     def thought(self) -> str | None:
         """Returns what is read of the part as reasoning; None where it has none."""
         return self.text if self.type in _THOUGHTS else None
+
+
+def _address_of(part: Mapping[str, Any]) -> str | None:
+    """Returns the address of a picture: of OpenAI's `image_url`, a text or an object with a `url`, or of Anthropic's
+    `source`."""
+    given = part.get("image_url")
+    if given is None:
+        given = part.get("source")
+    if isinstance(given, Mapping):
+        data = given.get("data")
+        if given.get("type") == "base64" and isinstance(data, str):
+            return f"data:{given.get('media_type')};base64,{data}"
+        given = given.get("url")
+    return given if isinstance(given, str) else None
 
 
 def message_of(message: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +192,11 @@ class Conversation:
         if system:
             self.say("system", system)
 
-    def say(self, role: str, text: str, **more: Any) -> None:
+    def say(self, role: str, text: str | Said, **more: Any) -> None:
         """Adds a whole message."""
         self._end_turn()
-        self._messages.append({"role": role, "content": text, **more})
+        content = text if isinstance(text, str) else content_of(text)
+        self._messages.append({"role": role, "content": content, **more})
 
     def answer(self, text: str, begin: bool = False) -> None:
         """Adds what the assistant says. begin: in a new message."""
@@ -180,7 +212,7 @@ class Conversation:
         self._called[call_id] = name
         self._turn().setdefault("tool_calls", []).append(template_call(call_id, name, arguments, where))
 
-    def result(self, call_id: str | None, text: str, where: str, kind: str) -> None:
+    def result(self, call_id: str | None, text: str | Said, where: str, kind: str) -> None:
         """Adds what a called function gave. Raises RequestError where nothing has that id: `where` is the field that
         holds it, `kind` what calls are here."""
         name = self._called.get(call_id or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -12,7 +12,9 @@ from fastapi.responses import Response
 from pydantic import WithJsonSchema
 
 from draftwing.errors import RequestError
+from draftwing.images.reader import Picture, Prompt, filled, pasted, placed
 from draftwing.requests.grammar_field import schema_place
+from draftwing.requests.images import RequestImage
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest, LogprobParams, logprob_params
 from draftwing.requests.sampling_params import HINTS, Budget, SamplingParams, field_schemas
@@ -41,7 +43,7 @@ class GenerateRequest(
     GenerationBody,
     hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
     "routing_key use_audio_in_video video_config",
-    not_built="input_embeds image_data audio_data video_data return_prompt_token_ids "
+    not_built="input_embeds audio_data video_data return_prompt_token_ids "
     "return_entropy lora_path session_params session_id background bootstrap_host bootstrap_port "
     "bootstrap_room modalities no_logs require_reasoning return_bytes return_flat_raw_output_top_logprobs "
     "return_flat_raw_top_logprobs return_routed_experts return_sampling_mask routed_experts_start_len "
@@ -63,6 +65,8 @@ class GenerateRequest(
     return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
     receipt: bool | None = None
+    # Pictures of a prompt in base64 or as data:, for each place in it; of a batch a list of lists.
+    image_data: str | list[str] | list[list[str] | None] | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
@@ -139,6 +143,19 @@ class GenerateRequest(
         if len(value) != prompts:
             raise RequestError(f"{name} must hold one entry per prompt; found {len(value)} for {prompts}", name)
         return value
+
+    def pictures(self, prompts: int, batched: bool) -> list[list[Picture]]:
+        """Returns the pictures of each prompt. Raises RequestError."""
+        given: Any = self.image_data
+        if self.text is None:
+            raise RequestError("image_data needs text, with a place for each picture", "image_data")
+        given = [given] if isinstance(given, str) else given
+        if not batched and all(isinstance(one, str) for one in given):
+            given = [given]
+        if len(given) != prompts or not all(one is None or isinstance(one, list) for one in given):
+            raise RequestError("image_data must hold a list of pictures for each prompt", "image_data")
+        every = [enumerate(one or []) for one in given]
+        return [[pasted(one, f"image_data.{i}.{j}") for j, one in some] for i, some in enumerate(every)]
 
     def renamed(self, error: RequestError) -> RequestError:
         # In the engine's words, but for the field that has another name here.
@@ -236,15 +253,40 @@ async def _asked(service: Service, body: GenerateRequest) -> tuple[Generation, b
     asked = await service.sampling(body, partial(body.each_sampling, count, info.sampling))
     service.check_room(sum(params.n for params, _ in asked))
     every, batched = await service.encode(*body.prompt())
+    images: list[tuple[RequestImage, ...]] = [()] * len(every)
+    if body.image_data:
+        every, images = await _with_images(service, body, len(every), batched)
     await service.check_grammars([(one, _grammar_field(one, body)) for one, _ in asked])
     wanted = body.each_logprobs(len(every), info.hidden_size)
     requests = [
         GenerationRequest(
-            "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
+            "",
+            ids,
+            one if given else one.fit(info.context_length - len(ids)),
+            name=name,
+            logprobs=logprobs,
+            images=shown,
         )
-        for ids, (one, given), name, logprobs in zip(every, asked, names, wanted, strict=True)
+        for ids, (one, given), name, logprobs, shown in zip(every, asked, names, wanted, images, strict=True)
     ]
     return await service.submit(requests, body), batched
+
+
+async def _with_images(
+    service: Service, body: GenerateRequest, count: int, batched: bool
+) -> tuple[list[list[int]], list[tuple[RequestImage, ...]]]:
+    """Returns tokens and images of each prompt. Raises RequestError."""
+    pictures, processor = body.pictures(count, batched), service.engine.info.images
+    texts = [body.text] if isinstance(body.text, str) else body.text or []
+    size = sum(len(one.data) for some in pictures for one in some)
+
+    def fill(gone: Callable[[], bool]) -> list[Prompt]:
+        return [filled(text, some, processor) for text, some in zip(texts, pictures, strict=True)]
+
+    prompts = await service.pools.run(size, fill)
+    ids = await service.tokenize([prompt.text for prompt in prompts], "text")
+    made = [placed(one, prompt, processor) for one, prompt in zip(ids, prompts, strict=True)]
+    return [one for one, _ in made], [images for _, images in made]
 
 
 def _names(rid: str | list[str] | None, prompts: int) -> list[str]:

@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict
 
 from draftwing.errors import RequestError
+from draftwing.images.reader import Picture, pasted
 from draftwing.requests.sampling_params import NEUTRAL_SAMPLERS, SAMPLER_HINTS, SamplingParams
 from draftwing.server.chat import Chat, ChatLogprobs, Chats, checked_functions
 from draftwing.server.conversation import Conversation
@@ -86,9 +87,10 @@ class ToolCall(Body, bookkeeping="type"):
     function: CalledFunction
 
 
-class OllamaMessage(Body, not_built="images"):
+class OllamaMessage(Body):
     role: Role
     content: str | None = None
+    images: list[str] | None = None  # base64
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
@@ -164,7 +166,7 @@ class OllamaChatRequest(OllamaBody):
         return self._chat(_conversation(self.messages or []), functions=functions)
 
 
-class OllamaGenerateRequest(OllamaBody, not_built="context images suffix template"):
+class OllamaGenerateRequest(OllamaBody, not_built="context suffix template"):
     """Body of /api/generate: a prompt that is put into the chat template, or with `raw` the whole prompt."""
 
     source = "prompt"
@@ -172,10 +174,11 @@ class OllamaGenerateRequest(OllamaBody, not_built="context images suffix templat
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None  # base64
 
     def chat(self) -> Chat:
         found = Conversation(self.system)
-        found.say("user", self.prompt or "")
+        found.say("user", [*_pasted(self.images, "images"), self.prompt or ""])
         return self._chat(found.done())
 
 
@@ -225,6 +228,8 @@ def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         where, text = f"messages.{i}", message.content or ""
         if message.tool_calls and message.role != "assistant":
             raise RequestError(f"{where}.tool_calls is for messages of the role 'assistant'", f"{where}.tool_calls")
+        if message.images and message.role == "assistant":
+            raise RequestError(f"{where}.images is for messages of others than the assistant", f"{where}.images")
         if message.role == "assistant":
             found.answer(text, begin=True)
             if message.thinking:
@@ -237,10 +242,20 @@ def _conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
                 found.call(call.id, call.name, given.function.arguments, f"{where}.tool_calls.{j}.function.arguments")
         elif message.role == "tool":
             call_id = calls.answered(message)
-            found.result(call_id, text, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")
+            said = _said(message, where)
+            found.result(call_id, said, f"{where}.{'tool_call_id' if message.tool_call_id else 'role'}", "tool call")
         else:
-            found.say(message.role, text)
+            found.say(message.role, _said(message, where))
     return found.done()
+
+
+def _said(message: OllamaMessage, where: str) -> list[str | Picture]:
+    """Returns what a message shows, and then what it says."""
+    return [*_pasted(message.images, f"{where}.images"), message.content or ""]
+
+
+def _pasted(images: list[str] | None, where: str) -> list[Picture]:
+    return [pasted(image, f"{where}.{i}") for i, image in enumerate(images or [])]
 
 
 Content = Callable[..., dict[str, Any]]  # makes what a line of the endpoint holds
@@ -404,6 +419,8 @@ async def _raw(service: Service, body: OllamaGenerateRequest) -> Generation:
     it."""
     if body.system:
         raise RequestError("system cannot be given with raw, whose prompt is used as it is", "system")
+    if body.images:
+        raise RequestError("images cannot be given with raw, whose prompt is used as it is", "images")
     assert body.prompt
     return await service.complete(body, body.prompt, ignored=() if body.think is None else ("think",))
 

@@ -36,6 +36,7 @@ from draftwing.text.tokenizer import Tokenizer, bad_word_ids, encode_bounded
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
+MAX_BODY, MAX_BODY_WITH_IMAGES = 4 << 20, 32 << 20  # bytes, where no option says
 MAX_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MAX_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100  # names of other models that are asked for, each logged once
@@ -150,6 +151,12 @@ class Service:
         if not all(ids):
             raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
+
+    @property
+    def max_body_size(self) -> int:
+        """Returns the most bytes of a body."""
+        usual = MAX_BODY if self.engine.info.images is None else MAX_BODY_WITH_IMAGES
+        return usual if self.options.max_body_size is None else self.options.max_body_size
 
     @property
     def countable(self) -> int:

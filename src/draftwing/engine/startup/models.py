@@ -33,6 +33,7 @@ from draftwing.models.folder import weight_files
 from draftwing.models.heads.config import read_config, same
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
+from draftwing.models.towers.loading import load_tower
 from draftwing.ops.gemm.groups import SCHEMES
 from draftwing.ops.types import Draft
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -269,6 +270,11 @@ def load_with_progress(
             options.context_length or 0,
         )  # fmt: skip
     model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference)
+    tower = model.config.tower
+    if target and tower is not None and not options.disable_images:
+        model.tower = load_tower(
+            path, tower, precision.dtype, device.device, precision.weights, device.ops, options.dummy
+        )
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,10 +43,12 @@ from draftwing.models.families import (
     stablelm,
     starcoder,
 )
-from draftwing.models.family import Family
+from draftwing.models.family import Family, Whole
 from draftwing.models.fields import Fields
+from draftwing.models.towers.base import TowerConfig
 from draftwing.requests.refusals import show
 
+logger = logging.getLogger(__name__)
 _MODULES = (
     llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
     ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee, bailing,
@@ -60,10 +63,7 @@ _OF_BOTH = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model in a parsed config.json, which mostly is all of it; else the model is
     one for texts and images. Raises CheckpointError."""
-    fields = Fields(config, "config")
-    names, kind = fields.texts("architectures"), fields.get("model_type")
-    every = [(name, one, whole) for name, family in FAMILIES.items() for one, whole in family.wholes.items()]
-    found = [row for row in every if row[1] in names or (not names and kind == row[2].model_type)]
+    fields, found = Fields(config, "config"), _wholes(config)
     if not found:
         return config
     inner = fields.inner("text_config") if fields.has("text_config") else fields  # older ones have no other
@@ -75,6 +75,29 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
             return {**whole.defaults, **own, **outer, "architectures": [architecture]}
     served = ", ".join(whole.text for _, _, whole in found)
     raise CheckpointError(f"{found[0][1]}: text_config.model_type: expected one of {served}; found {show(text)}")
+
+
+def sight(config: Mapping[str, Any]) -> tuple[TowerConfig | None, tuple[int, ...]]:
+    """Returns what reads images in a parsed config.json, None where nothing does that is served, and the `sections` of
+    the model's rotary embedding then. What is wrong with it is logged: the model is served without."""
+    fields = Fields(config, "config")
+    whole = next((whole for _, _, whole in _wholes(config) if whole.tower is not None), None)
+    if whole is None or whole.tower is None or not fields.get("vision_config"):
+        return None, ()
+    try:
+        return whole.tower(fields, fields.inner("vision_config")), whole.sections
+    except CheckpointError as error:
+        logger.warning("images are not read: %s", error)
+        return None, ()
+
+
+def _wholes(config: Mapping[str, Any]) -> list[tuple[str, str, Whole]]:
+    """Returns the models for texts and images that a config may be of: the architectures of the language model and of
+    all."""
+    fields = Fields(config, "config")
+    names, kind = fields.texts("architectures"), fields.get("model_type")
+    every = [(name, one, whole) for name, family in FAMILIES.items() for one, whole in family.wholes.items()]
+    return [row for row in every if row[1] in names or (not names and kind == row[2].model_type)]
 
 
 def in_gguf() -> dict[str, str]:

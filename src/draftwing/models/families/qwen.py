@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
+from draftwing.models.families.qwen_images import tower
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 
@@ -40,6 +41,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
 
 NEUTRAL: dict[str, Values] = {"use_qk_norm": (True,), "qk_norm": (True,), "qkv_bias": (False,)}  # of Qwen3
 _OF_QWEN2 = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+_SEES: dict[str, Any] = {"tower": partial(tower, token=151655, taps=True), "sections": (24, 20, 20)}
 FAMILIES = {
     "Qwen2ForCausalLM": Family(
         "qwen2",
@@ -63,7 +65,7 @@ FAMILIES = {
         window_switch="upper",
         neutral=NEUTRAL,
         wholes={
-            "Qwen3VLForConditionalGeneration": Whole("qwen3_vl", {"rope_theta": 5e5}),
+            "Qwen3VLForConditionalGeneration": Whole("qwen3_vl", {"rope_theta": 5e5}, **_SEES),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3"),
         },
         gguf=InGGUF("qwen3"),
@@ -93,7 +95,9 @@ FAMILIES = {
         dense_layers=dense_layers,
         neutral=NEUTRAL,
         wholes={
-            "Qwen3VLMoeForConditionalGeneration": Whole("qwen3_vl_moe", {"norm_topk_prob": True, "rope_theta": 5e5}),
+            "Qwen3VLMoeForConditionalGeneration": Whole(
+                "qwen3_vl_moe", {"norm_topk_prob": True, "rope_theta": 5e5}, **_SEES
+            ),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3_moe"),
         },
         gguf=InGGUF("qwen3moe", experts=ExpertMetadata()),

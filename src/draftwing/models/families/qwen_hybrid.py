@@ -14,6 +14,7 @@ from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.models.families.qwen import NEUTRAL, dense_layers, shared_experts
+from draftwing.models.families.qwen_images import tower
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
@@ -122,17 +123,18 @@ _MOE_SIZES = {
     "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
     "num_key_value_heads": 2, "max_position_embeddings": 32768,
 }  # fmt: skip
+_SEES: dict[str, Any] = {"tower": partial(tower, token=248056, taps=False), "sections": (11, 11, 10)}
 FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         **_COMMON,
-        wholes={"Qwen3_5ForConditionalGeneration": Whole("qwen3_5", _SIZES)},
+        wholes={"Qwen3_5ForConditionalGeneration": Whole("qwen3_5", _SIZES, **_SEES)},
         gguf=InGGUF("qwen35", names=_NAMES, layers=_in_gguf),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text",
         **_MOE,
-        wholes={"Qwen3_5MoeForConditionalGeneration": Whole("qwen3_5_moe", _MOE_SIZES)},
+        wholes={"Qwen3_5MoeForConditionalGeneration": Whole("qwen3_5_moe", _MOE_SIZES, **_SEES)},
         gguf=InGGUF("qwen35moe", names=_NAMES, experts=_EXPERTS, layers=_in_gguf),
     ),
     "Qwen3NextForCausalLM": Family(

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.core import Chunk
@@ -122,6 +123,14 @@ class Ragged(NamedTuple):
     mean: int  # about as many queries has a tree that has any: for tiles of a good size
 
 
+class ImageRows(NamedTuple):
+    """Rows of features that stand in place of embeddings, in some queries of a prefill."""
+
+    at: Tensor  # [n] int64, which queries
+    rows: Tensor  # [n, (1 + deep) * H]: in place of the embedding, and what the first `deep` layers add
+    deep: int = 0
+
+
 class Batch(NamedTuple):
     """One forward of one model over M queries of B rows. One of `chunks` or `tiles` (prefill) or `path` (trees, chains)
     is set.
@@ -153,6 +162,9 @@ class Batch(NamedTuple):
     query_rows: Tensor | None = None
     walks: tuple[Tensor, Tensor] | None = None
     ragged: Ragged | None = None
+    # Where a rotary embedding has other positions than the text, behind an image: [M], or [3, M] in three axes.
+    turns: Tensor | None = None
+    images: ImageRows | None = None
 
     def part(self, first: int, end: int) -> Batch:
         """Returns the batch of the chunks first .. end - 1, at least one."""
@@ -173,6 +185,7 @@ class Batch(NamedTuple):
         count, long = self.ids.shape[0], self.table.shape[1] // 2
         lengths = [min(long, size - at) for at in range(count, size, long)]
         zeros, none = self.ids.new_zeros(size - count), self.rows.new_zeros(len(lengths))
+        turns = None if self.turns is None else F.pad(self.turns, (0, size - count))
         at = torch.arange(size - count, device=zeros.device) % long
         spans = [
             ChunkSpan(self.rows.shape[0] + i, count + i * long, 0, length, False) for i, length in enumerate(lengths)
@@ -181,7 +194,7 @@ class Batch(NamedTuple):
             rows=torch.cat((self.rows, none + dummy)), ids=torch.cat((self.ids, zeros)),
             positions=torch.cat((self.positions, at)), write_slots=torch.cat((self.write_slots, zeros)),
             prefix_len=torch.cat((self.prefix_len, none)), chunks=(*self.chunks, *spans),
-            bound=max((self.bound, *lengths)) if self.bound else 0,
+            bound=max((self.bound, *lengths)) if self.bound else 0, turns=turns,
         )  # fmt: skip
 
     def ends(self, queries: Tensor) -> Batch:

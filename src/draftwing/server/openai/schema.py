@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError
 from draftwing.grammar.limits import whitespace_regex
+from draftwing.images.parts import Said, content_of
+from draftwing.images.reader import Picture
 from draftwing.requests.grammar_field import GRAMMARS, STRUCTURED_KINDS, as_grammar
 from draftwing.requests.refusals import no_text, show
 from draftwing.requests.request import (
@@ -218,7 +220,8 @@ class Message(
         return message_of(message) if isinstance(message, dict) else message
 
     def plain(self, where: str) -> dict[str, Any]:
-        """Makes the message that chat templates want: content is one string. where: the message's name in errors."""
+        """Makes the message that chat templates want: content is one string, or parts where there are pictures. where:
+        the message's name in errors."""
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) not in (None, []) and self.role != role:
                 raise RequestError(f"{where}.{name} is for messages of the role {role!r}", f"{where}.{name}")
@@ -226,8 +229,11 @@ class Message(
             raise RequestError(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
         if self.role == "function":
             raise RequestError(f"{where}.role 'function' is not supported: use tools and 'tool'", f"{where}.role")
-        text, thoughts = self._read(where)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        said, thoughts = self._read(where)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content_of(said),
+        }
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
@@ -243,24 +249,27 @@ class Message(
             ]
         return message
 
-    def _read(self, where: str) -> tuple[str, str | None]:
-        """Returns text and reasoning of the content."""
+    def _read(self, where: str) -> tuple[Said, str | None]:
+        """Returns what the content says and shows, and its reasoning."""
         if self.content is None and self.role not in ("assistant", "tool"):
             raise RequestError(f"{where}.content must be a string or a list of text parts", f"{where}.content")
         if not isinstance(self.content, list):
-            return self.content or "", None
+            return [self.content or ""], None
         answers = self.role == "assistant"
-        texts: list[str] = []
+        texts: list[str | Picture] = []
         thoughts: list[str] = []
         for i, part in enumerate(self.content):
-            said, thought = part.said(answers), part.thought if answers else None
+            said: str | Picture | None = part.said(answers)
+            thought = part.thought if answers else None
+            if said is None and not answers:
+                said = part.picture(f"{where}.content.{i}")
             if said is not None:
                 texts.append(said)
             elif thought is not None:
                 thoughts.append(thought)
             else:
                 raise no_text(part.type, f"{where}.content.{i}", f"{where}.content.{i}")
-        return "".join(texts), "".join(thoughts) if thoughts else None
+        return texts, "".join(thoughts) if thoughts else None
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:

@@ -354,7 +354,7 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 async def _read(request: Request, service: Service, size: int, work: Callable[[], T]) -> T:
     """Returns the result of `work`, which reads so many bytes of JSON from the store: as if they had come as the
     body."""
-    limit = service.options.max_body_size
+    limit = service.max_body_size
     if size > limit:
         raise RequestError(
             f"the stored conversation has {size} bytes, more than a body may have (--max-body-size, {limit})",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from draftwing.errors import RequestError
+from draftwing.images.reader import Picture
 from draftwing.requests.refusals import no_text, show
 from draftwing.requests.request import MAX_OPENAI_LOGPROBS, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
@@ -259,7 +260,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
         found.call(item.call_id, flat_name(item.name, item.namespace), arguments, f"{where}.arguments")
     elif kind in ("function_call_output", "custom_tool_call_output"):
         _only(item, ("call_id", "name", "namespace", "output"), where)
-        output = _text(item.output or "", f"{where}.output", "input_text")
+        output = _said(item.output or "", f"{where}.output", "input_text")
         found.result(item.call_id, output, f"{where}.call_id", kind.removesuffix("_output"))
     elif kind == "additional_tools":
         _only(item, ("role", "tools"), where)
@@ -269,7 +270,7 @@ def _add(found: Conversation, item: Item, where: str) -> None:
             found.answer(_text(item.content or "", f"{where}.content", "output_text", answers=True))
         else:
             role = "system" if item.role == "developer" else item.role
-            found.say(role, _text(item.content, f"{where}.content", "input_text"))
+            found.say(role, _said(item.content, f"{where}.content", "input_text"))
     else:
         name = f"{where}.{'role' if kind == 'message' else 'type'}"
         raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
@@ -295,6 +296,20 @@ def _text(content: str | list[Content] | None, where: str, expected: str, answer
         if text is None:
             raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", expected)
     return "".join(text or "" for text in texts)
+
+
+def _said(content: str | list[Content] | None, where: str, expected: str) -> list[str | Picture]:
+    """Returns what a content says and shows. expected: as of `_text`."""
+    if not isinstance(content, list):
+        return [_text(content, where, expected)]
+    found: list[str | Picture] = []
+    for i, part in enumerate(content):
+        picture = part.picture(f"{where}.{i}")
+        text = part.text if part.type == expected else part.said(False)
+        if picture is None and text is None:
+            raise no_text(part.type, f"{where}.{i}", f"{where}.{i}", expected)
+        found.append(text or "" if picture is None else picture)
+    return found
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:

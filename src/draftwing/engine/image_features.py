@@ -1,0 +1,133 @@
+"""Images of the rows of an engine: what a tower makes of them, kept for whoever sends the same image again; and where
+their tokens stand for a rotary embedding in three axes.
+
+A row without images, in a plan or behind them, costs nothing here but a look at a set.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import Admission, Chunk, IntArray, Plan
+from draftwing.engine.devices.base import Device
+from draftwing.models.towers.base import Tower
+from draftwing.ops.attention.batch import Batch, ImageRows
+from draftwing.requests.images import RequestImage, axes_of
+
+BUDGET = 256 << 20  # bytes of features that are kept
+
+
+class _Row(NamedTuple):
+    """images: of the prompt.  axes: [3, P] of its positions, and what is added to those behind, of a model whose rotary
+    embedding has three axes."""
+
+    images: tuple[RequestImage, ...]
+    axes: IntArray | None
+    shift: int
+
+
+class ImageFeatures:
+    """shift: [R + 1] int64 of the row table, what is added to positions behind the images of each row for the rotary
+    embedding; None: nothing ever is.  runs: of the tower so far."""
+
+    def __init__(self, tower: Tower, in_axes: bool, rows: int, device: Device, budget: int = BUDGET) -> None:
+        """in_axes: whether the model's rotary embedding has three axes.  rows: of the row table, the dummy included.
+        budget: bytes of features that are kept when no prompt in work needs them."""
+        self._tower, self._device, self._budget = tower, device, budget
+        self.shift = torch.zeros(rows, dtype=torch.int64, device=device.device) if in_axes else None
+        self.runs = self.held = 0
+        self._shifted: set[int] = set()  # rows with a shift
+        self._rows: dict[int, _Row] = {}  # whose prompts are in work
+        self._known: OrderedDict[bytes, Tensor] = OrderedDict()  # by digest, the newest last
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Takes the images of requests that get a row."""
+        for admission in admissions:
+            row, images = admission.row, admission.request.images
+            self._rows.pop(row, None)
+            if not images:
+                if row in self._shifted:
+                    self._set_shift(row, 0)
+                continue
+            axes, shift = axes_of(images, admission.prompt_len) if self.shift is not None else (None, 0)
+            self._rows[row] = _Row(images, axes, shift)
+            if self.shift is not None:
+                self._set_shift(row, shift)
+
+    def _set_shift(self, row: int, shift: int) -> None:
+        assert self.shift is not None
+        self.shift[row : row + 1].fill_(shift)
+        (self._shifted.add if shift else self._shifted.discard)(row)
+
+    def any_shifted(self, rows: IntArray) -> bool:
+        """Returns whether any of these rows has another position for the rotary embedding than in its text."""
+        return bool(self._shifted) and not self._shifted.isdisjoint(rows.tolist())
+
+    def turned(self, batch: Batch) -> Batch:
+        """Returns a batch of trees with the positions of the rotary embedding."""
+        assert self.shift is not None
+        shift = self.shift[batch.rows].repeat_interleave(batch.ids.shape[0] // batch.rows.shape[0])
+        return batch._replace(turns=batch.positions + shift)
+
+    def of_prompts(self, plan: Plan, batch: Batch) -> Batch:
+        """Returns the batch of a plan's chunks with what images are in them; the same where none of its rows has
+        any."""
+        if not any(chunk.row in self._rows for chunk in plan.chunks):
+            return batch
+        at, rows = self._features(plan.chunks)
+        turns = None if self.shift is None else self._device.upload(self._turns(plan.chunks).ravel()).view(3, -1)
+        images = None if not rows else ImageRows(self._device.upload(at), torch.cat(rows), self._tower.config.deep)
+        for chunk in plan.chunks:
+            if chunk.final:
+                self._rows.pop(chunk.row, None)
+        return batch._replace(turns=turns, images=images)
+
+    def _features(self, chunks: Sequence[Chunk]) -> tuple[IntArray, list[Tensor]]:
+        """Returns which queries of the chunks stand for images, and their rows."""
+        at, rows, offset = [np.empty(0, np.int64)], list[Tensor](), 0
+        for chunk in chunks:
+            for image in self._rows[chunk.row].images if chunk.row in self._rows else ():
+                first, end = max(image.start, chunk.start), min(image.end, chunk.start + chunk.length)
+                if first < end:
+                    at.append(np.arange(first, end) - chunk.start + offset)
+                    rows.append(self._of(image)[first - image.start : end - image.start])
+            offset += chunk.length
+        return np.concatenate(at), rows
+
+    def _turns(self, chunks: Sequence[Chunk]) -> IntArray:
+        """Returns positions of the chunks' queries in three axes, [3, M]."""
+        parts = []
+        for chunk in chunks:
+            plain = np.tile(np.arange(chunk.start, chunk.start + chunk.length), (3, 1))
+            row = self._rows.get(chunk.row)
+            if row is not None and row.axes is not None:
+                known = row.axes[:, chunk.start : chunk.start + chunk.length]
+                plain += row.shift
+                plain[:, : known.shape[1]] = known
+            parts.append(plain)
+        return np.concatenate(parts, 1)
+
+    def _of(self, image: RequestImage) -> Tensor:
+        """Returns all rows of an image."""
+        found = self._known.get(image.digest)
+        if found is None:
+            found = self._tower.features(image)
+            self.runs += 1
+            self._known[image.digest] = found
+            self.held += found.nbytes
+        self._known.move_to_end(image.digest)
+        while self.held > self._budget and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            self.held -= oldest.nbytes
+        return found
+
+    def clear(self) -> None:
+        """Forgets all features."""
+        self._known.clear()
+        self.held = 0

@@ -1,0 +1,115 @@
+"""What reads images: a `Tower` makes rows of features of an image's pixels, which stand in a prompt in place of the
+embeddings of its tokens.
+
+A tower sees one image at a time, whatever others wait for it, so that the bits of an image's features are the same
+each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.images.processing import ImageProcessor
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode, WeightFormat
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.fields import Fields
+from draftwing.ops.table import LayerOps
+from draftwing.requests.images import RequestImage
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """token: the id that stands for positions of images in prompts.  width: of a row of features, which is that of the
+    language model's embeddings, and of what some of its layers add, one after the other (`deep`)."""
+
+    token: int
+    width: int
+    deep: int = 0
+
+    prefixes = ("model.visual.",)  # of its tensors in checkpoints
+
+    def prepared(self, files: Fields) -> TowerConfig:
+        """Returns the config with what a folder says of how pictures are prepared (`preprocessor_config.json`). Raises
+        CheckpointError."""
+        return self
+
+    def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
+        """Returns how pictures are prepared. Raises CheckpointError where the tokenizer lacks its tokens."""
+        raise NotImplementedError
+
+    def build(self, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> TowerModule:
+        """Returns the module, with weights that are not filled."""
+        raise NotImplementedError
+
+    def tensors(self, stored: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Yields parameters of the module by name, of tensors of a checkpoint, without the prefix."""
+        return stored
+
+
+class TowerModule(nn.Module):
+    """pixels [height, width, 3] float32, 0 .. 1 -> [tokens, (1 + deep) * width]"""
+
+    def linear(self, into: int, out: int, bias: bool = True) -> Linear:
+        """Returns a matrix in the tower's format. To be called in constructors, which set `place` first."""
+        return Linear(into, out, bias, *self.place)
+
+    place: tuple[torch.dtype, torch.device, WeightFormat]
+
+    def pack(self, ops: LayerOps) -> None:
+        """Prepares all matrices for inference."""
+        for name, part in self.named_modules():
+            if isinstance(part, Linear):
+                part.pack(ops, PackMode(name=f"tower.{name}"))
+
+
+class Tower:
+    """A loaded tower. No module itself: it is no part of the decoder beside which it stands."""
+
+    def __init__(self, config: TowerConfig, module: TowerModule, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.module = config, module
+        self._device, self._dtype = device, dtype
+
+    def features(self, image: RequestImage) -> Tensor:
+        """Returns the rows of an image, [tokens, width], in the model's dtype."""
+        pixels = torch.from_numpy(image.pixels.copy()).to(self._device)
+        rows: Tensor = self.module(pixels.float() / 255)
+        assert rows.shape == (image.tokens, self.config.width * (1 + self.config.deep))
+        return rows.to(self._dtype)
+
+
+class Attention(NamedTuple):
+    """Full attention within an image. turn: turns queries and keys [N, heads, size]."""
+
+    heads: int
+    turn: Callable[[Tensor], Tensor] | None = None
+    scale: float | None = None  # None: one over the root of the heads' size
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [N, heads * size] -> [N, heads * size]"""
+        q, k, v = (x.unflatten(1, (self.heads, -1)) for x in (q, k, v))
+        if self.turn is not None:
+            q, k = self.turn(q), self.turn(k)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, N, size]
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> nn.LayerNorm:
+    """Returns a LayerNorm with a bias."""
+    return nn.LayerNorm(size, eps=eps, dtype=dtype, device=device)
+
+
+def format_of(weight_format: WeightFormat) -> WeightFormat:
+    """Returns the format of a tower's matrices beside a language model in this one: blocks as well, where there are
+    kernels for them; else 16 bits or more."""
+    return weight_format if weight_format.takes_blocks else DENSE

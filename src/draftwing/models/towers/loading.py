@@ -1,0 +1,70 @@
+"""Loads what reads images beside a language model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.models.dummy import SEED
+from draftwing.models.folder import folder_tensors
+from draftwing.models.loader import allocate, fill_parameters
+from draftwing.models.towers.base import Tower, TowerConfig, TowerModule, format_of
+from draftwing.models.weight_map import canonical
+from draftwing.ops.table import LayerOps
+
+logger = logging.getLogger(__name__)
+
+
+def load_tower(
+    path: Path,
+    config: TowerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat,
+    ops: LayerOps,
+    dummy: bool = False,
+) -> Tower:
+    """Loads the tower of a folder, packed. dtype: of features, and of weights that are not in blocks. weight_format: of
+    the language model's matrices.  dummy: random weights. Raises CheckpointError."""
+    module = config.build(dtype, torch.device("meta"), format_of(weight_format))
+    table = {name: ParamSlice(name, 0, len(param)) for name, param in module.named_parameters()}
+    if dummy:
+        _fill_random(module, device)
+    else:
+        try:
+            fill_parameters(module, table, config.tensors(_own(path, config)), device)
+        except CheckpointError as error:
+            raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
+    module.requires_grad_(False)
+    size = sum(param.nbytes for param in module.parameters())
+    module.pack(ops)
+    logger.info("what reads images is loaded, %.2f GB; --disable-images leaves it out", size / 1e9)
+    return Tower(config, module, device, dtype)
+
+
+def _own(path: Path, config: TowerConfig) -> Iterator[tuple[str, Tensor]]:
+    def is_others(name: str) -> bool:
+        return not name.startswith(config.prefixes)
+
+    for stored, value in folder_tensors(path, unread=is_others):
+        name = canonical(stored)
+        prefix = next(prefix for prefix in config.prefixes if name.startswith(prefix))
+        yield name.removeprefix(prefix), value
+
+
+def _fill_random(module: TowerModule, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    for name, meta in list(module.named_parameters()):
+        param = allocate(module, name, meta, device)
+        values = (
+            torch.randn(meta.shape, generator=generator) / meta.shape[-1] ** 0.5
+            if meta.dim() > 1
+            else torch.ones(meta.shape)
+        )
+        param.data.copy_(values)

@@ -1,0 +1,178 @@
+"""Prompts with images: the text is transformers', and the same with drafts as without, whatever else happens."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_rig import Cycle, Rig, greedy, make_book, seeded
+from image_models import KINDS, PAD, encoded, picture, reference, write_model
+from image_models import greedy as transformers_greedy
+
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
+from draftwing.models.towers.loading import load_tower
+from draftwing.ops import make_ops
+from draftwing.text.tokenizer import load_tokenizer
+
+TOKENS = 30
+TREE = TreeShape(4, 3, 11)
+CHAIN = TreeShape(4, 1, 5)
+# Sizes of the pictures of each prompt, with a seed: two requests have the same picture, two the same text.
+SHOWN: list[list[tuple[int, int, int]]] = [
+    [(40, 30, 0)], [], [(30, 40, 1), (64, 16, 2)], [(40, 30, 0)], [(40, 30, 3)], [(8, 8, 4)],
+]  # fmt: skip
+
+
+@cache
+def loaded(folder: Path) -> tuple[DecoderModel, Any]:
+    model = load_model(folder, torch.float32, "cpu")
+    tower = model.config.tower
+    assert tower is not None
+    ops = make_ops(torch.device("cpu"))
+    model.tower = load_tower(folder, tower, torch.float32, torch.device("cpu"), DENSE, ops)
+    return model, tower.processor(load_tokenizer(folder, None))
+
+
+def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> tuple[list[int], Any]:
+    """Tokens and images of a prompt; the first token is the number, those of requests 0 and 4 are else the same."""
+    _, processor = loaded(folder)
+    text = [number, *range(60, 64 + number % 4), *(one for _ in shown for one in (90, PAD, 91)), 70 + number % 4, 33]
+    pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in shown]
+    return placed(text, Prompt("", pieces), processor)
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
+    folder = write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
+    model, _ = loaded(folder)
+    prompts = [prompt_of(folder, i, shown) for i, shown in enumerate(SHOWN)]
+    params = [greedy(TOKENS) if i < 4 else seeded(TOKENS, seed=i) for i in range(len(prompts))]
+    expected = answers(Rig(model, rows=1, radix=False), prompts, params)
+    assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
+    assert expected.tokens["0"] != expected.tokens["3"]
+    return request.param, model, prompts, params, expected
+
+
+def answers(rig: Rig, prompts: Any, params: Any, **how: Any) -> Any:
+    for i, ((ids, images), param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), ids, param, images=images)
+    return rig.run(**how)
+
+
+def answer(case: Any, **how: Any) -> tuple[Rig, Any]:
+    _, model, prompts, params, expected = case
+    book = make_book([ids for ids, _ in prompts], expected)
+    rig = Rig(model, book=book, **{"drafter": "oracle", "lag": 1, **how})
+    found = answers(rig, prompts, params)
+    assert found.tokens == expected.tokens
+    return rig, found
+
+
+def test_greedy_text_is_transformers(case: Any) -> None:
+    kind, _, prompts, params, expected = case
+    for i, (ids, _) in enumerate(prompts):
+        if params[i].temperature == 0:
+            images = [picture(*size) for size in SHOWN[i]]
+            assert expected.tokens[str(i)] == transformers_greedy(reference(kind), ids, images, TOKENS)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
+    rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
+    assert rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_lookups(case: Any, drafter: str) -> None:
+    answer(case, policy=Cycle(TreeShape(7, 4, 8)), drafter=drafter, chunk=11)
+
+
+def test_beside_rows_that_decode(case: Any) -> None:
+    if case[0] != "qwen3-vl":
+        pytest.skip("layers with states of rows have prompts and rows take turns")
+    rig, _ = answer(case, shapes=(CHAIN,), miss=1, chunk=9, mixed=True)
+    assert rig.stats.mixed > 2
+
+
+def test_preemption(case: Any) -> None:
+    rig, _ = answer(case, shapes=(TREE,), slots=150, chunk=8)
+    assert rig.sched.retractions >= 1
+
+
+def test_prefix_hits(case: Any) -> None:
+    """The same pictures are found again, and their features are not made again; other pictures never match."""
+    _, model, prompts, params, expected = case
+    book = make_book([ids for ids, _ in prompts], expected)
+    rig = Rig(model, shapes=(TREE,), drafter="oracle", book=book, lag=1, slots=2000)
+    assert answers(rig, prompts, params).tokens == expected.tokens
+    images = rig.executor._images
+    assert images is not None and images.runs == len({size for shown in SHOWN for size in shown})
+    again = answers(rig, prompts, params)
+    assert again.tokens == expected.tokens
+    assert images.runs == 5
+    cached = [out.meta["cached_tokens"] for out in again.final.values()]
+    assert sum(cached) > 0 and (case[0] == "qwen3.5" or cached == [len(ids) - 1 for ids, _ in prompts])
+
+
+def test_another_picture_of_the_same_size_matches_the_text_before_it_alone(case: Any) -> None:
+    _, model, prompts, _, _ = case
+    (ids, images), (_, others) = prompts[0], prompts[4]
+    assert images[0].grid == others[0].grid
+    alone = answers(Rig(model, rows=1, radix=False), [(ids, others)], [greedy(TOKENS)])
+    rig = Rig(model, rows=1)
+    first = answers(rig, [(ids, images)], [greedy(TOKENS)])
+    found = answers(rig, [(ids, others)], [greedy(TOKENS)])
+    assert found.tokens == alone.tokens != first.tokens
+    assert found.final["0"].meta["cached_tokens"] <= images[0].start
+
+
+def test_features_that_have_no_room_are_made_again(case: Any) -> None:
+    _, model, prompts, params, expected = case
+    rig = Rig(model, rows=2, radix=False)
+    images = rig.executor._images
+    assert images is not None
+    images._budget = 1
+    assert answers(rig, prompts, params).tokens == expected.tokens
+    assert answers(rig, prompts, params).tokens == expected.tokens
+    assert images.runs > 8 and len(images._known) == 1
+
+
+def test_several_answers_and_aborts(case: Any) -> None:
+    _, model, prompts, _, _ = case
+    ids, images = prompts[2]
+    params = [seeded(TOKENS, seed=i) for i in range(4)]
+    alone = answers(Rig(model, rows=1, radix=False), [(ids, images)] * 4, params)
+    rig = Rig(model, policy=Cycle(TreeShape(7, 4, 8)), drafter="ngram", lag=1, chunk=5)
+    rig.submit("gone", *prompts[0][:1], greedy(TOKENS), images=prompts[0][1])
+
+    def abort(turn: int) -> None:
+        if turn == 2:
+            rig.sched.abort("gone")
+
+    found = answers(rig, [(ids, images)] * 4, params, between=abort)
+    assert {uid: found.tokens[uid] for uid in alone.tokens} == alone.tokens
+    assert len({tuple(tokens) for tokens in alone.tokens.values()}) > 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(60))
+def test_random_engines(case: Any, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (1,), generator=random))]
+
+    shapes = pick((TREE,), (CHAIN,), (TreeShape(2, 4, 9),))
+    answer(
+        case, shapes=shapes, policy=pick(None, Cycle(*shapes), Cycle(*shapes, PLAIN)), miss=pick(0, 1, 3, 6),
+        drafter=pick("oracle", "ngram", "suffix"), lag=pick(0, 1), chunk=pick(1, 2, 3, 5, 9, 17, 40, 64),
+        slots=pick(130, 160, 200, 1000), rows=pick(1, 2, 3, 6), radix=pick(True, False),
+        mixed=pick(True, False) if case[0] == "qwen3-vl" else False,
+    )  # fmt: skip

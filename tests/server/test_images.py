@@ -1,0 +1,285 @@
+"""Pictures in requests of each dialect: what the model sees, what is refused and in which words."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from image_models import encoded, picture
+from PIL import Image, ImageCms, ImageOps
+from starlette.testclient import TestClient
+from tiny_tokenizers import byte_level
+
+from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS, PatchProcessor
+from draftwing.requests.images import RequestImage
+from draftwing.text.tokenizer import Tokenizer
+
+PAD = 257
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image_pad|>{% else %}{{ p['text'] }}{% endif %}"
+    "{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+class Seeing(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = Tokenizer(byte_level("<eos>", "<|image_pad|>"), {"eos_token": "<eos>"}, TEMPLATE)
+        processor = PatchProcessor(PAD, "<|image_pad|>", "<|image_pad|>", 8, 8 * 8 * 4, 8 * 8 * 48)
+        self.info = dataclasses.replace(self.info, images=processor, vocab_size=PAD + 1)
+
+
+ENGINE = Seeing
+SHOWN = picture(40, 24)
+DATA = base64.b64encode(encoded(SHOWN)).decode()
+URL = f"data:image/png;base64,{DATA}"
+CHAT = "/v1/chat/completions"
+OPENAI = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+USER: dict[str, Any] = {"role": "user"}
+A = {"type": "text", "text": "a"}
+
+BODIES: dict[str, tuple[str, dict[str, Any], str]] = {  # path, body, and the text with @ for an image
+    "chat": (CHAT, {"messages": [USER | {"content": [A, OPENAI, A]}]}, "user:a@a;"),
+    "chat, in a tool's result": (
+        CHAT,
+        {
+            "messages": [
+                USER | {"content": "b"},
+                {"role": "assistant", "content": "c", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": [OPENAI]},
+            ]
+        },
+        "user:b;assistant:c;tool:@;",
+    ),
+    "chat, two turns": (
+        CHAT,
+        {
+            "messages": [
+                USER | {"content": [OPENAI]},
+                {"role": "assistant", "content": "x"},
+                USER | {"content": [OPENAI, A]},
+            ]
+        },
+        "user:@;assistant:x;user:@a;",
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": [
+                USER | {"content": [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "a"}]}
+            ]
+        },
+        "user:@a;",
+    ),
+    "responses, in a tool's result": (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": URL}],
+                },
+            ]
+        },
+        "assistant:;tool:@;",
+    ),
+    "messages": ("/v1/messages", {"max_tokens": 4, "messages": [USER | {"content": [ANTHROPIC, A]}]}, "user:@a;"),
+    "messages, in a tool's result": (
+        "/v1/messages",
+        {
+            "max_tokens": 4,
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
+                USER | {"content": [{"type": "tool_result", "tool_use_id": "t", "content": [A, ANTHROPIC]}]},
+            ],
+        },
+        "assistant:;tool:a@;",
+    ),
+    "ollama": ("/api/chat", {"model": "m", "messages": [USER | {"content": "a", "images": [DATA]}]}, "user:@a;"),
+    "ollama, a prompt": ("/api/generate", {"model": "m", "prompt": "a", "images": [DATA]}, "user:@a;"),
+    "generate": ("/generate", {"text": "a<|image_pad|>b", "image_data": URL}, "a@b"),
+    "generate, a batch": (
+        "/generate",
+        {"text": ["a<|image_pad|>b", "c"], "image_data": [[DATA], None], "sampling_params": {"max_new_tokens": 2}},
+        "a@b",
+    ),
+}
+
+
+def shown(engine: FakeEngine) -> tuple[str, tuple[RequestImage, ...]]:
+    """The first prompt with @ for an image, and its images."""
+    request = engine.requests[0]
+    text = bytearray()
+    at = {image.start: image for image in request.images}
+    position = 0
+    alphabet = engine.tokenizer
+    while position < len(request.prompt_ids):
+        image = at.get(position)
+        if image is None:
+            text += alphabet.decode([request.prompt_ids[position]]).encode()
+            position += 1
+            continue
+        assert request.prompt_ids[position : image.end] == [PAD] * image.tokens
+        text += b"@"
+        position = image.end
+    return text.decode(), request.images
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_each_dialect(client: TestClient, engine: FakeEngine, name: str) -> None:
+    path, body, expected = BODIES[name]
+    response = client.post(path, json={"model": "m", "stream": False} | body if path != "/generate" else body)
+    assert response.status_code == 200, response.text
+    text, images = shown(engine)
+    assert text == expected
+    for image in images:
+        assert image.grid == (3, 5) and np.array_equal(image.pixels, np.asarray(SHOWN))
+    assert not engine.requests[0].learn
+
+
+def test_usage_counts_tokens_of_images(client: TestClient) -> None:
+    body = {"messages": [USER | {"content": [A, OPENAI]}], "max_tokens": 2}
+    plain = {"messages": [USER | {"content": [A]}], "max_tokens": 2}
+    with_image, without = (client.post(CHAT, json=one).json()["usage"]["prompt_tokens"] for one in (body, plain))
+    assert with_image == without + 15
+    counted = client.post(
+        "/v1/messages/count_tokens", json={"messages": [USER | {"content": [A, ANTHROPIC]}], "model": "m"}
+    )
+    assert counted.json()["input_tokens"] == with_image
+
+
+def refusal(client: TestClient, url: Any) -> str:
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    response = client.post(CHAT, json={"messages": [USER | {"content": content}]})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "messages.0.content.0"
+    return str(error["message"])
+
+
+def data_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def bomb() -> bytes:
+    """A small file of a picture with more pixels than may be decoded."""
+    side = int(MAX_PIXELS**0.5) + 8
+    return encoded(Image.new("1", (side, side)), "PNG")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://example.com/a.png", "addresses are not followed"),
+        ("file:///etc/passwd", "addresses are not followed"),
+        ("", "addresses are not followed"),
+        ("data:image/png,abc", "base64"),
+        ("data:image/png;base64,???", "expected base64"),
+        (data_of(b"no picture"), "expected a PNG, JPEG, WebP or GIF"),
+        (data_of(encoded(SHOWN)[:300]), "cannot be decoded"),
+        (data_of(encoded(SHOWN, "TIFF")), "expected a PNG, JPEG, WebP or GIF"),
+        (data_of(encoded(picture(402, 2))), "differ at most 200 times"),
+    ],
+)
+def test_what_is_no_picture_is_refused(client: TestClient, url: str, words: str) -> None:
+    message = refusal(client, url)
+    assert words in message and "\n" not in message
+
+
+def test_a_bomb_is_refused_by_its_header(client: TestClient) -> None:
+    data = bomb()
+    assert len(data) < 1 << 20
+    assert f"at most {MAX_PIXELS}" in refusal(client, data_of(data))
+
+
+def test_more_images_than_a_request_may_have(client: TestClient) -> None:
+    body = {"messages": [USER | {"content": [OPENAI] * (MAX_IMAGES + 1)}]}
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 400 and f"at most {MAX_IMAGES} images" in response.text
+
+
+def test_text_that_looks_like_a_place_for_an_image(client: TestClient, engine: FakeEngine) -> None:
+    text = {"type": "text", "text": "<|image_pad|>"}
+    response = client.post(CHAT, json={"messages": [USER | {"content": [text, OPENAI]}]})
+    assert response.status_code == 400 and "no text may hold it" in response.text
+    assert client.post(CHAT, json={"messages": [USER | {"content": [text]}], "max_tokens": 1}).status_code == 200
+    assert engine.requests[0].images == ()
+
+
+def test_images_of_the_assistant_are_refused(client: TestClient) -> None:
+    messages = [USER | {"content": "a"}, {"role": "assistant", "content": [OPENAI]}, USER | {"content": "b"}]
+    response = client.post(CHAT, json={"messages": messages})
+    assert response.status_code == 400 and "images belong into messages of users and tools" in response.text
+
+
+def test_a_model_that_reads_none(plain: tuple[FakeEngine, TestClient]) -> None:
+    message = refusal(plain[1], URL)
+    assert message == "messages.0.content.0: this model reads no images; send text alone, or serve one that does"
+
+
+# -- pictures of every kind --------------------------------------------------------------------------------------------
+
+
+def turned(image: Image.Image, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, "JPEG", exif=exif, quality=95)
+
+
+def deep() -> Image.Image:
+    """16 bits of grey."""
+    return Image.fromarray(np.asarray(SHOWN.convert("L")).astype(np.uint16) * 257)
+
+
+FRAMES = [picture(40, 24, seed).quantize(64) for seed in (5, 6)]
+PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+KINDS = {
+    "png": encoded(SHOWN),
+    "jpeg": encoded(SHOWN, "JPEG"),
+    "webp": encoded(SHOWN, "WEBP", lossless=True),
+    "gif": encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
+    "animated webp": encoded(SHOWN, "WEBP", save_all=True, append_images=[picture(40, 24, 7)]),
+    "grey": encoded(SHOWN.convert("L")),
+    "grey jpeg": encoded(SHOWN.convert("L"), "JPEG"),
+    "16 bits": encoded(deep()),
+    "black and white": encoded(SHOWN.convert("1")),
+    "alpha": encoded(picture(40, 24, 8, "RGBA")),
+    "grey and alpha": encoded(picture(40, 24, 8, "LA")),
+    "palette": encoded(SHOWN.quantize(16)),
+    "palette with a transparent colour": encoded(SHOWN.quantize(16), transparency=3),
+    "cmyk": encoded(SHOWN.convert("CMYK"), "JPEG"),
+    "with a profile": encoded(SHOWN, icc_profile=PROFILE),
+    "progressive": encoded(SHOWN, "JPEG", progressive=True),
+    **{f"turned {way}": turned(SHOWN, way) for way in range(1, 9)},
+    "one pixel": encoded(picture(1, 1)),
+    "200 to 1": encoded(picture(400, 2)),
+    "large": encoded(picture(900, 700)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_picture_is_what_transformers_sees(client: TestClient, engine: FakeEngine, name: str) -> None:
+    from transformers import Qwen2VLImageProcessorPil
+
+    content = [{"type": "image_url", "image_url": {"url": data_of(KINDS[name])}}]
+    response = client.post(CHAT, json={"messages": [USER | {"content": content}], "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    (image,) = engine.requests[0].images
+    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 48}
+    how = {"size": size, "patch_size": 8, "merge_size": 1, "temporal_patch_size": 1, "do_normalize": False}
+    theirs = Qwen2VLImageProcessorPil(**how, do_rescale=False)(
+        images=ImageOps.exif_transpose(Image.open(io.BytesIO(KINDS[name]))), return_tensors="np"
+    )  # fmt: skip
+    assert tuple(theirs["image_grid_thw"][0][1:]) == image.grid
+    patches = theirs["pixel_values"].reshape(*image.grid, 3, 8, 8).transpose(0, 3, 1, 4, 2)
+    assert np.array_equal(patches.reshape(image.pixels.shape), image.pixels)
