@@ -106,7 +106,7 @@ class Inputs:
             return self._with_tools(several, params, request_options, chat_template_kwargs)
         tokenizer, extra = self._tokenizer, dict(chat_template_kwargs or {})
         render = tokenizer.render_continued if continue_final_message else tokenizer.render_chat
-        every = list(map(_messages, several))
+        every = list(map(read_messages, several))
         prompts = [
             filled(render(shown(messages), **extra), pictures_of(messages), self._info.images) for messages in every
         ]
@@ -132,7 +132,7 @@ class Inputs:
         functions, choice = _tools(request_options)
         prompts, ids, read = self._prompts, [], []
         for conversation in several:
-            chat = Chat(_called(_messages(conversation)), functions, choice, template=dict(template or {}))
+            chat = Chat(_called(read_messages(conversation)), functions, choice, template=dict(template or {}))
             prompt = prompts.filled(chat, CALLED)
             ids.append(self._placed(prompt))
             read.append((chat, prompts.message_style(chat, prompt.text)))
@@ -259,9 +259,9 @@ def _single(prompts: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
 
-def _messages(conversation: Any) -> list[Message]:
-    """Returns a checked conversation, with lists of text parts joined. What the template makes of it is its own
-    matter."""
+def read_messages(conversation: Any) -> list[Message]:
+    """Returns a checked conversation, with lists of text parts joined, and pictures read. What the template makes of it
+    is its own matter."""
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RequestError(f"a conversation must be a list of messages; found {show(conversation)}", "messages")
     checked: list[Message] = []

@@ -234,6 +234,23 @@ def test_one_question_to_a_server(
     assert main([*argv, "--temperature", "-1", "hi"]) == 2 and len(echo.requests) == 3
 
 
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They go with one question, and stay in the conversation and in what is saved."""
+    file, model = tmp_path / "a.png", Model()
+    file.write_bytes(b"abc")
+    talk(model, f"/image {file}", "a", "b", "/image /no/such/file", f"/save {tmp_path / 'saved'}")
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    shown = {"role": "user", "content": [picture, {"type": "text", "text": "a"}]}
+    assert [messages for messages, _ in model.asked] == [
+        [shown], [shown, {"role": "assistant", "content": "1"}, question("b")]
+    ]  # fmt: skip
+    assert "/no/such/file cannot be read" in capsys.readouterr().err
+    talk(model, f"/load {tmp_path / 'saved'}", "c")
+    assert model.asked[-1][0][0] == shown
+    ask(model, "d", None, {}, [str(file)])
+    assert model.asked[-1][0] == [{**shown, "content": [picture, {"type": "text", "text": "d"}]}]
+
+
 def test_a_server_aborts_what_is_closed(url: str, echo: FakeEngine) -> None:
     echo.pause = 0.02
     usage = Usage()

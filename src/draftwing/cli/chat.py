@@ -5,9 +5,11 @@ A server answers over HTTP (`Remote`), or an engine of this process (`InProcess`
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import json
+import mimetypes
 import os
 import sys
 import time
@@ -24,6 +26,9 @@ from draftwing.config.drafters import NO_DRAFTER
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, DraftwingError, RequestError
 from draftwing.files import load_json
+from draftwing.images.parts import pictures_of, shown
+from draftwing.images.reader import filled, placed
+from draftwing.llm_inputs import read_messages
 from draftwing.requests.refusals import check_text, show, suggestion
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import OTHER_NAMES, SamplingParams
@@ -32,7 +37,7 @@ from draftwing.sched.explain import number_of
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # as of /v1/chat/completions
 Fields = Mapping[str, Any]  # sampling parameters that the user has set, by their names in `SamplingParams`
 CHAT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # of /v1/chat/completions, where others
 
@@ -100,10 +105,13 @@ class InProcess:
     def answer(self, messages: Messages, fields: Fields, usage: Usage) -> Generator[Piece, None, None]:
         engine = self._engine
         params = SamplingParams.read(fields, defaults={"max_new_tokens": None, **engine.info.defaults})
-        ids = engine.tokenizer.encode_chat(messages)
+        read = read_messages(messages)
+        text = engine.tokenizer.render_chat(shown(read))
+        prompt = filled(text, pictures_of(read), engine.info.images)
+        ids, images = placed(engine.tokenizer.encode(prompt.text, add_special_tokens=False), prompt, engine.info.images)
         if "max_new_tokens" not in fields:
             params = params.fit(engine.info.context_length - len(ids))
-        (answer,) = answers = self._session.prepare([GenerationRequest("", ids, params)])
+        (answer,) = answers = self._session.prepare([GenerationRequest("", ids, params, images=images)])
         with closing(self._session.stream(answers)) as pieces:
             for _, text in pieces:
                 usage.tokens = len(answer.token_ids)
@@ -211,10 +219,13 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def ask(answerer: Answerer, question: str, system: str | None, fields: Fields) -> None:
-    """Prints the answer to one question, and on standard error how it was made. Raises DraftwingError."""
+def ask(
+    answerer: Answerer, question: str, system: str | None, fields: Fields, images: Sequence[str] = ()
+) -> None:  # fmt: skip
+    """Prints the answer to one question, with the pictures of files, and on standard error how it was made. Raises
+    DraftwingError."""
     usage, stopwatch = Usage(), Stopwatch()
-    messages: Messages = [*_system(system), {"role": "user", "content": check_text(question, "the question")}]
+    messages: Messages = [*_system(system), _asked(question, [*map(picture_part, images)])]
     screen, text = Screen(sys.stdout), ""
     try:
         with closing(answerer.answer(messages, fields, usage)) as pieces:
@@ -242,20 +253,41 @@ def piped_question(question: str | None) -> str:
     return "\n\n".join(filter(None, (question, piped)))
 
 
+def picture_part(file: str) -> dict[str, Any]:
+    """Returns the part of a message that is the picture of a file. Raises RequestError."""
+    path = Path(file).expanduser()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
+
+
+def _asked(question: str, pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    text = check_text(question, "the question")
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": text}] if pictures else text}
+
+
 class Chat:
     """A conversation in the terminal.
 
     read: returns the next question, or raises EOFError or KeyboardInterrupt.  system: the system prompt.
-    fields: sampling parameters that the user has set; the model's own are those of others.
+    fields: sampling parameters that the user has set; the model's own are those of others.  images: files
+    whose pictures come with the first question.
     """
 
-    def __init__(self, answerer: Answerer, read: Callable[[], str], system: str | None, fields: Fields) -> None:
+    def __init__(
+        self, answerer: Answerer, read: Callable[[], str], system: str | None, fields: Fields,
+        images: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._answerer, self._read = answerer, read
         self._system, self._fields = system, dict(fields)
         self._messages: Messages = []  # without the system prompt
         self._screen = Screen(sys.stdout)
         self._files: set[Path] = set()  # that this conversation was saved to or loaded from
         self._leaving = False
+        self._pictures = [picture_part(file) for file in images]  # of the next question
 
     def run(self) -> None:
         """Reads and answers until the user leaves."""
@@ -282,8 +314,10 @@ class Chat:
                                        "needs a space before it)")  # fmt: skip
                 COMMANDS[name][0](self, rest.strip())
             elif text.strip():
-                self._messages.append({"role": "user", "content": check_text(text.strip(), "the question")})
-                if not self._answer():
+                self._messages.append(_asked(text.strip(), self._pictures))
+                if self._answer():
+                    self._pictures = []
+                else:
                     self._messages.pop()
         except DraftwingError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -354,6 +388,13 @@ class Chat:
         self._system = check_text(rest, "the system prompt") or None
         print("the system prompt is set" if rest else "there is no system prompt now")
 
+    def _attach(self, rest: str) -> None:
+        self._pictures = [*self._pictures, picture_part(rest)] if rest else []
+        count = len(self._pictures)
+        print(
+            f"{number_of(count, 'picture')} will be shown with the next question" if rest else "no picture is attached"
+        )
+
     def _reset(self, rest: str) -> None:
         self._messages = []
         print("the conversation is forgotten; settings and system prompt stay")
@@ -408,6 +449,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     ),
     "/show": (Chat._show, "", "show the model and the settings"),
     "/system": (Chat._set_system, "[TEXT]", "set the system prompt; no TEXT: remove it"),
+    "/image": (Chat._attach, "[FILE]", "show a picture with the next question; no FILE: none"),
     "/reset": (Chat._reset, "", "forget the conversation"),
     "/regenerate": (Chat._regenerate, "", "answer the last question again"),
     "/save": (Chat._save, "FILE", "write the conversation and the settings as JSON"),
@@ -496,11 +538,10 @@ def _read_conversation(body: Any) -> tuple[Messages, dict[str, Any]]:
         raise RequestError(f'expected a JSON object with "messages"; found {show(body)}')
     for message in messages:
         known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not isinstance(message.get("content"), str):
+        if not known or not isinstance(message.get("content"), str | list):
             raise RequestError(f"expected messages with a role of {', '.join(ROLES)} and a text; found {show(message)}")
     own = {other: name for name, other in CHAT_NAMES.items()} | OTHER_NAMES
     fields = {own.get(name, name): value for name, value in given.items() if name not in ("messages", "model")}
     check_fields(fields)
-    return [
-        {name: check_text(message[name], "messages") for name in ("role", "content")} for message in messages
-    ], fields
+    read_messages(messages)
+    return [{name: message[name] for name in ("role", "content")} for message in messages], fields

@@ -48,6 +48,9 @@ def _add_chat(commands: Any) -> None:
     )
     _add_source(chat)
     chat.add_argument("--system", metavar="STR", help="system prompt")
+    chat.add_argument(
+        "--image", action="append", metavar="FILE", help="a picture for the first question; more than once"
+    )
     chat.add_argument("--max-tokens", type=int, metavar="INT", help="maximum answer tokens (default: the model's)")
     chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's)")
     _add_engine_options(chat)
@@ -205,7 +208,8 @@ def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
     from draftwing.cli.chat import InProcess, LineReader, Remote
 
-    own = _taken(arguments, "url", "system", "max_tokens", "temperature", "question")
+    own = _taken(arguments, "url", "system", "image", "max_tokens", "temperature", "question")
+    images = own["image"] or []
     named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
     fields = {name: value for name, value in named.items() if value is not None}
     chat.check_fields(fields)  # before a model is loaded
@@ -214,10 +218,10 @@ def run_chat(arguments: dict[str, Any]) -> None:
     level = _log(arguments)
     with _opened(own["url"], arguments, Remote, InProcess, level, typed or sys.stderr.isatty()) as answerer:
         if not typed:
-            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields)
+            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields, images)
             return
         with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
-            chat.Chat(answerer, lines.read, own["system"], fields).run()
+            chat.Chat(answerer, lines.read, own["system"], fields, images).run()
 
 
 def _log(arguments: Mapping[str, Any]) -> str:

@@ -117,7 +117,7 @@ class ImageFeatures:
         """Returns all rows of an image."""
         found = self._known.get(image.digest)
         if found is None:
-            found = self._tower.features(image)
+            found = self._tower.features(self._device.upload_array(image.pixels), image.tokens)
             self.runs += 1
             self._known[image.digest] = found
             self.held += found.nbytes

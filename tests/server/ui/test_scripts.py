@@ -279,6 +279,21 @@ def test_files_of_a_question_are_found_again_in_it(run: Run) -> None:
     assert run(script, asked) == [{"words": words, "files": given} for words, given in asked]
 
 
+def test_pictures_go_before_the_words_of_a_question(run: Run) -> None:
+    script = """
+    const { contentOf } = await import("./pictures.js");
+    give(data.map(contentOf));"""
+    url = "data:image/png;base64,AA=="
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    text = {"type": "text", "text": "a"}
+    asked = [
+        {"content": "a"}, {"content": "a", "images": []}, {"content": "a", "images": [{"name": "x", "url": url}]},
+        {"content": "", "images": [{"url": url}] * 2}, {"content": "a", "images": [{"url": "https://example.com"}, 5]},
+        {"content": "a", "images": "odd"},
+    ]  # fmt: skip
+    assert run(script, asked) == ["a", "a", [picture, text], [picture] * 2, "a", "a"]
+
+
 def test_a_trace_in_a_file_is_the_trace(run: Run) -> None:
     node = {"parent": None, "id": 5, "text": " b", "by": "lookup", "survival": 0.5, "verified": True, "accepted": True}
     tokens = [{"id": 5, "text": " b"}, {"id": 0, "text": "<e>", "special": True}]

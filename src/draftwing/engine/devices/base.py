@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -81,6 +82,10 @@ class Device(ABC):
     def upload_into(self, out: Tensor, host: IntArray) -> None:
         """Copies [n] int64 into a tensor [n] of the device; the host may change `host` afterwards."""
         out.copy_(torch.from_numpy(host))
+
+    def upload_array(self, host: npt.NDArray[Any]) -> Tensor:
+        """Copies an array of any type; nobody waits for the copy, and `host` stays as it is."""
+        return torch.from_numpy(host.copy()).to(self.device)
 
     @abstractmethod
     def download(self, tensor: Tensor) -> Download:

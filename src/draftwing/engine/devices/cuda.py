@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -100,6 +101,9 @@ class CudaDevice(Device):
         out = torch.empty(len(host), dtype=torch.int64, device=self.device)
         self.upload_into(out, host)
         return out
+
+    def upload_array(self, host: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(host.copy()).pin_memory().to(self.device, non_blocking=True)
 
     def upload_into(self, out: Tensor, host: IntArray) -> None:
         buffer = self._up.take(len(host))

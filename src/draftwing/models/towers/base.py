@@ -21,7 +21,6 @@ from draftwing.layers.linear_ops.base import PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.fields import Fields
 from draftwing.ops.table import LayerOps
-from draftwing.requests.images import RequestImage
 
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
@@ -65,6 +64,13 @@ class TowerModule(nn.Module):
 
     place: tuple[torch.dtype, torch.device, WeightFormat]
 
+    def settle(self, device: torch.device) -> None:
+        """Brings what is no parameter to the device: small tensors in attributes of modules."""
+        for part in self.modules():
+            for name, value in list(vars(part).items()):
+                if isinstance(value, Tensor):
+                    setattr(part, name, value.to(device))
+
     def pack(self, ops: LayerOps) -> None:
         """Prepares all matrices for inference."""
         for name, part in self.named_modules():
@@ -75,15 +81,14 @@ class TowerModule(nn.Module):
 class Tower:
     """A loaded tower. No module itself: it is no part of the decoder beside which it stands."""
 
-    def __init__(self, config: TowerConfig, module: TowerModule, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.module = config, module
-        self._device, self._dtype = device, dtype
+    def __init__(self, config: TowerConfig, module: TowerModule, dtype: torch.dtype) -> None:
+        self.config, self.module, self._dtype = config, module, dtype
 
-    def features(self, image: RequestImage) -> Tensor:
-        """Returns the rows of an image, [tokens, width], in the model's dtype."""
-        pixels = torch.from_numpy(image.pixels.copy()).to(self._device)
+    def features(self, pixels: Tensor, tokens: int) -> Tensor:
+        """Returns the rows of an image, [tokens, (1 + deep) * width], in the model's dtype. pixels: [height, width, 3]
+        uint8."""
         rows: Tensor = self.module(pixels.float() / 255)
-        assert rows.shape == (image.tokens, self.config.width * (1 + self.config.deep))
+        assert rows.shape == (tokens, self.config.width * (1 + self.config.deep))
         return rows.to(self._dtype)
 
 

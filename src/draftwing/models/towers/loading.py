@@ -42,10 +42,11 @@ def load_tower(
         except CheckpointError as error:
             raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
     module.requires_grad_(False)
+    module.settle(device)
     size = sum(param.nbytes for param in module.parameters())
     module.pack(ops)
     logger.info("what reads images is loaded, %.2f GB; --disable-images leaves it out", size / 1e9)
-    return Tower(config, module, device, dtype)
+    return Tower(config, module, dtype)
 
 
 def _own(path: Path, config: TowerConfig) -> Iterator[tuple[str, Tensor]]:

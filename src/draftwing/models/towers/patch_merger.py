@@ -84,6 +84,7 @@ class PatchMergerTower(TowerModule):
     ) -> None:
         super().__init__()
         self.config, self.place = config, (dtype, device, weight_format)
+        self.mean, self.std = torch.tensor(config.mean), torch.tensor(config.std)
         hidden = config.hidden
         self.patch_embed = self.linear(3 * config.patch**2, hidden)
         self.pos_embed = nn.Embedding(config.side**2, hidden, dtype=dtype, device=device)
@@ -93,8 +94,7 @@ class PatchMergerTower(TowerModule):
 
     def forward(self, pixels: Tensor) -> Tensor:
         config = self.config
-        mean, std = (torch.tensor(values, device=pixels.device) for values in (config.mean, config.std))
-        pixels = (pixels - mean) / std
+        pixels = (pixels - self.mean) / self.std
         rows, columns = (side // config.patch for side in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1))  # [rows, patch, columns, patch, 3]
         patches = self._in_blocks(patches.permute(0, 2, 4, 1, 3).flatten(2))  # [N, 3 * patch * patch]

@@ -128,6 +128,7 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
         "model_path": info.options.model,
         "draft_model_path": service.draft_model_path,
         "context_length": info.context_length,
+        "images": info.images is not None,
         "max_total_tokens": info.max_total_tokens,
         "algorithm": info.options.drafter if info.speculates else "none",
         "num_steps": depth,
@@ -221,8 +222,8 @@ _TYPES = {
 }
 # Nothing but what this server sends, no script or style inside of a page, nobody's frame.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "content-security-policy": POLICY,

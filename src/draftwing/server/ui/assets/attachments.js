@@ -1,8 +1,9 @@
-// Text files that go along with a question: chosen, pasted, or dropped. They become a part of the question's text, so that
-// what is kept, exported and edited is what was asked.
+// Text files and pictures that go along with a question: chosen, pasted, or dropped. Texts become a part of the question's
+// text, so that what is kept, exported and edited is what was asked; pictures stay beside it.
 
 import { chooseFile } from "./files.js";
 import { byId, h, number } from "./dom.js";
+import { isPicture, readPicture, thumbnail } from "./pictures.js";
 
 export const LIMIT = 256 * 1024; // bytes of a file
 const HEAD = /^File: ([^\n]+)\n(`{3,})([^\n`]*)\n/;
@@ -74,11 +75,14 @@ export function chip({ name, text }, ...more) {
 }
 
 export class Attachments {
-  constructor() {
+  /** sees: whether the model reads images. */
+  constructor(sees) {
+    this.sees = sees;
     this.files = [];
+    this.images = [];
     this.chips = h("div", { class: "chips", hidden: true });
     this.problem = h("p", { class: "error note", role: "alert", hidden: true });
-    const button = h("button", { type: "button", class: "quiet attach", "aria-label": "Attach text files", title: `Attach text files, up to ${LIMIT / 1024} KiB each`,
+    const button = h("button", { type: "button", class: "quiet attach", "aria-label": sees ? "Attach text files and pictures" : "Attach text files", title: `Attach text files, up to ${LIMIT / 1024} KiB each${sees ? ", and pictures" : ""}`,
       onclick: () => chooseFile("", (file) => this.add([file]), true) }, "+");
     const ask = document.querySelector(".ask");
     ask.prepend(button);
@@ -107,7 +111,8 @@ export class Attachments {
     const problems = [];
     for (const file of files) {
       try {
-        this.files.push({ name: file.name, text: await readText(file) });
+        if (isPicture(file)) this.images.push(await readPicture(file, this.sees));
+        else this.files.push({ name: file.name, text: await readText(file) });
       } catch (error) {
         problems.push(error.message);
       }
@@ -117,25 +122,33 @@ export class Attachments {
   }
 
   draw(problem = "") {
-    this.chips.hidden = !this.files.length;
-    this.chips.replaceChildren(...this.files.map((file) => h("div", { class: "chip-row" }, chip(file),
-      h("button", { type: "button", class: "quiet", "aria-label": `Remove ${file.name}`, onclick: () => this.remove(file) }, "×"))));
+    this.chips.hidden = this.empty;
+    const row = (one, view) => h("div", { class: "chip-row" }, view,
+      h("button", { type: "button", class: "quiet", "aria-label": `Remove ${one.name}`, onclick: () => this.remove(one) }, "×"));
+    this.chips.replaceChildren(...this.images.map((one) => row(one, thumbnail(one))), ...this.files.map((one) => row(one, chip(one))));
     this.problem.textContent = problem;
     this.problem.hidden = !problem;
   }
 
   remove(file) {
     this.files = this.files.filter((one) => one !== file);
+    this.images = this.images.filter((one) => one !== file);
     this.draw();
     byId("question").focus();
   }
 
-  /** The question with the files, which are then forgotten. */
+  get empty() {
+    return !this.files.length && !this.images.length;
+  }
+
+  /** The question with the files, and its pictures, which are then forgotten: { content, images }. */
   take(words) {
+    const { images } = this;
     const content = withFiles(words, this.files);
     this.files = [];
+    this.images = [];
     this.draw();
-    return content;
+    return { content, images };
   }
 
   /** Takes the files of a question back; returns its words. */

@@ -6,6 +6,7 @@ import { ContextGauge } from "./context.js";
 import { byId, h, speak } from "./dom.js";
 import { Messages } from "./messages.js";
 import { notice } from "./overlays.js";
+import { contentOf, picturesOf } from "./pictures.js";
 import { Presets } from "./presets.js";
 import { Settings } from "./settings.js";
 import { shortcuts } from "./shortcuts.js";
@@ -36,7 +37,7 @@ export class Chat {
     this.conversation.system = this.presets.initial;
     this.question = byId("question");
     this.send = byId("send");
-    this.attachments = new Attachments();
+    this.attachments = new Attachments(facts.images);
     this.gauge = new ContextGauge(facts.context_length);
     this.messages = new Messages({
       again: (node) => this.again(node),
@@ -196,12 +197,13 @@ export class Chat {
 
   submit() {
     if (this.refused() || !this.settings.valid()) return;
-    const content = this.attachments.take(this.question.value.trim());
-    if (!content) return;
+    const words = this.question.value.trim();
+    if (!words && this.attachments.empty) return;
+    const { content, images } = this.attachments.take(words);
     this.question.value = "";
     this.fit();
     const { conversation } = this;
-    this.answer(conversation.add(conversation.messages.at(-1), "user", content));
+    this.answer(conversation.add(conversation.messages.at(-1), "user", content, images.length ? { images } : {}));
   }
 
   /** Another version of a question, which is asked, or of an answer. */
@@ -209,7 +211,7 @@ export class Chat {
     const { conversation } = this;
     const parent = conversation.before(node).at(-1);
     if (node.role === "user") {
-      this.answer(conversation.add(parent, "user", content));
+      this.answer(conversation.add(parent, "user", content, node.images ? { images: node.images } : {}));
       return;
     }
     const { drafts } = node.answers[0];
@@ -342,8 +344,8 @@ export class Chat {
     const system = conversation.system.trim();
     const path = [...conversation.before(question), question];
     // Templates may want turns to alternate: a question that got no answer is not asked again with the next one.
-    const answered = (one, i) => one.content && path[i + 1]?.content !== "";
-    const said = [...path.filter(answered), ...(begun ? [begun] : [])].map(({ role, content }) => ({ role, content }));
+    const answered = (one, i) => (one.content || picturesOf(one).length) && path[i + 1]?.content !== "";
+    const said = [...path.filter(answered), ...(begun ? [begun] : [])].map((one) => ({ role: one.role, content: contentOf(one) }));
     const messages = system ? [{ role: "system", content: system }, ...said] : said;
     const more = begun ? { continue_final_message: true } : {};
     return { model: this.facts.model, messages, ...this.settings.sampling, ...more };

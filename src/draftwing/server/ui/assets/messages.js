@@ -47,7 +47,7 @@ export class Messages {
     const foot = h("div", { class: "message-foot" }, copyButton(() => node.content),
       this.button("Edit", () => this.edit(node, element)), this.versions(node));
     const element = h("div", { class: "message user", role: "group", "aria-label": "You", "data-node": node.id },
-      saidView(node.content), foot);
+      saidView(node), foot);
     return element;
   }
 

@@ -3,9 +3,11 @@
 import { chip, splitFiles } from "./attachments.js";
 import { h } from "./dom.js";
 import { markdown } from "./markdown.js";
+import { picturesOf, thumbnail } from "./pictures.js";
 
-/** An element for the text of a question. */
-export function saidView(content) {
-  const { words, files } = splitFiles(content);
-  return h("div", { class: "said prose" }, markdown(words), files.length ? h("div", { class: "chips" }, files.map((file) => chip(file))) : null);
+/** An element for a question: its pictures, and its text. */
+export function saidView(message) {
+  const { words, files } = splitFiles(message.content);
+  const pictures = picturesOf(message).map((one) => thumbnail(one));
+  return h("div", { class: "said prose" }, pictures.length ? h("div", { class: "chips" }, pictures) : null, markdown(words), files.length ? h("div", { class: "chips" }, files.map((file) => chip(file))) : null);
 }
