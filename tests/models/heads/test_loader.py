@@ -80,7 +80,7 @@ def test_folders_that_hold_no_head(drafts: SimpleNamespace, target: DecoderModel
     refused(drafts.write(tmp_path / "parallel", parallel), target, "EAGLE3", "parallel drafting")
     other = drafts.write(tmp_path / "peagle", drafts.eagle3_weights("layers.0"), speculators_model_type="peagle")
     refused(other, target, "EAGLE3", "expected eagle3, dflash, dflash2, dspark, found 'peagle'")
-    refused(tmp_path / "nothing", target, "EAGLE", "found none at")
+    refused(tmp_path / "nothing", target, "EAGLE", "found neither at")
 
 
 # ---- sizes and tensors -----------------------------------------------------------------------------------------------

@@ -211,8 +211,8 @@ def check_draft_files(options: Options, path: Path, target: ModelConfig) -> None
     elif path.suffix == ".gguf" and "mtp" in spec.heads:
         vocab = target.vocab_size  # the loader reads of it what there is to check
     elif spec.heads:
-        if not path.is_dir():
-            raise CheckpointError(f"draft model: expected a folder, found none at {path}")
+        if not path.is_dir() and path.suffix != ".gguf":
+            raise CheckpointError(f"draft model: expected a folder or a .gguf file, found neither at {path}")
         try:
             raw = read_config(path)
             same("vocab_size", target.vocab_size, raw.get("vocab_size", target.vocab_size))

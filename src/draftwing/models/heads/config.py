@@ -19,6 +19,7 @@ from draftwing.models.families import PLAIN_FAMILY
 from draftwing.models.fields import Fields
 from draftwing.models.folder import read_json
 from draftwing.models.heads.eagle import Eagle3Config
+from draftwing.models.heads.gguf_heads import gguf_config
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns `flatten_config` of the config.json in a head's folder."""
+    """Returns `flatten_config` of the config.json in a head's folder, or what a `.gguf` file says in its place."""
+    if path.suffix == ".gguf":
+        return gguf_config(path)
     return flatten_config(read_json(path / "config.json"))
 
 

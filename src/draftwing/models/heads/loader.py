@@ -50,6 +50,7 @@ from draftwing.models.heads.config import (
     same,
 )
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead, first_layer_name
+from draftwing.models.heads.gguf_heads import gguf_weights
 from draftwing.models.heads.mtp import MTPHead, stored_layers, untrained
 from draftwing.models.heads.own_layers import UNSERVED, mtp_tensors, of_prediction_layer, unserved
 from draftwing.models.loader import Tensors, fill_parameters
@@ -103,7 +104,8 @@ def load_draft_head(
     weight_format: WeightFormat = DENSE,
     as_stored: bool = True,
 ) -> EagleHead | Eagle3Head | BlockHead | MTPHead:
-    """Returns the head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
+    """Returns the head in the folder or `.gguf` file `path` for `target`; `algorithm` is that of a drafter that loads
+    heads.
 
     aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
     embedding), or the one that the ids look like.
@@ -125,7 +127,7 @@ def load_draft_head(
         flat = read_config(path)
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _dequantised(_draft_weights(path, target.config), path, dtype, target.config)
+        weights = _dequantised(_draft_weights(path, target.config, dtype), path, dtype, target.config)
     kind = head_kind(weights, path, target.config)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
@@ -293,10 +295,13 @@ def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_
 # ---- names and checks ------------------------------------------------------------------------------------------------
 
 
-def _draft_weights(path: Path, target: ModelConfig) -> dict[str, Tensor]:
-    """Name without the `model.` prefix, but for multi-token prediction layers -> tensor, mapped from its file."""
+def _draft_weights(path: Path, target: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name without the `model.` prefix, but for multi-token prediction layers -> tensor, mapped from its file; of a
+    GGUF file in a dtype."""
+    if path.suffix == ".gguf":
+        return gguf_weights(path, dtype)
     if not path.is_dir():
-        raise CheckpointError(f"draft model: expected a folder, found none at {path}")
+        raise CheckpointError(f"draft model: expected a folder or a .gguf file, found neither at {path}")
     weights: dict[str, Tensor] = {}
     for stored, tensor in folder_tensors(path):
         name = canonical(stored)

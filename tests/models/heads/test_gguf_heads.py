@@ -1,0 +1,137 @@
+"""Heads that draft blocks in GGUF files: what is loaded is what a folder with the same values has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import pytest
+import torch
+from reference.block_heads import dflash2_head, dflash_head
+from reference.checkpoints import Checkpoint, llama_target
+
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+
+TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+OUTER = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+INNER = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj",
+}  # fmt: skip
+WHOLE = {
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+BASES = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
+
+
+def gguf_name(name: str) -> str:
+    if name in WHOLE:
+        return WHOLE[name]
+    if not name.startswith("layers."):
+        return f"{OUTER[name.removesuffix('.weight')]}.weight"
+    _, layer, part = name.split(".", 2)
+    own = BASES.get(part) or f"{INNER[part.removesuffix('.weight')]}.weight"
+    return f"blk.{layer}.{own}"
+
+
+def write(
+    path: Path, head: Checkpoint, edit: Callable[[gguf_package.GGUFWriter], Any] | None = None, arch: str = "dflash"
+) -> Path:
+    """As llama.cpp's converter has them: layers of the target are those whose input is read."""
+    config = head.config | head.config["dflash_config"]
+    writer = gguf_package.GGUFWriter(path, arch)
+    sizes = {
+        "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length":
+        "intermediate_size", "attention.head_count": "num_attention_heads", "attention.head_count_kv":
+        "num_key_value_heads", "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+        "context_length": "max_position_embeddings", "block_size": "block_size", "conv_kernel_size":
+        "conv_kernel_size", "conv_group_size": "conv_group_size", "selector_rank": "selector_rank",
+        "selector_top_k": "selector_top_k",
+    }  # fmt: skip
+    for key, name in sizes.items():
+        if name in config:
+            writer.add_uint32(f"{arch}.{key}", config[name])
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32(f"{arch}.rope.freq_base", config["rope_theta"])
+    writer.add_array(f"{arch}.target_layers", [one + 1 for one in config["target_layer_ids"]])
+    writer.add_uint32("tokenizer.ggml.mask_token_id", config["mask_token_id"])
+    writer.add_array("tokenizer.ggml.tokens", [str(one) for one in range(config["vocab_size"])])
+    writer.add_bool(f"{arch}.attention.causal", bool(config.get("is_causal")))
+    if "layer_types" in config:
+        writer.add_uint32(f"{arch}.attention.sliding_window", config["sliding_window"])
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", kinds)
+    if edit is not None:
+        edit(writer)
+    for name, value in head.tensors.items():
+        writer.add_tensor(gguf_name(name), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_model(TARGET.write(tmp_path_factory.mktemp("target")), torch.float32, "cpu")
+
+
+def load(path: Path, target: DecoderModel) -> BlockHead:
+    head = load_draft_head(path, target, "DFLASH2", torch.float32, "cpu")
+    assert isinstance(head, BlockHead)
+    return head
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dflash_head(TARGET, is_causal=False),
+        lambda: dflash2_head(TARGET),
+        lambda: dflash2_head(TARGET, dflash_config={"conv_kernel_size": 3}, **SLIDING),
+    ],
+    ids=["dflash", "dflash2", "three taps, windows"],
+)
+def test_it_is_the_head_of_a_folder(make: Callable[[], Checkpoint], target: DecoderModel, tmp_path: Path) -> None:
+    head = make()
+    found, expected = load(write(tmp_path / "head.gguf", head), target), load(head.write(tmp_path / "head"), target)
+    assert found.config_of_block == expected.config_of_block and found.aux_layers == expected.aux_layers
+    assert found.config.ropes == expected.config.ropes
+    for own, layer in zip(found.config.layers, expected.config.layers, strict=True):
+        assert replace(own, norm=layer.norm) == layer and own.norm.eps == pytest.approx(layer.norm.eps)
+    for (name, mine), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(
+    ("edit", "arch", "says"),
+    [
+        (None, "llama", "expected general.architecture 'dflash' of a head, found 'llama'"),
+        (lambda w: w.add_float32("dflash.attention.scale", 0.3), "dflash", r"dflash.attention.scale' = 0.3\d* is not"),
+        (lambda w: w.add_uint32("dflash.rope.dimension_count", 8), "dflash", "rope.dimension_count = 8 is not supp"),
+        (
+            lambda w: w.add_tensor("blk.0.attn_sinks.weight", torch.zeros(4).numpy()), "dflash",
+            "blk.0.attn_sinks.weight is no tensor of a head that drafts blocks",
+        ),
+        (
+            lambda w: w.add_array("dflash.attention.sliding_window_pattern", [True]), "dflash",
+            "sliding_window_pattern: expected one for each of 2 layers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(edit: Any, arch: str, says: str, target: DecoderModel, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        load(write(tmp_path / "head.gguf", dflash2_head(TARGET), edit, arch), target)
