@@ -22,6 +22,7 @@ from draftwing.ops.experts.rows import FP8, INT4, INT8, MX, STEP, expert_rows, f
 from draftwing.ops.experts.spec import SWIGLU_ALPHA
 from draftwing.ops.experts.triton import clamped_swiglu_of
 from draftwing.ops.experts.triton_tiles import LARGE_TILE, SMALL_TILE
+from draftwing.ops.gemm.cuda_many import in_sets
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
@@ -153,6 +154,8 @@ def _weight_tile(
     of `_columns`. rows: of the weight."""
     feature = row + tl.arange(0, FEATURES)
     mask = feature < end
+    if not EVEN:
+        mask &= k < DEPTH
     if KIND == _DENSE:
         col = k + _columns(STEP, IN_SHARES)
         there = mask[:, None]
@@ -209,7 +212,7 @@ def _with_step(
     total, other, source, present, weight, scales, zeros, row, rows, weight_rows, k,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
     PACKED: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    X_IN_SETS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums with the products of columns [k, k + STEP), and of gated ones those of the ups."""
     w = _weight_tile(
@@ -222,7 +225,7 @@ def _with_step(
         )  # fmt: skip
     mask = present[:, None]
     if not EVEN:
-        mask &= (k + _columns(STEP, IN_SHARES) < DEPTH)[None, :]
+        mask &= (k + _columns(STEP, IN_SHARES and not X_IN_SETS) < DEPTH)[None, :]
     a = tl.load(source + k, mask=mask, other=0.0)
     total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
     if ACT != _PLAIN:
@@ -244,10 +247,11 @@ def _expert_gemm_kernel(
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    X_IN_SETS: tl.constexpr, SHARE_STEPS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x.
-    IN_SHARES: with the bits of gemm_experts.cu, whose chunks are steps then."""
+    IN_SHARES: with the bits of gemm_experts.cu, whose chunks are steps then. X_IN_SETS: columns of x come in the order
+    of `_columns`. SHARE_STEPS: of the longest share."""
     wait(PDL)
     let_next_come(PDL)  # behind the wait, for `gemm_experts.routes_known`
     expert = tl.load(tiles + tl.program_id(1))
@@ -259,28 +263,35 @@ def _expert_gemm_kernel(
             pair = (begin + lane).to(tl.int64)
         else:
             pair = tl.load(order + begin + lane, mask=lane < count, other=0).to(tl.int64)
-        source = x + (pair // CHOICES)[:, None] * x_stride + _columns(STEP, IN_SHARES)[None, :]
+        source = x + (pair // CHOICES)[:, None] * x_stride + _columns(STEP, IN_SHARES and not X_IN_SETS)[None, :]
         OUTPUTS: tl.constexpr = WIDTH if ACT == _PLAIN else 2 * WIDTH  # of an expert
         row = expert * OUTPUTS + feature
         rows = expert * OUTPUTS + WIDTH
         total = tl.zeros([ROWS, FEATURES], tl.float32)
         other = tl.zeros([ROWS, FEATURES], tl.float32)
-        if IN_SHARES:
-            for share in range(_SHARES):
-                part, part_other = tl.zeros_like(total), tl.zeros_like(other)
-                for k in range(share * STEP, DEPTH, _SHARES * STEP):
-                    part, part_other = _with_step(
-                        part, part_other, source, lane < count, weight, scales, zeros, row, rows, weight_rows, k, DEPTH,
-                        WIDTH, ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, PRECISION,
-                    )  # fmt: skip
-                total += part
-                if ACT != _PLAIN:
-                    other += part_other
+        if IN_SHARES:  # in one loop, so that what the next share reads is asked for while one ends
+            part, part_other = tl.zeros_like(total), tl.zeros_like(other)
+            for i in range(0, _SHARES * SHARE_STEPS):
+                share = i // SHARE_STEPS
+                if i == share * SHARE_STEPS:
+                    total += part
+                    part = tl.zeros_like(total)
+                    if ACT != _PLAIN:
+                        other += part_other
+                        part_other = tl.zeros_like(other)
+                part, part_other = _with_step(
+                    part, part_other, source, lane < count, weight, scales, zeros, row, rows, weight_rows,
+                    ((i - share * SHARE_STEPS) * _SHARES + share) * STEP, DEPTH, WIDTH, ACT, KIND, GROUPS, PACKED,
+                    FEATURES, STEP, EVEN, IN_SHARES, X_IN_SETS, PRECISION,
+                )  # fmt: skip
+            total += part
+            if ACT != _PLAIN:
+                other += part_other
         else:
             for k in range(0, DEPTH, STEP):
                 total, other = _with_step(
                     total, other, source, lane < count, weight, scales, zeros, row, rows, weight_rows, k, DEPTH, WIDTH,
-                    ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, PRECISION,
+                    ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, X_IN_SETS, PRECISION,
                 )  # fmt: skip
         col = feature + tl.arange(0, FEATURES)
         dtype = out.dtype.element_ty
@@ -327,6 +338,8 @@ class ExpertGemm:
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         in_shares = tiles.exact and not wide
+        x_in_sets = in_shares and x.shape[1] % 32 == 0
+        x = in_sets(x) if x_in_sets else x
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
             arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": CHUNK}
@@ -335,6 +348,9 @@ class ExpertGemm:
             packed = x.dtype == torch.bfloat16 and weight.kind != INT8 and not INTERPRETED
             arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": CHUNK if in_shares else STEP}
         assert x.shape[1] == depth and x.stride(1) == 1
+        even, steps = depth % arguments["STEP"] == 0, triton.cdiv(triton.cdiv(depth, CHUNK), SHARES)
+        if in_shares and steps * SHARES * CHUNK > depth:
+            even = False  # some shares have a step more than others
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
             return out
@@ -342,7 +358,7 @@ class ExpertGemm:
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), max_tiles)](
             out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, max_tiles, limit, self.rows,
             CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
-            FEATURES=features, EVEN=depth % arguments["STEP"] == 0, IN_SHARES=in_shares,
+            FEATURES=features, EVEN=even, IN_SHARES=in_shares, X_IN_SETS=x_in_sets, SHARE_STEPS=steps,
             PRECISION="ieee" if wide else "tf32", num_warps=warps, num_stages=2 if wide else stages, **arguments,
             **launch_options(x.device),
         )  # fmt: skip
