@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from hybrid_models import NET, SIZES
 from PIL import Image
 from tiny_tokenizers import byte_level
 from torch import Tensor
+from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 
 PAD, START, END, EOS = 258, 259, 260, 256
 SPECIAL = "<eos>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -31,10 +32,37 @@ QWEN3 = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2,
 }  # fmt: skip
-# The prefix of transformers' classes, and their configs.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3.5": ("Qwen3_5", {"text_config": {**SIZES, **NET, **TEXT, **MROPE}, "vision_config": VISION, **IDS}),
-    "qwen3-vl": (
+PREPROCESSOR = {
+    "size": {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 48}, "patch_size": 4, "merge_size": 2,
+    "temporal_patch_size": 2, "image_mean": [0.5, 0.4, 0.45], "image_std": [0.5, 0.25, 0.3],
+}  # fmt: skip
+GEMMA4 = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
+    "global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 1,
+    "sliding_window": 20, "vocab_size_per_layer_input": 264, "use_bidirectional_attention": None,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0, "enable_moe_block": False, "use_double_wide_mlp": False,
+}  # fmt: skip
+POOLED = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
+    "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64,
+    "use_clipped_linears": True, "standardize": True,
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """prefix: of transformers' classes.  config: of the model.  processor: the class that prepares pictures, with its
+    settings."""
+
+    prefix: str
+    config: dict[str, Any]
+    processor: str = "Qwen2VLImageProcessorPil"
+    settings: dict[str, Any] = PREPROCESSOR
+
+
+KINDS: dict[str, Kind] = {
+    "qwen3.5": Kind("Qwen3_5", {"text_config": {**SIZES, **NET, **TEXT, **MROPE}, "vision_config": VISION, **IDS}),
+    "qwen3-vl": Kind(
         "Qwen3VL",
         {
             "text_config": {
@@ -51,11 +79,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **IDS,
         },
     ),
+    "gemma4": Kind(
+        "Gemma4",
+        {
+            "text_config": {**GEMMA4, **TEXT},
+            "vision_config": POOLED,
+            "image_token_id": PAD,
+            "boi_token_id": START,
+            "eoi_token_id": END,
+            "audio_token_id": 262,
+            "video_token_id": 261,
+        },
+        "Gemma4ImageProcessorPil",
+        {"max_soft_tokens": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    ),
 }
-PREPROCESSOR = {
-    "size": {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 48}, "patch_size": 4, "merge_size": 2,
-    "temporal_patch_size": 2, "image_mean": [0.5, 0.4, 0.45], "image_std": [0.5, 0.25, 0.3],
-}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -67,7 +105,7 @@ TEMPLATE = (
 @cache
 def reference(kind: str) -> Any:
     """Of transformers, in float32, with random weights, and values of norms and decays that matter."""
-    prefix, settings = KINDS[kind]
+    prefix, settings, *_ = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**settings)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
@@ -83,6 +121,11 @@ def reference(kind: str) -> Any:
                 param.normal_(0, 0.5)
             else:
                 param.normal_(0, 0.5 if "conv" in name and param.dim() == 3 else 0.15)
+        for name, values in model.named_buffers():
+            if name.endswith(("put_min", "put_max")):  # which clip something
+                values.fill_(-1.5 if name.endswith("min") else 1.0)
+            elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
+                values.uniform_(0.5, 1.5)
     return model
 
 
@@ -91,7 +134,7 @@ def write_model(folder: Path, kind: str) -> Path:
     reference(kind).save_pretrained(folder)
     byte_level(*SPECIAL).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(KINDS[kind].settings))
     return folder
 
 
@@ -110,28 +153,33 @@ def encoded(image: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
     return out.getvalue()
 
 
-def processed(image: Image.Image, settings: Mapping[str, Any] = PREPROCESSOR) -> tuple[Tensor, Tensor]:
-    """Returns what transformers makes of a picture: values of patches, and the grid [1, 3]."""
-    made = transformers.Qwen2VLImageProcessorPil(**settings)(images=image, return_tensors="pt")
-    return made["pixel_values"], made["image_grid_thw"]
+def processed(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """Returns what transformers makes of pictures, by the names that its models take."""
+    if not images:
+        return {}
+    _, _, processor, settings = KINDS[kind]
+    gemma4._SUPPORTED_SOFT_TOKENS = (16,)  # type: ignore[assignment]  # for short prompts
+    made = getattr(transformers, processor)(**settings)(images=list(images), return_tensors="pt")
+    return {name: value for name, value in made.items() if name not in ("num_soft_tokens_per_image",)}
 
 
-def greedy(model: Any, ids: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
+def features(kind: str, image: Image.Image) -> tuple[Tensor, list[Tensor]]:
+    """Returns the features of a picture, and those that layers add, by transformers."""
+    inner = reference(kind).model
+    found = inner.get_image_features(**processed(kind, [image]), return_dict=True)
+    deep = [
+        one[0] if isinstance(one, tuple | list) else one for one in getattr(found, "deepstack_features", None) or ()
+    ]
+    pooled = found.pooler_output
+    return torch.cat(tuple(pooled)) if isinstance(pooled, tuple | list) else pooled, deep
+
+
+def greedy(kind: str, ids: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
     """Returns so many tokens that transformers draws after a prompt with images. ids: with all tokens of images."""
-    made = [processed(image) for image in images]
-    whole = torch.tensor([list(ids)])
-    kinds = (whole == PAD).int()
-    more = (
-        {
-            "pixel_values": torch.cat([values for values, _ in made]),
-            "image_grid_thw": torch.cat([grid for _, grid in made]),
-        }
-        if made
-        else {}
-    )
+    model, whole = reference(kind), torch.tensor([list(ids)])
     model.model.rope_deltas = None
     out = model.generate(
-        input_ids=whole, attention_mask=torch.ones_like(whole), mm_token_type_ids=kinds, max_new_tokens=count,
-        do_sample=False, eos_token_id=None, **more,
+        input_ids=whole, attention_mask=torch.ones_like(whole), mm_token_type_ids=(whole == PAD).int(),
+        max_new_tokens=count, do_sample=False, eos_token_id=None, **processed(kind, images),
     )  # fmt: skip
     return out[0, len(ids) :].tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_rig import Cycle, Rig, greedy, make_book, seeded
-from image_models import KINDS, PAD, encoded, picture, reference, write_model
+from image_models import KINDS, PAD, encoded, picture, write_model
 from image_models import greedy as transformers_greedy
 
 from draftwing.config.trees import PLAIN, TreeShape
@@ -80,7 +80,7 @@ def test_greedy_text_is_transformers(case: Any) -> None:
     for i, (ids, _) in enumerate(prompts):
         if params[i].temperature == 0:
             images = [picture(*size) for size in SHOWN[i]]
-            assert expected.tokens[str(i)] == transformers_greedy(reference(kind), ids, images, TOKENS)
+            assert expected.tokens[str(i)] == transformers_greedy(kind, ids, images, TOKENS)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -95,14 +95,14 @@ def test_lookups(case: Any, drafter: str) -> None:
 
 
 def test_beside_rows_that_decode(case: Any) -> None:
-    if case[0] != "qwen3-vl":
+    if case[0] == "qwen3.5":
         pytest.skip("layers with states of rows have prompts and rows take turns")
     rig, _ = answer(case, shapes=(CHAIN,), miss=1, chunk=9, mixed=True)
     assert rig.stats.mixed > 2
 
 
 def test_preemption(case: Any) -> None:
-    rig, _ = answer(case, shapes=(TREE,), slots=150, chunk=8)
+    rig, _ = answer(case, shapes=(TREE,), slots=110, chunk=8)
     assert rig.sched.retractions >= 1
 
 
@@ -174,5 +174,5 @@ def test_random_engines(case: Any, seed: int) -> None:
         case, shapes=shapes, policy=pick(None, Cycle(*shapes), Cycle(*shapes, PLAIN)), miss=pick(0, 1, 3, 6),
         drafter=pick("oracle", "ngram", "suffix"), lag=pick(0, 1), chunk=pick(1, 2, 3, 5, 9, 17, 40, 64),
         slots=pick(130, 160, 200, 1000), rows=pick(1, 2, 3, 6), radix=pick(True, False),
-        mixed=pick(True, False) if case[0] == "qwen3-vl" else False,
+        mixed=pick(True, False) if case[0] != "qwen3.5" else False,
     )  # fmt: skip

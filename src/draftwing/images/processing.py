@@ -87,3 +87,32 @@ def tile(picture: Image, size: tuple[int, int], resample: int, block: int) -> Ti
     width, height = size
     how: Resampling = resample  # type: ignore[assignment]  # they are these numbers
     return Tile(width, height, picture.resize(size, how).tobytes(), (height // block, width // block))
+
+
+@dataclass(frozen=True)
+class BudgetProcessor(ImageProcessor):
+    """One image, made as large as a number of tokens lets it be. block: pixels of a token's side.  budget: most tokens.
+    before, after: texts around them."""
+
+    block: int = 48
+    budget: int = 280
+    before: str = ""
+    after: str = ""
+    resample: int = 3
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns width and height of what the tower sees."""
+        check_ratio(width, height)
+        block = self.block
+        grow = math.sqrt(self.budget * block**2 / (width * height))
+        wide, high = (math.floor(grow * side / block) * block for side in (width, height))
+        if not wide and not high:
+            raise RequestError(f"it has {width} x {height} pixels, too few for a model with {self.budget} tokens")
+        if not high:
+            return min(math.floor(width / height), self.budget) * block, block
+        if not wide:
+            return block, min(math.floor(height / width), self.budget) * block
+        return wide, high
+
+    def pieces(self, picture: Image) -> list[Piece]:
+        return [self.before, tile(picture, self.size(*picture.size), self.resample, self.block), self.after]

@@ -144,7 +144,9 @@ class DecoderModel(nn.Module):
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
-        embeddings = None if self.per_layer is None else self.per_layer(ids, x, self._ops)  # [M, layers, size]
+        embeddings = None
+        if self.per_layer is not None:
+            embeddings = self.per_layer(self._blanked(ids, images), x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             if narrowed is not None and i == self.keepers + 1:
@@ -179,6 +181,12 @@ class DecoderModel(nn.Module):
         x = self.embed(ids)
         x = x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
         return x if images is None else x.index_copy(0, images.at, images.rows[:, : x.shape[1]])
+
+    def _blanked(self, ids: Tensor, images: ImageRows | None) -> Tensor:
+        """ids [M] -> the same with `TowerConfig.blank` where there are images, for embeddings by layer."""
+        if images is None or self.config.tower is None:
+            return ids
+        return ids.index_fill(0, images.at, self.config.tower.blank)
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after

@@ -12,6 +12,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.models.families.gemma_images import tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole
 from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.models.positions import FULL, SLIDING
@@ -182,7 +183,7 @@ FAMILIES = {
              "use_double_wide_mlp", "vocab_size_per_layer_input", "num_global_key_value_heads", "global_head_dim")
         ),
         wholes={
-            "Gemma4ForConditionalGeneration": Whole("gemma4", _SIZES),
+            "Gemma4ForConditionalGeneration": Whole("gemma4", _SIZES, tower=tower),
             "Gemma4UnifiedForConditionalGeneration": Whole("gemma4_unified", _UNIFIED),
         },
         expert_names=ExpertNames("router.proj", "experts"),

@@ -7,9 +7,9 @@ each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftwing.images.processing import ImageProcessor
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import PackMode, WeightFormat
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.fields import Fields
 from draftwing.ops.table import LayerOps
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TowerConfig:
     """token: the id that stands for positions of images in prompts.  width: of a row of features, which is that of the
-    language model's embeddings, and of what some of its layers add, one after the other (`deep`)."""
+    language model's embeddings, and of what some of its layers add, one after the other (`deep`).
+    blank: the id whose own embeddings by layer, where a model has them, those of images have."""
 
     token: int
     width: int
     deep: int = 0
+    blank: int = 0
 
-    prefixes = ("model.visual.",)  # of its tensors in checkpoints
+    prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)  # of its tensors in checkpoints
 
     def prepared(self, files: Fields) -> TowerConfig:
         """Returns the config with what a folder says of how pictures are prepared (`preprocessor_config.json`). Raises
@@ -63,6 +65,11 @@ class TowerModule(nn.Module):
         return Linear(into, out, bias, *self.place)
 
     place: tuple[torch.dtype, torch.device, WeightFormat]
+
+    def table(self) -> Iterator[tuple[str, ParamSlice]]:
+        """Yields where tensors of a checkpoint go, by their names without the prefix."""
+        for name, param in self.named_parameters():
+            yield name, ParamSlice(name, 0, len(param))
 
     def settle(self, device: torch.device) -> None:
         """Brings what is no parameter to the device: small tensors in attributes of modules."""

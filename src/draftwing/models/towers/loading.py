@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.dummy import SEED
 from draftwing.models.folder import folder_tensors
 from draftwing.models.loader import allocate, fill_parameters
@@ -33,12 +33,11 @@ def load_tower(
     """Loads the tower of a folder, packed. dtype: of features, and of weights that are not in blocks. weight_format: of
     the language model's matrices.  dummy: random weights. Raises CheckpointError."""
     module = config.build(dtype, torch.device("meta"), format_of(weight_format))
-    table = {name: ParamSlice(name, 0, len(param)) for name, param in module.named_parameters()}
     if dummy:
         _fill_random(module, device)
     else:
         try:
-            fill_parameters(module, table, config.tensors(_own(path, config)), device)
+            fill_parameters(module, dict(module.table()), config.tensors(_own(path, config)), device)
         except CheckpointError as error:
             raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
     module.requires_grad_(False)

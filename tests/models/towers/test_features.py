@@ -1,0 +1,110 @@
+"""What towers make of pictures, against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from image_models import KINDS, PAD, encoded, features, picture, reference, write_model
+
+from draftwing.errors import CheckpointError
+from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.loader import load_config
+from draftwing.models.towers.base import Tower
+from draftwing.models.towers.loading import load_tower
+from draftwing.ops import make_ops
+from draftwing.ops.table import PLAIN
+from draftwing.requests.images import RequestImage, axes_of
+from draftwing.text.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+PICTURES = [(40, 30), (200, 17), (8, 8), (300, 200), (16, 100), (1, 1), (37, 53)]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tower") / kind, kind)
+
+
+@pytest.fixture(scope="module")
+def tower(folder: Path) -> Tower:
+    config = load_config(folder).tower
+    assert config is not None
+    return load_tower(folder, config, torch.float32, CPU, DENSE, PLAIN)
+
+
+def shown(folder: Path, tower: Tower, *sizes: tuple[int, int], text: tuple[int, ...] = ()) -> list[RequestImage]:
+    processor = tower.config.processor(load_tokenizer(folder, None))
+    pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in sizes]
+    ids = [*text, *(one for _ in sizes for one in (5, PAD, 6))]
+    return list(placed(ids, Prompt("", pieces), processor)[1])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", PICTURES)
+def test_features_are_transformers(kind: str, folder: Path, tower: Tower, size: tuple[int, int]) -> None:
+    (image,) = shown(folder, tower, size)
+    rows = tower.features(torch.from_numpy(image.pixels.copy()), image.tokens)
+    expected, deep = features(kind, picture(*size))
+    ours = rows.unflatten(1, (1 + len(deep), -1))
+    for i, theirs in enumerate([expected, *deep]):
+        scale = max(float(theirs.abs().max()), 1.0)
+        assert torch.allclose(ours[:, i], theirs, atol=1e-4 * scale / 8, rtol=1e-4), i
+        assert float(theirs.std()) > 0.01
+
+
+def test_positions_in_three_axes(kind: str, folder: Path, tower: Tower) -> None:
+    inner = reference(kind).model
+    if not hasattr(inner, "get_rope_index"):
+        pytest.skip("positions are plain")
+    images = shown(folder, tower, (40, 30), (16, 100), text=(1, 2, 3))
+    length = images[-1].end + 4
+    ids = torch.ones(1, length, dtype=torch.int64)
+    for image in images:
+        ids[0, image.start : image.end] = PAD
+    grids = torch.tensor([[1, image.grid[0] * 2, image.grid[1] * 2] for image in images])
+    expected, shift = inner.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
+    axes, ours = axes_of(images, length)
+    assert np.array_equal(axes, expected[:, 0].numpy()) and ours == int(shift)
+
+
+@torch.inference_mode()
+def test_features_do_not_depend_on_what_was_seen_before(folder: Path, tower: Tower) -> None:
+    first, second = shown(folder, tower, (40, 30), (64, 48))
+    pixels = [torch.from_numpy(image.pixels.copy()) for image in (first, second)]
+    alone = tower.features(pixels[0], first.tokens)
+    tower.features(pixels[1], second.tokens)
+    assert torch.equal(tower.features(pixels[0], first.tokens), alone)
+
+
+@torch.inference_mode()
+def test_matrices_in_blocks(folder: Path, tower: Tower) -> None:
+    """On a CPU a tower is in blocks, as the model beside it."""
+    ops = make_ops(CPU)
+    if not ops.block_kinds:
+        pytest.skip("there are no kernels for blocks")
+    packed = load_tower(folder, tower.config, torch.float32, CPU, BlockFormat("Q8_0", ops), ops)
+    (image,) = shown(folder, tower, (40, 30))
+    pixels = torch.from_numpy(image.pixels.copy())
+    exact, rounded = (one.features(pixels, image.tokens) for one in (tower, packed))
+    error = (exact - rounded).norm() / exact.norm()
+    assert 1e-5 < error < 0.2
+
+
+def test_a_tower_that_lacks_a_tensor(folder: Path, tower: Tower, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.startswith(tower.config.prefixes))
+    save_file({one: value for one, value in tensors.items() if one != name}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="--disable-images"):
+        load_tower(tmp_path, tower.config, torch.float32, CPU, DENSE, PLAIN)
