@@ -94,6 +94,7 @@ class Admission(NamedTuple):
     stop_ids: tuple[int, ...] = ()  # token ids that end it; the sampler bans them before `min_new_tokens`
     salt: int = 0  # 63 bits; rows of the same one share what drafters remember
     edited: bool = False  # whether its logits are, by the device or by the host
+    adapter: int = 0  # slot of its adapter, 0: it has none
 
     @property
     def prompt_len(self) -> int:
@@ -190,6 +191,7 @@ class Plan:
     limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts, if there are any
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     thinking: IntArray = field(default_factory=lambda: NOBODY)  # with a thinking budget
+    adapted: bool = False  # whether any row has an adapter
     penalised: bool = False  # whether penalties and biases are all that makes it special
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()

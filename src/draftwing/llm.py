@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from draftwing.config.options import Options
@@ -164,6 +165,18 @@ class LLM:
         request = self._inputs.of_one(prompt, params, request_options, chat_template_kwargs)
         (answer,) = self._prepare([request], request_options)
         return self._pieces(answer, request_options)
+
+    def load_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
+        """Loads an adapter (LoRA), which `adapter=name` asks for from now on; needs the option `lora_modules` or
+        `lora_dir`. path: its folder.  replace: whether one of this name may be there that is another.
+
+        Raises CheckpointError for one that does not fit the model, ConfigError for a name that is taken.
+        """
+        self.engine.load_adapter(name, Path(path).expanduser(), replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets no further answer have an adapter. Raises RequestError for one that is not there."""
+        self.engine.unload_adapter(name)
 
     @property
     def tokenizer(self) -> Tokenizer:

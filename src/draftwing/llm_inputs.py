@@ -45,6 +45,8 @@ class RequestOptions(TypedDict, total=False):
     prompt's tokens, [P][H], then for each token of the answer but the last one, [H].
     speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
     prediction: a text that the answers are expected to resemble; drafts are copied from it.
+    adapter: the name of the adapter (LoRA) that answers, of the option `lora_modules` or `LLM.load_adapter`; or a list
+    with one or None for each prompt.
     receipt: `Completion.receipt` says how the answer was made, for `draftwing verify`.
     tools, tool_choice: functions that the answers to conversations may call, and which of them; as
     /v1/chat/completions has them. `Completion.message` has the calls.
@@ -61,6 +63,7 @@ class RequestOptions(TypedDict, total=False):
     return_hidden_states: bool
     speculative: str | Mapping[str, Any] | None
     prediction: str | None
+    adapter: str | Sequence[str | None] | None
     receipt: bool | None
     sampling_params: Params | Sequence[Params] | None
     tools: Sequence[Mapping[str, Any]] | None
@@ -221,10 +224,16 @@ class Inputs:
             raise RequestError("sampling_params and params are one argument; give one of them", "sampling_params")
         params = named if params is None else params
         like = _request_of(self._tokenizer, request_options, self._info.hidden_size)
-        context = self._info.context_length
+        context, adapters = self._info.context_length, _adapters(request_options.get("adapter"), len(prompts))
+        each = zip(prompts, self._spread(params, len(prompts)), adapters, strict=True)
         asked = [
-            like._replace(prompt_ids=ids, images=images, params=wanted if given else wanted.fit(context - len(ids)))
-            for (ids, images), (wanted, given) in zip(prompts, self._spread(params, len(prompts)), strict=True)
+            like._replace(
+                prompt_ids=ids,
+                images=images,
+                params=wanted if given else wanted.fit(context - len(ids)),
+                adapter=adapter,
+            )
+            for (ids, images), (wanted, given), adapter in each
         ]
         return [
             self._reasoning.bounded(one, starts[i] if starts else None, grammar_after) for i, one in enumerate(asked)
@@ -302,6 +311,16 @@ def _called(messages: list[Message]) -> list[dict[str, Any]]:
         made["content"] = made.get("content") or ""
         found.append(made)
     return found
+
+
+def _adapters(asked: Any, count: int) -> list[str]:
+    """Returns the name of each prompt's adapter, empty where it has none."""
+    every = [asked] * count if asked is None or isinstance(asked, str) else asked
+    if not isinstance(every, Sequence) or not all(one is None or isinstance(one, str) for one in every):
+        raise RequestError(f"adapter must be a name, or one or None for each prompt; found {show(asked)}", "adapter")
+    if len(every) != count:
+        raise RequestError(f"adapter must be one or one per prompt; found {len(every)} for {count}", "adapter")
+    return [check_text(one or "", "adapter") for one in every]
 
 
 def _tools(asked: RequestOptions) -> tuple[list[Function], ToolChoice]:

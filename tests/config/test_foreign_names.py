@@ -41,7 +41,8 @@ def test_what_is_named_is_an_option_and_what_is_known_is_none() -> None:
     ("option", "ours"),
     [
         ("--num_ctx=4096", "--context-length"), ("--gpu-memory-utilization", "--mem-fraction-static"),
-        ("--enable-lora", "LoRA"), ("-hff", "org/name:FILE.gguf"), ("-c", "--context-length"), ("-tp", "--tp-size"),
+        ("--lora-scaled", "--lora-modules"), ("-hff", "org/name:FILE.gguf"), ("-c", "--context-length"),
+        ("-tp", "--tp-size"),
         ("--repeat-penalty", "repetition_penalty"), ("-dp", "--dp-size"),
     ],
 )  # fmt: skip
@@ -54,8 +55,8 @@ def test_the_command_line_names_ours(option: str, ours: str, capsys: pytest.Capt
 def test_keywords_are_answered_alike() -> None:
     with pytest.raises(ConfigError, match="'mem_fraction_static'"):
         Options.from_kwargs(gpu_memory_utilization=0.9)
-    with pytest.raises(ConfigError, match="LoRA"):
-        Options.from_kwargs(enable_lora=True)
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        Options.from_kwargs(lora="x.gguf")
     with pytest.raises(ConfigError, match="field of each request"):
         Options.from_kwargs(n_predict=3)
 
@@ -84,7 +85,7 @@ def test_what_has_no_effect_is_not_proposed(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     "option",
-    ["root_dir", "log_file", "cache_dir", "lora_path", "ui_path", "max_requests", "host_name",
+    ["root_dir", "log_file", "cache_dir", "ui_path", "max_requests", "host_name",
      "disable_log", "num_layers", "enable_cache", "draft_model_quantization", "learn_rate"],
 )  # fmt: skip
 def test_another_word_is_no_slip(option: str) -> None:

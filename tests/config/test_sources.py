@@ -289,6 +289,7 @@ WRONG = {  # of fields that have aliases: a value each, and what is said of it
     "mem_fraction_static": ("2", "must be at most 0.99"), "cuda_graph_max_bs": ("0", "must be at least 1"),
     "speculative_algorithm": ("", "must not be empty"), "speculative_draft_model_path": ("", "must not be empty"),
     "speculative_ngram_branch_length": ("257", "must be at most 256"),
+    "lora_modules": ("", "must not be empty"), "max_loras": ("257", "must be at most 256"),
 }  # fmt: skip
 
 
@@ -311,7 +312,7 @@ def test_an_error_names_the_option_as_it_was_given(
             if (words == [one] and str(spec.type) == "bool") or (len(words) > 2 and spec.name == "model"):
                 continue
             found = error(*words)
-            assert (said if value in words[-1] and words != [one] else "expected one argument") in found, found
+            assert (said if value in words[-1] and words != [one] else "one argument") in found, found
             assert re.search(rf"(^| ){one}[ :]", found) and not re.search(f"({others})[ :]", found), found
     (confidence,) = {int, float, str, bool} & {*kinds(Options)[spec.name].singles}
     given = value if confidence in (str, bool) else confidence(value)

@@ -101,7 +101,9 @@ def plans() -> list[Plan]:
     sched = Scheduler(config, policy, spans)
     device = ToyDevice(8, 60, lookahead=0, tail=0, skips_extend=config.skips_extend, with_states=True)
     found = []
-    for reqs in (everything(), [penalised()]):
+    adapted = penalised()
+    adapted.adapter = 3
+    for reqs in (everything(), [adapted]):
         for req in reqs:
             sched.submit(req)
         while not sched.idle:

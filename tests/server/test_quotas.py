@@ -283,6 +283,9 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
         ignored = ()
         id_prefix, traced, wants_receipt, place = "", False, False, ExitStack()
 
+        def adapters(self, prompts: int) -> list[None]:
+            return [None] * prompts
+
     assert asyncio.run(run()) >= 2048 / 64
     assert len(rests) >= 2048 / 64 and sum(rests) >= 2048 * 0.0003, "each takes some 0.03 ms"
     (requests,) = [message for message in sent if isinstance(message, list)]

@@ -38,6 +38,11 @@ _ADAPTS = "drafts are as large as is fastest, up to --speculative-num-draft-toke
 _ONE_DEVICE = "a server is one replica, with the devices of --tp-size; run several and balance the load in front"
 
 NO_EFFECT = {
+    "enable_lora": Unsupported(bool, "adapters are served where --lora-modules or --lora-dir names some"),
+    "max_cpu_loras": Unsupported(int, "all adapters that are loaded stay in memory"),
+    "lora_backend": Unsupported(str, "there is one way to multiply with adapters on each device"),
+    "lora_eviction_policy": Unsupported(str, "the adapter that was not used for longest leaves the device", ("lru",)),
+    "lora_target_modules": Unsupported(str, "adapters may change every linear layer of attention and MLP", ("all",)),
     "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", ("llguidance",)),
     "attention_backend": Unsupported(str, "this version has its own attention, chosen by the device"),
     "page_size": Unsupported(int, "the KV pool is handed out by single tokens", (1,)),
@@ -186,9 +191,7 @@ OF_REQUESTS = _each({  # our name of the same field of a request
 })  # fmt: skip
 
 WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
-    "adapters (LoRA) are not supported; serve a checkpoint into which they are merged": (
-        "enable_lora lora lora_modules lora_paths max_loras max_lora_rank lora_scaled"
-    ),
+    "an adapter of llama.cpp's is given by name, as --lora-modules name=FILE.gguf": "lora lora_scaled",
     "images are read by models in folders, .gguf files are served as text models": "mmproj",
     "a request may have 64 images, which are prepared as the model's files say": (
         "limit_mm_per_prompt mm_processor_kwargs"

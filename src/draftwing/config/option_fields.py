@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from draftwing.config.adapters import DEFAULT_SLOTS
 from draftwing.config.devices import AUTO, DEVICES
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES
 from draftwing.config.fields import option
@@ -99,6 +100,22 @@ class OptionFields:
     context_length: int | None = option(
         None, MODEL, "most tokens of prompt and answer (default: the model's)", aliases=("max_model_len",), minimum=2,
         common=True,
+    )  # fmt: skip
+    lora_modules: tuple[str, ...] = option(
+        (), MODEL,
+        "adapters (LoRA) by name: name=folder of PEFT's files; a request has one by its name as `model`",
+        aliases=("lora_paths",), metavar="NAME=PATH",
+    )  # fmt: skip
+    lora_dir: str | None = option(
+        None, MODEL, "folder below which /v1/load_lora_adapter finds adapters (default: none are loaded while serving)"
+    )
+    max_loras: int = option(
+        DEFAULT_SLOTS, MODEL, "adapters on the device at once, in requests that run; others are in memory and wait",
+        aliases=("max_loras_per_batch",), minimum=1, maximum=256,
+    )  # fmt: skip
+    max_lora_rank: int | None = option(
+        None, MODEL, "largest rank of an adapter (default: that of --lora-modules, 16 at least)", minimum=1,
+        maximum=256,
     )  # fmt: skip
     random_seed: int | None = option(
         None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1

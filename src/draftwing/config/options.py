@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.adapters import AdapterPath, adapter_paths
 from draftwing.config.aliases import ALIASES
 from draftwing.config.devices import Defaults, check_device
 from draftwing.config.drafters import (
@@ -107,6 +108,7 @@ class Options(OptionFields):
         if self.max_total_tokens is not None and fraction is not None:
             logger.warning("--max-total-tokens sets the size of the KV cache; --mem-fraction-static has no effect")
             fraction = None
+        adapter_paths(self.lora_modules, self.model_names)
         seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
         options = dataclasses.replace(self, mem_fraction_static=fraction, random_seed=seed)
         return _speculation(options)
@@ -139,6 +141,15 @@ class Options(OptionFields):
     def model_names(self) -> tuple[str, ...]:
         """Returns the names of the model in the API, the main one first."""
         return self.served_model_name or (self.model,)
+
+    @property
+    def adapters(self) -> tuple[AdapterPath, ...]:
+        """Returns those that are there from the start."""
+        return adapter_paths(self.lora_modules, self.model_names)
+
+    @property
+    def serves_adapters(self) -> bool:
+        return bool(self.lora_modules) or self.lora_dir is not None
 
     @property
     def has_key(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from draftwing.config.adapters import AdapterCard
 from draftwing.config.options import Options
 from draftwing.config.trees import PREDICTED, TreeShape
 from draftwing.engine.provenance import Provenance
@@ -46,6 +47,7 @@ class EngineInfo:
     capability: Mapping[str, Any] = field(default_factory=dict)  # as of `engine.startup.models`
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
     images: ImageProcessor | None = None  # how pictures are prepared; None: the model reads none
+    adapters: tuple[AdapterCard, ...] = ()  # that are there from the start
     provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none
 
     @property
@@ -139,8 +141,10 @@ class EngineInfo:
                 "receipt: there is none of weights or drafts that are made up (load_format, simulate_accept_length)",
                 "receipt",
             )
-        # Who learns from texts has no images to go with them.
-        learn = request.learn and not request.images
+        if request.receipt and request.adapter:
+            raise RequestError("receipt: there is none of answers by an adapter; leave one of both out", "receipt")
+        # Who learns from texts has no images to go with them, and no adapters.
+        learn = request.learn and not request.images and not request.adapter
         return request._replace(terms=Terms(max(wanted, 1), stop_ids), learn=learn)
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:

@@ -19,6 +19,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import Key
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
+from draftwing.engine.startup.adapters import with_rank
 from draftwing.engine.startup.before_torch import Laps
 from draftwing.engine.startup.compiler_process import Compiler, Job, precompile
 from draftwing.engine.startup.cost_file import CostFile, cost_file
@@ -138,6 +139,7 @@ def build(
     lap = Laps()
     device, config = pick_device(options.device), load_config(path)
     options, draft_path = _for_engine(options, path, config, device, tokenizer)
+    options = with_rank(options)
     log_drafter(options)
     log.info("device: %s; operations: %s", ", ".join(sorted(set(device.names(options.tp_size)))), device.ops.title)
     device.set_threads(options.num_threads, options.processors)

@@ -15,15 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftwing.config.adapters import AdapterCard, check_name
 from draftwing.config.drafters import MEMORY_FILE
 from draftwing.config.options import Options
 from draftwing.core import Output, Plan, StepResult
+from draftwing.engine.adapters import EngineAdapters
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import Parts, build
@@ -34,9 +37,10 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.stats import Reporter
-from draftwing.errors import CheckpointError, RequestError
+from draftwing.errors import CheckpointError, ConfigError, NotFound, RequestError
 from draftwing.grammar.compiler import GrammarCompiler
 from draftwing.kv.pool import state_bytes
 from draftwing.machine import process_memory
@@ -50,6 +54,7 @@ from draftwing.requests.stop_regex import Searches
 from draftwing.sched.explain import Explainer
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.scheduler import TIMED_OUT
 from draftwing.spec.drafter import PastText
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, bad_word_ids
@@ -112,7 +117,7 @@ class Heartbeat:
 
 
 class CacheNamespaces:
-    """Requests share what has the same salt: those of one client with the same `cache_salt`.
+    """Requests share what has the same salt: those of one client with the same `cache_salt` and the same adapter.
 
     Salts are hashes under a key that nobody outside knows, so no client can choose a `cache_salt` whose hash meets
     another's, and drafters may take them for secrets.
@@ -123,15 +128,15 @@ class CacheNamespaces:
         self._forgotten: dict[str, int] = {}  # how often each client was that has ever asked
 
     def of(self, request: GenerationRequest) -> int:
-        """Returns 63 bits; 0 where there is neither a client's name nor a `cache_salt`."""
-        return self.named(request.client, request.cache_salt)
+        """Returns 63 bits; 0 where there is neither a client's name, nor a `cache_salt`, nor an adapter."""
+        return self.named(request.client, request.cache_salt, request.adapter_digest)
 
-    def named(self, client: str, cache_salt: str | None) -> int:
-        """Returns `of` a request of this client with this `cache_salt`."""
+    def named(self, client: str, cache_salt: str | None, adapter: str = "") -> int:
+        """Returns `of` a request of this client with this `cache_salt`. adapter: its digest."""
         forgotten = self._forgotten.setdefault(client, 0)
-        if not client and cache_salt is None and not forgotten:
+        if not client and cache_salt is None and not forgotten and not adapter:
             return 0
-        return self._hash([client, cache_salt, forgotten])
+        return self._hash([client, cache_salt, forgotten, *([adapter] if adapter else [])])
 
     def forget(self, client: str) -> None:
         """Lets the client's requests share nothing with those before from now on."""
@@ -151,6 +156,8 @@ class CacheNamespaces:
 
 
 class Engine:
+    info: EngineInfo
+
     def __init__(
         self,
         options: Options,
@@ -180,6 +187,9 @@ class Engine:
             provenance = provenance_of(parts.options, files, parts.executor, tokenizer.chat_source)
             stored = stored_as(path, parts.executor.model.config)
             self._start(tokenizer, parts, stop, defaults, stored, provenance)
+            for name, folder in options.adapters:
+                self.load_adapter(name, folder)
+            self.info = replace(self.info, adapters=tuple(self.adapters))
             if memory is not None:
                 self._remember(memory)
             made.pop_all()
@@ -246,6 +256,10 @@ class Engine:
         self._heartbeat.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
         self._namespaces, self._searches = CacheNamespaces(), Searches()
+        self._adapters: EngineAdapters | None = None
+        if parts.executor.adapters is not None:
+            put = partial(parts.executor.run_on_all_ranks, Executor.put_adapter)
+            self._adapters = EngineAdapters(self.options.max_loras, put, time.monotonic)
         self._memory: LookupMemory | None = None
         self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept
 
@@ -265,6 +279,8 @@ class Engine:
         memory.start()
 
     def _answered(self, req: Req, reason: dict[str, Any]) -> None:
+        if req.adapter:
+            return  # what is kept and replayed is the model's own
         self._keep(req)
         with self._forgetting:
             if req.salt == self._namespaces.of(req.request):  # else its client was forgotten meanwhile
@@ -299,7 +315,17 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last
         output `step` has not returned. One with `terms` was found fit before."""
-        self._input.put(self._admissible(request))
+        if not request.adapter:
+            self._input.put(self._admissible(request))
+            return
+        if self._adapters is None:
+            raise NotFound("adapters are not served: start with --lora-modules or --lora-dir", "model")
+        digest = self._adapters.hold(request.adapter, request.uid)
+        try:
+            self._input.put(self._admissible(request._replace(adapter_digest=digest)))
+        except BaseException:
+            self._adapters.ended([request.uid])
+            raise
 
     def abort(self, uid: str) -> None:
         """Ends a request; an unknown uid is ignored."""
@@ -335,6 +361,30 @@ class Engine:
             self._next_head.append((self._heads, folder))
         self.wake()
 
+    def load_adapter(self, name: str, path: Path, replace: bool = False) -> AdapterCard:
+        """Reads an adapter, which requests have by this name from now on. From any thread; what runs goes on. replace:
+        whether one of this name may be there that is another. Raises CheckpointError and ConfigError."""
+        slots = self.parts.executor.adapters
+        if slots is None or self._adapters is None:
+            raise ConfigError("adapters are not served: start with --lora-modules or --lora-dir")
+        check_name(name, self.options.model_names)
+        card, adapter = checked_adapter(name, path, slots, self.options)
+        self._adapters.add(card, adapter, replace)
+        log.info("the adapter %r is loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
+        return card
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets no further request have an adapter; those that have it go on. Raises NotFound."""
+        if self._adapters is None:
+            raise NotFound("adapters are not served: start with --lora-modules or --lora-dir", "lora_name")
+        self._adapters.remove(name)
+        log.info("the adapter %r is unloaded", name)
+
+    @property
+    def adapters(self) -> list[AdapterCard]:
+        """Returns the adapters that requests may have."""
+        return [] if self._adapters is None else self._adapters.cards
+
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
         with self._turning:
@@ -351,7 +401,7 @@ class Engine:
         return {
             "progress": self._heartbeat.now,
             "running": len(running),
-            "waiting": len(sched.waiting) + self._input.new,
+            "waiting": len(sched.waiting) + self._input.new + (0 if self._adapters is None else len(self._adapters)),
             "waiting_tokens": waiting,
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
@@ -366,6 +416,7 @@ class Engine:
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
             **self._checks.stats(),
+            **({} if self._adapters is None else self._adapters.stats),
             **self.reporter.stats(),
         }
 
@@ -405,7 +456,11 @@ class Engine:
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             outputs = self._checks.take(self.parts.sched.take_outputs())
-            self._input.forget(output.uid for output in outputs if output.finish_reason is not None)
+            ended = [output.uid for output in outputs if output.finish_reason is not None]
+            if self._adapters is not None:
+                self._adapters.ended(ended)
+                self._receive_adapted(self._adapters)
+            self._input.forget(ended)
             return outputs
 
     def _wait(self) -> None:
@@ -503,7 +558,10 @@ class Engine:
     def _receive(self) -> None:
         """What could run at once is taken at once, of all else a part."""
         sched = self.parts.sched
+        adapters = self._adapters
         for one in self._input.take_ended(ENDED):
+            if not isinstance(one, Req) and adapters is not None:
+                one = adapters.drop(one) or one
             if isinstance(one, Req):
                 sched.refuse(one)
             else:
@@ -512,7 +570,19 @@ class Engine:
         if new:
             self._stop_check()
         for req in new:
-            sched.submit(req)
+            if not req.request.adapter:
+                sched.submit(req)
+                continue
+            assert adapters is not None
+            if adapters.enter(req):
+                sched.submit(req)
+
+    def _receive_adapted(self, adapters: EngineAdapters) -> None:
+        """Takes requests that waited for a slot for their adapter."""
+        for req in adapters.expired(time.monotonic()):
+            self.parts.sched.refuse(req, TIMED_OUT)
+        while (found := adapters.next()) is not None:
+            self.parts.sched.submit(found)
 
     def _admissible(self, request: GenerationRequest) -> Req:
         request = self.info.admit(request)

@@ -10,7 +10,7 @@ batch), `verify` (the target's forward), `commit`. On CUDA they are captured as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from draftwing.core import NO_DEFERRAL, NOBODY, DraftDeferral, DraftExtend, IntA
 from draftwing.engine.commit import CommitStage, Simulation
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
-from draftwing.engine.graphs import GraphCache, Key, RecordedStages, batch_sizes, first_sizes, graph_keys
+from draftwing.engine.graphs import Beside, GraphCache, Key, RecordedStages, batch_sizes, first_sizes, graph_keys
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.rank_broadcast import SINGLE_RANK, LoadedHeads, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
@@ -30,6 +30,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Batches, DraftBatch, InFlight, Pending, TreeStep, Verified, fetch_drafts
 from draftwing.engine.target import TargetForward
 from draftwing.log import progress_bar
+from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.assign.spec import forget, new_calibration, roots_alone
 from draftwing.ops.attention.attend import AttnBackend
@@ -99,6 +100,7 @@ class Executor:
         if drafter is not None:
             drafter.calibration = self.calibration
         self.heads = LoadedHeads(drafter, device, self.calibration)
+        self.adapters: AdapterSlots | None = None
         self._steps = 0  # with drafts
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._images: ImageFeatures | None = None
@@ -109,7 +111,7 @@ class Executor:
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
         )
-        self._graph_steps: dict[tuple[Key, bool, bool], TreeStep] = {}
+        self._graph_steps: dict[tuple[Key, bool, bool, bool], TreeStep] = {}
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
         self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
@@ -185,6 +187,17 @@ class Executor:
     def set_rows(self, rows: IntArray, size: int) -> None:
         """Sets the rows that replays of graphs run, of so many; the others are the dummy."""
         self.graphs.set_rows(rows, size)
+
+    def take_adapters(self, slots: AdapterSlots) -> None:
+        """Serves adapters from now on. slots: of the model."""
+        self.adapters = slots
+        self.table.take_adapters()
+
+    @torch.inference_mode()
+    def put_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot, which no request that runs has."""
+        assert self.adapters is not None
+        self.adapters.put(slot, adapter)
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""
@@ -361,34 +374,38 @@ class Executor:
             total = len(plan.rows) * plan.shape.verified if known and not whole else 0
             return TreeStep(
                 None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
-                edited, shifted,
+                edited, shifted, plan.adapted,
             )  # fmt: skip
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
-        return self._graph_step(key, filtered, edited)
+        return self._graph_step(key, filtered, edited, plan.adapted)
 
-    def _graph_step(self, key: Key, filtered: bool, edited: bool = False) -> TreeStep:
-        known = self._graph_steps.get((key, filtered, edited))
+    def _graph_step(self, key: Key, filtered: bool, edited: bool = False, adapted: bool = False) -> TreeStep:
+        known = self._graph_steps.get((key, filtered, edited, adapted))
         if known is None:
             rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
             known = TreeStep(
                 key, rows, key.shape, self.table.length, self._nobody, filtered, total=total, edited=edited,
-                shifted=self._shifts(None),
+                shifted=self._shifts(None), adapted=adapted,
             )  # fmt: skip
-            self._graph_steps[key, filtered, edited] = known
+            self._graph_steps[key, filtered, edited, adapted] = known
         return known
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
         key = (step.key, step.edited) if step.key is not None and step.edited else step.key
         drafted = run("draft", key, self._draft, step)
+        if step.adapted:
+            return drafted, run("verify", None if key is None else Beside(key), self._verify_adapted, drafted)
         return drafted, run("verify", key, self._verify, drafted)
 
     def _finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
         """Returns the packed result, as in `Committed`."""
-        key = None if step.key is None else (step.key, step.filtered, step.edited)
+        key: Hashable = None if step.key is None else (step.key, step.filtered, step.edited)
+        if step.adapted and key is not None and isinstance(self.graphs, RecordedStages):
+            key = Beside(key)  # what it reads lies elsewhere
         return run("commit", key, self.commit_stage.tree, step, drafted, verified, keep=True)
 
     def _shifts(self, plan: Plan | None) -> bool:
@@ -419,6 +436,9 @@ class Executor:
 
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self.target.run(drafted.batch))
+
+    def _verify_adapted(self, drafted: DraftBatch) -> Verified:
+        return Verified(*self.target.verify_adapted(drafted.batch))
 
     def propose(
         self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor, edits: DraftEdits | None = None
@@ -479,7 +499,7 @@ class Executor:
         marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self._draft, step)
         provisional = step.key is not None and self.target.is_left(step.key, prefill.chunks)
-        of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts)
+        of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts, step.adapted)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), mixed_prefill=prompts._replace(verified=of_prompts),

@@ -47,6 +47,12 @@ class Key(NamedTuple):
     size: int
 
 
+class Beside(NamedTuple):
+    """The key of a stage that runs beside adapters. key: of the same without any."""
+
+    key: Hashable
+
+
 class GraphCache:
     """Graphs by stage and key. Those of one key run one after the other, with nothing of another key in between.
 
@@ -111,13 +117,23 @@ class GraphCache:
             self._device.upload_into(self.rows[:size], padded)
 
     def run(self, stage: str, key: Hashable | None, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
-        """Replays what was captured; without a key it calls the function."""
+        """Replays what was captured; without a key it calls the function. Beside adapters it does, too, and leaves what
+        that gives where the captured stage does."""
         if key is None:
             return fn(*inputs)
+        if isinstance(key, Beside):
+            return self._in_place(self.left(stage, key.key), fn(*inputs))
         replay, output = self._graphs[stage, key]
         replay()
         self.replays += 1
         return cast(T, output)
+
+    @staticmethod
+    def _in_place(where: Any, found: Any) -> Any:
+        for to, value in zip(where, found, strict=True):
+            if to is not None:
+                to.copy_(value)
+        return where
 
     def left(self, stage: str, key: Hashable) -> Any:
         """Returns where a stage that was captured leaves what it gives."""
@@ -222,10 +238,14 @@ class RecordedStages(GraphCache):
             self.replays += 1
             self.memory.next = known[2]
             return known[1]
-        step = key if isinstance(key, Key) else key[0]  # a commit's has more
+        plain: Any = key.key if isinstance(key, Beside) else key
+        step: Hashable = plain if isinstance(plain, Key) else plain[0]  # a commit's has more
+        refused = step in self.refused
+        if isinstance(key, Beside):
+            step = Beside(step)  # which may not be recorded though others are
         first = (stage, key) not in self._met  # it may make constants, which are no part of a step
         self._met.add((stage, key))
-        if first or step in self.refused or (stage, key) in self.refused:
+        if first or refused or step in self.refused or (stage, key) in self.refused:
             return fn(*inputs)
         # The results of the stages before the last have to be where the next ones were recorded to read them.
         unit: Hashable = (stage, key) if stage == LAST else step

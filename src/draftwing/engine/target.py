@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.config.trees import TreeShape
 from draftwing.core import Chunk, IntArray
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs import WANTED, GraphCache, Key
+from draftwing.engine.graphs import WANTED, Beside, GraphCache, Key
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Pending, Verified
 from draftwing.models.decoder import DecoderModel, Narrowed
@@ -311,6 +312,13 @@ class PrefillGraphs:
         )
 
 
+def _is_plain(prompts: Pending) -> bool:
+    """Returns whether graphs of prompts know all of it."""
+    batch = prompts.batch
+    assert batch is not None
+    return batch.turns is None and batch.images is None and not prompts.plan.adapted
+
+
 def _turns(batch: Batch) -> Tensor:
     """Returns the positions of a batch for rotary embeddings."""
     return batch.positions if batch.turns is None else batch.turns
@@ -394,9 +402,11 @@ class TargetForward:
         key = self.prefills.mixed_key(shape, rows)
         return 0 if key is None else key.size * shape.queries
 
-    def run(self, batch: Batch, trees: Batch | None = None, narrowed: Narrowed | None = None) -> States:
+    def run(
+        self, batch: Batch, trees: Batch | None = None, narrowed: Narrowed | None = None, adapted: Tensor | None = None
+    ) -> States:
         """Runs the target over a batch, without graphs. trees: what runs in the same forward, in front of the batch,
-        which is of prompts then.  narrowed: as of `DecoderModel.forward`."""
+        which is of prompts then.  narrowed, adapted: as of `DecoderModel.forward`."""
         attend = self._attn.bind(batch, 0, inputs_ready=True)  # stages before this one made the batch
         ids, positions, images = batch.ids, _turns(batch), batch.images
         if trees is not None:
@@ -407,51 +417,86 @@ class TargetForward:
                 before = before.expand(3, -1)
             ids, positions = torch.cat((trees.ids, ids)), torch.cat((before, positions), -1)
             images = None if images is None else images._replace(at=images.at + trees.ids.shape[0])
-        if images is None:
+        if images is None and adapted is None:
             return self._model(ids, positions, attend, self._aux_layers, narrowed)
-        return self._model(ids, positions, attend, self._aux_layers, narrowed, images)
+        return self._model(ids, positions, attend, self._aux_layers, narrowed, images, adapted)
+
+    def verify_adapted(self, batch: Batch) -> States:
+        """Runs the target over trees of which some rows have adapters."""
+        return self.run(batch, adapted=self._slots(batch))
+
+    def _slots(self, trees: Batch) -> Tensor:
+        """Returns the slots of the adapters of trees' queries, [M] int64."""
+        assert self._table.adapters is not None
+        each = len(trees.ids) // len(trees.rows)
+        return self._ops.row_slots(self._table.adapters, trees.rows, each)
+
+    def _prompt_slots(self, pending: Pending) -> Tensor | None:
+        """Returns those of the queries of a prefill; None where none has an adapter."""
+        if not pending.plan.adapted:
+            return None
+        assert self._table.adapters is not None and pending.upload is not None
+        return self._ops.row_slots(self._table.adapters, pending.upload.token_rows, 1)
 
     def prefill(self, pending: Pending) -> Verified:
         """Runs the target over a prefill."""
-        assert pending.batch is not None
-        return Verified(*self._replayed(pending.batch, pending.plan.chunks) or self._prompts(pending))
+        return Verified(*self._replayed(pending) or self._prompts(pending))
 
-    def _replayed(self, batch: Batch, chunks: Sequence[Chunk]) -> States | None:
-        """Returns `PrefillGraphs.run`; graphs know of no images."""
-        return self.prefills.run(chunks) if batch.turns is None and batch.images is None else None
+    def _replayed(self, pending: Pending) -> States | None:
+        """Returns `PrefillGraphs.run`; graphs know of no images and no adapters."""
+        return self.prefills.run(pending.plan.chunks) if _is_plain(pending) else None
 
     def _prompts(self, pending: Pending) -> States:
         """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
         somebody wants: the last of each prompt."""
         upload, batch = pending.upload, pending.batch
         assert upload is not None and batch is not None
+        adapted = self._prompt_slots(pending)
         if not self.narrows or pending.plan.prompt_parts:
-            return self.run(batch)
+            return self.run(batch, adapted=adapted)
         ends = batch.ends(upload.last)
-        return self.run(batch, narrowed=Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend()))
+        narrowed = Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend())
+        return self.run(batch, narrowed=narrowed, adapted=adapted)
 
     def is_left(self, key: Key, chunks: Sequence[Chunk]) -> bool:
         """Returns whether a graph of such prompts beside a step of this key is still to be captured."""
         return (self.prefills.size(chunks, key), key) in self.prefills.later
 
-    def mixed(self, key: Key | None, trees: Batch, prompts: Pending) -> tuple[Verified, Verified]:
+    def _mixed_slots(self, trees: Batch, prompts: Pending, adapted: bool) -> Tensor | None:
+        """Returns the slots of adapters of trees and of a prefill behind them; None where there are none."""
+        mine, theirs = self._slots(trees) if adapted else None, self._prompt_slots(prompts)
+        if mine is None and theirs is None:
+            return None
+        assert prompts.batch is not None
+        mine = trees.ids.new_zeros(len(trees.ids)) if mine is None else mine
+        return torch.cat((mine, prompts.batch.ids.new_zeros(len(prompts.batch.ids)) if theirs is None else theirs))
+
+    def mixed(
+        self, key: Key | None, trees: Batch, prompts: Pending, adapted: bool = False
+    ) -> tuple[Verified, Verified]:
         """Runs the target over trees and a prefill. key: of the graphs that have drafted `trees`, and will commit:
-        these get what they read where they left it."""
+        these get what they read where they left it.  adapted: whether trees' rows have adapters."""
         assert prompts.batch is not None
         batch, chunks = prompts.batch, prompts.plan.chunks
         if key is None:
             queries = trees.ids.shape[0]
             end = queries + batch.ids.shape[0]
+            slots = self._mixed_slots(trees, prompts, adapted)
             if (total := self._ops.round_up_rows(end)) > end:
                 batch = batch.padded(total - queries, self._table.rows)
-            first, other = cut(self.run(batch, trees), queries, end)
+                slots = None if slots is None else F.pad(slots, (0, total - end))
+            first, other = cut(self.run(batch, trees, adapted=slots), queries, end)
             return Verified(*first), Verified(*other)
-        plain = batch.turns is None and batch.images is None
+        plain = _is_plain(prompts) and not adapted
         found = self.prefills.run_mixed(chunks, key) if plain else None
         if found is not None:
             return self._graphs.left("verify", key), Verified(*found)
         # Two forwards from graphs take less time than the launches of one over both.
         if plain:
             self.prefills.took_turns(chunks, key)
-        self._graphs.run("verify", key, self.run)
-        return self._graphs.left("verify", key), Verified(*(self._replayed(batch, chunks) or self.run(batch)))
+        if adapted:
+            self._graphs.run("verify", Beside(key), self.verify_adapted, trees)
+        else:
+            self._graphs.run("verify", key, self.run)
+        found = self._replayed(prompts) or self.run(batch, adapted=self._prompt_slots(prompts))
+        return self._graphs.left("verify", key), Verified(*found)

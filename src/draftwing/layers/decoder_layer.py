@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.adapters import QueryAdapters
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig, Placement
 from draftwing.layers.embedding import LayerEnd
@@ -62,6 +64,7 @@ class DecoderLayer(nn.Module):
         assert (self._mixes and config.has_mlp) or not (config.out_norms or self._parallel or self._scale != 1)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
+        self._queries: QueryAdapters | None = None  # where there may be adapters
         self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
 
     def pack(self, ops: LayerOps) -> None:
@@ -82,6 +85,16 @@ class DecoderLayer(nn.Module):
         self.mixer.use(ops)
         if self.end is not None:
             self.end.use(ops)
+
+    def take_adapters(self, queries: QueryAdapters) -> None:
+        """Asks these from now on whether some have adapters, and quantises nothing that adapters read."""
+        self._queries, self._quantises = queries, (False, False)
+
+    def _in_one_call(self, *given: Any) -> Tensor | None:
+        """Returns what `WholeLayers` of it gives, or None."""
+        adapted = self._queries is not None and self._queries.slots is not None
+        outs = None if self._whole is None or adapted else self._whole(*given)
+        return None if outs is None else outs[0]
 
     def linears(self) -> list[Linear]:
         """Returns those of mixer and MLP but for experts', in the order of their calls."""
@@ -127,9 +140,8 @@ class DecoderLayer(nn.Module):
         """x [M, hidden] -> [M, hidden], without what `end` does; cos, sin [M, 1, head_dim]"""
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
-        outs = None if self._whole is None else self._whole(x, None, cos, sin, attend)
-        if outs is not None:
-            return outs[0]
+        if (out := self._in_one_call(x, None, cos, sin, attend)) is not None:
+            return out
         normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm(x)
         return self._mix(normed, x, cos, sin, attend)
 
@@ -141,8 +153,8 @@ class DecoderLayer(nn.Module):
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
-        outs = None if self._whole is None else self._whole(x, normed, cos, sin, attend)
-        return self._mix(normed, x, cos, sin, attend) if outs is None else outs[0]
+        out = self._in_one_call(x, normed, cos, sin, attend)
+        return self._mix(normed, x, cos, sin, attend) if out is None else out
 
     def under(
         self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend

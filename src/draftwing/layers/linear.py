@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, pack_dense
 from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
@@ -38,6 +39,7 @@ class Linear(LinearBase):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         # What ranks make of the packed operation.
         self.wrap_packed: Callable[[LinearOp, LayerOps], LinearOp] | None = None
+        self.adapted: AdaptedWeight | None = None  # what adapters add, where there may be some
         self._ops = PLAIN
         self._packed = False
 
@@ -85,24 +87,31 @@ class Linear(LinearBase):
         if isinstance(x, Fp8Rows) and not self.op.takes_fp8:
             assert x.x is not None
             x = x.x
-        return self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
+        y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
+        if self.adapted is not None:
+            self.adapted.add(y, x)  # type: ignore[arg-type]  # as `takes_fp8` has it
+        return y
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def last(self, x: Tensor, outputs: int) -> Tensor:
         """x [M, in_features] -> the last so many outputs, [M, outputs], or all of them."""
+        if self.adapted is not None and self.adapted.adds:
+            return self(x)
         return self.op.last(x, self.bias, outputs)
 
     @property
     def takes_fp8(self) -> bool:
-        """Returns whether its products are of activations in fp8, which may come so."""
-        return self.op.takes_fp8
+        """Returns whether its products are of activations in fp8, which may come so: not where adapters read them."""
+        return self.op.takes_fp8 and self.adapted is None
 
     def gated(self, x: Tensor | Fp8Rows, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
         GELU instead."""
         if gelu:
             return self._ops.gelu_mul(self(x))
+        if self.adapted is not None and self.adapted.ungated:
+            return self._ops.silu_mul(self(x))
         takes_it = isinstance(x, Tensor) or self.op.takes_fp8
         out = self.op.gated(x, self.bias) if takes_it else None  # type: ignore[arg-type]
         return self._ops.silu_mul(self(x)) if out is None else out

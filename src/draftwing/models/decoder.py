@@ -7,12 +7,13 @@ serving binds the paged pool, and a test or a trainer a dense mask.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.adapters import AdaptedWeight, QueryAdapters
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
@@ -27,6 +28,7 @@ from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
 from draftwing.models.towers.base import Tower
+from draftwing.ops.adapters.spec import AdapterWeights
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -73,6 +75,7 @@ class DecoderModel(nn.Module):
         self.ropes = nn.ModuleList(Rope(config.ropes[rope], head_dim, dtype) for rope, head_dim in kinds)
         self._rope_of = [0 if kind is None else kinds.index(kind) for kind in rotates]  # of each layer
         self._ops = PLAIN
+        self._queries = QueryAdapters()
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
@@ -119,6 +122,7 @@ class DecoderModel(nn.Module):
         aux_layers: Sequence[int] = (),
         narrowed: Narrowed | None = None,
         images: ImageRows | None = None,
+        adapted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [M] int64, positions perhaps in three axes, [3, M] -> hidden states after the final norm [M,
         hidden], and the auxiliary hidden states.
@@ -130,14 +134,24 @@ class DecoderModel(nn.Module):
         narrowed: without auxiliary hidden states; those of other queries are zeros, for layers from `keepers` on, which
         leave nothing to later ones, do not see them.
 
-        images: rows of features in place of embeddings.
+        images: rows of features in place of embeddings.  adapted: slots of the queries' adapters [M] int64, see
+        `QueryAdapters`.
         """
         assert narrowed is None or not aux_layers
+        if adapted is None:
+            return self._run(ids, positions, attend, aux_layers, narrowed, images)
+        with self._queries.of(adapted):
+            return self._run(ids, positions, attend, aux_layers, narrowed, images)
+
+    def _run(
+        self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int], narrowed: Narrowed | None,
+        images: ImageRows | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, inputs_ready). That is right as
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         deep = 0 if images is None else images.deep
-        whole = self._whole_layers(aux_layers) if not deep else None
+        whole = self._whole_layers(aux_layers) if not deep and self._queries.slots is None else None
         x = self.embedded(ids, images)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
@@ -153,6 +167,7 @@ class DecoderModel(nn.Module):
                 at, attend = narrowed
                 x, turns = x[at], [(cos[at], sin[at]) for cos, sin in turns]
                 embeddings, normed = (None if every is None else every[at] for every in (embeddings, normed))
+                self._queries.narrow(at)
                 if not len(at):
                     break
             cos, sin = turns[rope]
@@ -187,6 +202,21 @@ class DecoderModel(nn.Module):
         if images is None or self.config.tower is None:
             return ids
         return ids.index_fill(0, images.at, self.config.tower.blank)
+
+    def take_adapters(self, weights: Mapping[str, AdapterWeights], deterministic: bool) -> None:
+        """Lets adapters add to products from now on, in forwards that say which. weights: of `Linear`s by name, all of
+        which `adaptable` has.  deterministic: as of `pack`, which comes before."""
+        linears = self.adaptable()
+        for name, own in weights.items():
+            linear = linears[name]
+            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
+        for layer in self.layers:
+            cast(DecoderLayer, layer).take_adapters(self._queries)
+
+    def adaptable(self) -> dict[str, Linear]:
+        """Returns the matrices by name that may have adapters: of mixers and MLPs but for experts."""
+        found = {id(one) for layer in self.layers for one in cast(DecoderLayer, layer).linears()}
+        return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
         """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after

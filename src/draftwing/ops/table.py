@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool
+from draftwing.ops.adapters.spec import AdapterOps
 from draftwing.ops.assign.spec import AssignOps
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.attention.spec import TorchAttention
@@ -85,6 +86,7 @@ class LayerOps:
         logits: LogitOps,
         gemms: GemmOps,
         experts: ExpertOps,
+        adapters: AdapterOps,
     ) -> None:
         self.device = runtime.device
         self.upload_matrix, self.empty_cache = runtime.upload_matrix, runtime.empty_cache
@@ -124,6 +126,9 @@ class LayerOps:
         self.mix, self.mix_norm = experts.mix, experts.mix_norm
         self.clamped_swiglu, self.experts_linear = experts.clamped_swiglu, experts.experts_linear
 
+        self.row_slots, self.adapt = adapters.row_slots, adapters.adapt
+        self.adapter_down, self.adapter_up = adapters.adapter_down, adapters.adapter_up
+
 
 class TorchOps(LayerOps):
     """The operations of one device, made once; see docs/architecture.md."""
@@ -143,6 +148,7 @@ class TorchOps(LayerOps):
         logits: LogitOps | None = None,
         gemms: GemmOps | None = None,
         experts: ExpertOps | None = None,
+        adapters: AdapterOps | None = None,
         tree: TreeOps | None = None,
         assign: AssignOps | None = None,
         merge: MergeOps | None = None,
@@ -163,6 +169,7 @@ class TorchOps(LayerOps):
             logits or LogitOps(),
             gemms or GemmOps(),
             experts or ExpertOps(norms, reads_routes=device.type == "cpu"),
+            adapters or AdapterOps(),
         )
         self.name, self.title = runtime.name, runtime.title
         self.exact_by_design, self.batch_invariant = runtime.exact_by_design, runtime.batch_invariant

@@ -116,7 +116,8 @@ class GenerationRequest(NamedTuple):
     learn: whether it and its answer may be kept on the disk, for drafters to learn from.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).  images: in the order of the
-    prompt, whose tokens stand for their positions.
+    prompt, whose tokens stand for their positions.  adapter: the name of the adapter that answers it, empty: none does.
+    adapter_digest: of what that is, once an engine has the request.
     """
 
     uid: str
@@ -137,6 +138,8 @@ class GenerationRequest(NamedTuple):
     learn: bool = True
     receipt: bool = False
     images: tuple[RequestImage, ...] = ()
+    adapter: str = ""
+    adapter_digest: str = ""
 
     @property
     def together(self) -> tuple[str, float] | None:

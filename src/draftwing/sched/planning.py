@@ -69,6 +69,7 @@ def make_plan(
         filtered=_indices([i for i in noisy if reqs[i].params.filtered]),
         banning=_indices([i for i in drawing if _below_min(reqs[i])]),
         traced=_indices([i for i in drawing if reqs[i].request.traced]),
+        adapted=any(req.adapter for req in reqs),
         prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
         **special,
     )

@@ -82,6 +82,7 @@ class Req:
     private: bool = False
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
+    adapter: int = 0  # slot of its adapter on the device, 0: it has none
 
     async_mask: AsyncMask | None = None  # where there is a grammar
     state: ReqState = ReqState.WAITING

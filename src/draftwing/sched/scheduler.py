@@ -24,6 +24,7 @@ from draftwing.sched.results import PromptLogprobCache, Results, finish_meta
 from draftwing.sched.state_slots import StateSizes
 
 REST = 0.02  # seconds
+TIMED_OUT = "the request exceeded its timeout"
 PRIVATE_CHUNK = 32  # prompt tokens of a step for whom nobody waits: who comes meanwhile waits for one step
 
 
@@ -110,9 +111,9 @@ class Scheduler:
         if req is not None:
             self._finish(req, {"type": "abort", "message": message})
 
-    def refuse(self, req: Req) -> None:
+    def refuse(self, req: Req, message: str = "aborted") -> None:
         """Notes the end of a request that was never submitted."""
-        reason = {"type": "abort", "message": "aborted"}
+        reason = {"type": "abort", "message": message}
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
     def take_outputs(self) -> list[Output]:
@@ -420,7 +421,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] < now:
             _, arrival, uid = heapq.heappop(self._deadlines)
             if self._has(arrival, uid):
-                self.abort(uid, "the request exceeded its timeout")
+                self.abort(uid, TIMED_OUT)
 
     def _has(self, arrival: int, uid: str) -> bool:
         req = self._by_uid.get(uid)

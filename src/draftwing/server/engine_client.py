@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.adapters import AdapterCard
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import (
@@ -24,11 +25,13 @@ from draftwing.engine.process.link import (
     EngineLink,
     Forget,
     Listener,
+    LoadAdapter,
     Reply,
     Swap,
+    UnloadAdapter,
 )
 from draftwing.engine.provenance import Digests
-from draftwing.errors import GenerationError, RequestError
+from draftwing.errors import GenerationError, NotFound, RequestError
 from draftwing.fair_deque import FairDeque
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
@@ -217,6 +220,7 @@ class AsyncEngine:
         self.quota = AdmissionQuota(options.max_queued_requests, options.max_queued_requests_per_key)
         self.logprob_quota = LogprobQuota()
         self.digests = Digests()
+        self.adapters = {card.name: card for card in info.adapters}  # that requests may have
         self.news = asyncio.Event()  # is set when the engine has given tokens to anybody, or is gone
         self.lost: Callable[[], None] = lambda: None
         self._stopping = asyncio.Event()
@@ -295,6 +299,36 @@ class AsyncEngine:
         refused: str | None = await self._reply(Swap(next(self._numbers), None if folder is None else str(folder)))
         return refused
 
+    async def load_adapter(self, name: str, path: Path, replace: bool) -> AdapterCard:
+        """Has the engine load an adapter under a name. Raises RequestError where it is refused, or EngineDead."""
+        self._check()
+        found = await self._reply(LoadAdapter(next(self._numbers), name, str(path), replace))
+        if isinstance(found, str):
+            raise RequestError(found, "lora_path")
+        self.adapters[name] = found
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Lets no further request have an adapter; those that have it go on. Raises NotFound, or EngineDead."""
+        self._check()
+        self.adapters.pop(name, None)
+        refused = await self._reply(UnloadAdapter(next(self._numbers), name))
+        if refused is not None:
+            raise NotFound(refused, "lora_name")
+
+    async def _load_adapters_again(self, before: Iterable[AdapterCard]) -> None:
+        """Loads those that a new engine lacks; one whose files are gone or others is left out."""
+        for card in before:
+            if card.name in self.adapters:
+                continue
+            try:
+                found = await self.load_adapter(card.name, Path(card.path), False)
+            except (RequestError, EngineDead) as error:
+                logger.error("the adapter %r is not loaded again: %s", card.name, error)
+                continue
+            if found.digest != card.digest:
+                logger.warning("the adapter %r is another one now: its files have changed", card.name)
+
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
         were there. Raises GenerationError where that fails, or EngineDead."""
@@ -344,7 +378,7 @@ class AsyncEngine:
     async def _ask(self, what: str) -> Any:
         return await self._reply(Ask(next(self._numbers), what))
 
-    async def _reply(self, question: Ask | Compile | Forget | Swap) -> Any:
+    async def _reply(self, question: Ask | Compile | Forget | LoadAdapter | Swap | UnloadAdapter) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)
@@ -474,9 +508,11 @@ class AsyncEngine:
         if delay is None:
             self._give_up(cause)
         elif not self._stopping.is_set():
+            before, self.adapters = self.adapters, {card.name: card for card in self.info.adapters}
             self.error = None
             self._listen(self.link)
             logger.info("the engine is ready again")
+            await self._load_adapters_again(before.values())
 
     def _fail(self, error: EngineDead) -> None:
         self.error = error

@@ -22,6 +22,7 @@ from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.endpoints import read_generation, respond, schema, unless_disconnected
 from draftwing.server.http import event
 from draftwing.server.schema import (
+    AdapterName,
     GenerationBody,
     Name,
     TokenIds,
@@ -44,7 +45,7 @@ class GenerateRequest(
     hints="conversation_id custom_labels data_parallel_rank images_config log_metrics mm_processor_kwargs "
     "routing_key use_audio_in_video video_config",
     not_built="input_embeds audio_data video_data return_prompt_token_ids "
-    "return_entropy lora_path session_params session_id background bootstrap_host bootstrap_port "
+    "return_entropy session_params session_id background bootstrap_host bootstrap_port "
     "bootstrap_room modalities no_logs require_reasoning return_bytes return_flat_raw_output_top_logprobs "
     "return_flat_raw_top_logprobs return_routed_experts return_sampling_mask routed_experts_start_len "
     "watermark extra_key",
@@ -65,6 +66,7 @@ class GenerateRequest(
     return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
     receipt: bool | None = None
+    lora_path: AdapterName | list[AdapterName | None] | None = None
     # Pictures of a prompt in base64 or as data:, for each place in it; of a batch a list of lists.
     image_data: str | list[str] | list[list[str] | None] | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts

@@ -461,7 +461,11 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
-        return {"models": [{**card, "name": name, "model": name, "modified_at": started} for name in service.names]}
+        named = [{**card, "name": name, "model": name, "modified_at": started} for name in service.names]
+        for name, adapter in service.engine.adapters.items():
+            own = {"name": name, "model": name, "digest": adapter.digest, "modified_at": started}
+            named.append({**card, **own, "details": details | {"parent_model": service.model}})
+        return {"models": named}
 
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:

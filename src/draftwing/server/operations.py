@@ -26,6 +26,7 @@ from draftwing.machine import process_memory
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.adapters import add_adapter_routes
 from draftwing.server.chat import Chat, Chats
 from draftwing.server.endpoints import read_body, schema, unless_disconnected
 from draftwing.server.engine_client import AsyncEngine
@@ -267,6 +268,7 @@ def add_operations(app: FastAPI, service: Service, chats: Chats) -> None:
     engine = service.engine
     add_probes(app, engine)
     _add_tokenizer(app, service, chats)
+    add_adapter_routes(app, service)
     flushing = Flushing(engine)
 
     @app.post("/delete_traffic", openapi_extra=schema(DeleteTraffic))

@@ -100,6 +100,7 @@ Bookkeeping = Any  # of an earlier answer, as it comes back in a history; asks f
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
 EffortTokens = Annotated[int, Field(ge=0, lt=10**9)] | Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Name = Annotated[str, Field(max_length=1024)]  # chosen by the client, repeated in each event of a stream
+AdapterName = Annotated[str, Field(min_length=1, max_length=1024)]
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
 
@@ -300,6 +301,16 @@ class GenerationBody(
             name = self.length or "max_new_tokens"
             raise RequestError(f"{name} must be at least 1; found 0", name)
         return params
+
+    def adapters(self, prompts: int) -> list[str | None]:
+        """Returns the adapter of each of the prompts that its own field names, SGLang's. Raises RequestError."""
+        asked = getattr(self, "lora_path", None)
+        every = asked if isinstance(asked, list) else [asked] * prompts
+        if len(every) != prompts:
+            raise RequestError(
+                f"lora_path must hold one name per prompt; found {len(every)} for {prompts}", "lora_path"
+            )
+        return every
 
     @property
     def expressions(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from draftwing.core import TokenLogprobs
 from draftwing.engine.receipts import make_receipt
 from draftwing.engine.session import prepare
-from draftwing.errors import GenerationError, NotFound, RequestError
+from draftwing.errors import GenerationError, NotFound, RequestError, listed
 from draftwing.grammar.compiler import Translator
 from draftwing.learn.traffic import ANONYMOUS, names_of
 from draftwing.requests.grammar_field import Grammar
@@ -89,8 +89,11 @@ class Generation:
         digests, held = self._digests, list[tuple[Answer, str]]()
         async for output in self._stream:
             answer = self._by_uid[output.uid]
-            if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
+            status = None if output.finish_reason is None else output.finish_reason.get("status_code")
+            if output.finish_reason is not None and status == 500:
                 raise GenerationError(output.finish_reason["message"])
+            if output.finish_reason is not None and status == 404:
+                raise NotFound(output.finish_reason["message"], "model", "model_not_found")
             text = answer.push(output)
             if output.prompt_logprobs:
                 prompt = id(answer.request.prompt_ids), answer.wanted
@@ -276,6 +279,7 @@ class Service:
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"], shared["learn"] = self.engine.observer.arrived, body.learnable
         shared["receipt"] = body.wants_receipt
+        requests = self._with_adapters(requests, body)
         if body.wants_receipt:
             check_receipts(requests)
         if (key := client.get()) is not None:
@@ -290,6 +294,7 @@ class Service:
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
                 )
             asked = [request._replace(name=request.name or id, **shared) for request in requests]
+            asked = [one._replace(learn=False) if one.adapter else one for one in asked]  # its text is not the model's
             answers: list[Answer] = []
             try:
                 asked = await self._with_bad_words(asked)
@@ -312,6 +317,27 @@ class Service:
             tokens = sum(len(request.prompt_ids) for request in requests)
             unused = dict.fromkeys((*body.ignored, *ignored))
             return Generation(self.engine, self.pools, answers, id, tokens, body.speculative is not None, [*unused])
+
+    def _with_adapters(self, requests: Sequence[GenerationRequest], body: GenerationBody) -> list[GenerationRequest]:
+        """Returns the requests with the adapters that the body names. Raises RequestError."""
+        asked, named = body.adapters(len(requests)), getattr(body, "model", None)
+        self.check_model(named)  # it may have been unloaded since the body was read
+        model = self.adapter_of(named)
+        for name in asked:
+            if name and name not in self.engine.adapters:
+                raise self.no_model(name, "lora_path")
+        return [request._replace(adapter=name or model or "") for request, name in zip(requests, asked, strict=True)]
+
+    def adapter_of(self, asked: str | None) -> str | None:
+        """Returns the adapter that a model's name stands for: its own name, or that behind the model's and a colon."""
+        if asked is None or not self.engine.adapters:
+            return None
+        for name in (asked, asked.removesuffix(":latest")):
+            model, _, adapter = name.partition(":")
+            found = name if name in self.engine.adapters else adapter
+            if found in self.engine.adapters and (found == name or model in self.names):
+                return found
+        return None
 
     async def _with_bad_words(self, asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Returns the requests with the token sequences of their `bad_words`, found once for those that share their
@@ -356,16 +382,17 @@ class Service:
         return self.model
 
     def _known(self, asked: str) -> bool:
-        return asked.removesuffix(":latest") in self.names  # as Ollama's clients write a name without a tag
+        known = asked.removesuffix(":latest") in self.names  # as Ollama's clients write a name without a tag
+        return known or self.adapter_of(asked) is not None
 
     def check_model(self, asked: Any) -> None:
-        """Raises NotFound for a model that is not served, where `--strict-model-name` asks for it."""
-        if self.options.strict_model_name and isinstance(asked, str) and not self._known(asked):
+        """Raises NotFound for a model that is not served, where `--strict-model-name` asks for it, or there are
+        adapters: whoever asks for one must not get another's answer."""
+        strict = self.options.strict_model_name or self.options.serves_adapters
+        if strict and isinstance(asked, str) and not self._known(asked):
             raise self.no_model(asked)
 
-    def no_model(self, asked: str) -> NotFound:
+    def no_model(self, asked: str, field: str = "model") -> NotFound:
         """Returns the error about a model that is not served."""
-        known = ", ".join(map(repr, self.names))
-        return NotFound(
-            f"the model {asked[:200]!r} does not exist; this server has {known}", "model", "model_not_found"
-        )
+        known = listed([*map(repr, (*self.names, *self.engine.adapters))])
+        return NotFound(f"the model {asked[:200]!r} does not exist; this server has {known}", field, "model_not_found")

@@ -83,8 +83,28 @@ class Forget(NamedTuple):
     client: str
 
 
+class LoadAdapter(NamedTuple):
+    """An adapter and the name that it is to have. A `Reply` of this number comes back: its `AdapterCard`, or in words
+    why it is refused."""
+
+    number: int
+    name: str
+    path: str
+    replace: bool
+
+
+class UnloadAdapter(NamedTuple):
+    """The name of an adapter. A `Reply` of this number comes back: None, or in words why it is refused."""
+
+    number: int
+    name: str
+
+
 class Close(NamedTuple):
     pass
+
+
+Message = Abort | Ask | Compile | Drop | Forget | LoadAdapter | Swap | UnloadAdapter | Close
 
 
 # -- from the engine; besides these, `list[Output]`, and `Failed` as its last words -----------------------------------
@@ -139,7 +159,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Message) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,11 +21,24 @@ from typing import TYPE_CHECKING, NoReturn
 from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Forget, Refused, Reply, Swap
+from draftwing.engine.process.link import (
+    Abort,
+    Ask,
+    Close,
+    Compile,
+    Drop,
+    Forget,
+    LoadAdapter,
+    Message,
+    Refused,
+    Reply,
+    Swap,
+    UnloadAdapter,
+)
 from draftwing.engine.process.spawn import Failed, joined
 from draftwing.engine.startup import before_torch
 from draftwing.engine.startup.before_torch import Laps
-from draftwing.errors import DraftwingError, RequestError
+from draftwing.errors import DraftwingError, NotFound, RequestError
 from draftwing.fair_deque import FairDeque
 from draftwing.log import configure_logging
 from draftwing.machine import keep_tidy
@@ -37,6 +51,33 @@ if TYPE_CHECKING:
 SMALL = 16_384  # characters of a grammar
 Work = Callable[[Callable[[], bool]], None]
 logger = logging.getLogger("draftwing")
+
+
+class OneByOne:
+    """Does one thing after the other, in a thread that is there while there is something to do."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._working = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Queues work, which raises nothing."""
+        with self._lock:
+            self._todo.append(work)
+            if not self._working:
+                self._working = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    self._working = False
+                    return
+                work = self._todo.popleft()
+            work()
 
 
 class GrammarThreads:
@@ -123,6 +164,7 @@ class Worker:
         self._posting = threading.Lock()
         self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         self._compiling = GrammarThreads(self.die)
+        self._adapter_work = OneByOne("draftwing-adapters")
         self._closing = False
 
     def run(self, options: Options) -> None:
@@ -186,9 +228,7 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def obey(
-        self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Forget | Swap
-    ) -> None:
+    def obey(self, engine: Engine, message: list[GenerationRequest] | Message) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
@@ -210,13 +250,15 @@ class Worker:
                 self.post(Reply(message.number, None))  # it is compiled no more
         elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
             threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
+        elif isinstance(message, LoadAdapter | UnloadAdapter):  # one after the other: names may be the same
+            self._adapter_work.put(lambda: self._adapt(engine, message))
         elif isinstance(message, Forget):
             try:
                 forgotten: int | str = engine.forget_client(message.client)
             except OSError as error:
                 forgotten = f"what is kept for lookups could not be removed: {error}"
             self.post(Reply(message.number, forgotten))
-        else:
+        elif isinstance(message, Ask):
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
             self.post(Reply(message.number, value))
@@ -259,6 +301,8 @@ class Worker:
     def _submit(self, engine: Engine, request: GenerationRequest) -> None:
         try:
             engine.submit(request)
+        except NotFound as error:  # an adapter that was unloaded while the request was on its way
+            self.post([Output(request.uid, [], {"type": "abort", "message": str(error), "status_code": 404})])
         except RequestError as error:
             self.post(Refused(request.uid, str(error)))
 
@@ -269,6 +313,20 @@ class Worker:
             self.post(Reply(asked.number, (str(error), error.param)))
         else:
             self.post(Reply(asked.number, None))
+
+    def _adapt(self, engine: Engine, asked: LoadAdapter | UnloadAdapter) -> None:
+        found: object = None
+        try:
+            if isinstance(asked, LoadAdapter):
+                found = engine.load_adapter(asked.name, Path(asked.path), asked.replace)
+            else:
+                engine.unload_adapter(asked.name)
+        except DraftwingError as error:
+            found = str(error)
+        except Exception as error:  # nothing has changed yet
+            logger.error("an adapter could not be loaded", exc_info=error)
+            found = f"{type(error).__name__}: {error}"
+        self.post(Reply(asked.number, found))
 
     def _swap(self, engine: Engine, asked: Swap) -> None:
         refused = None

@@ -19,6 +19,7 @@ from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.executor import Executor
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.startup.adapters import adapter_slots
 from draftwing.engine.startup.memory import PoolSize, Rig, deferral_of, hidden_bytes, row_length, rows_of, size_pool
 from draftwing.engine.startup.models import Precision
 from draftwing.errors import ConfigError
@@ -100,6 +101,7 @@ def make_executor(
     all make theirs at the same time. Raises ConfigError where there is no room."""
     rows, chunk = options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
+    adapters = adapter_slots(options, model)  # before memory is counted
     rig = Rig(model, drafter, menu, precision.kv_dtype, device)
     if delta_specs(rig.draft_layers):
         raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
@@ -123,6 +125,8 @@ def make_executor(
         model, drafter, table, attn, device, graph_size if attn.capturable else 0, _simulation(options, rig),
         max(chunk, 0), deferral_of(options, rig), options.enable_mixed_chunk,
     )  # fmt: skip
+    if adapters is not None:
+        executor.take_adapters(adapters)
     if options.enable_torch_compile:
         most = options.torch_compile_max_bs * rig.nodes
         compile_forwards(model, getattr(drafter, "head", None), most, device.ops)

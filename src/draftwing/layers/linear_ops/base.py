@@ -17,6 +17,7 @@ from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order
+from draftwing.parallel.ranks import Ranks
 
 
 class ParamSlice(NamedTuple):
@@ -117,6 +118,11 @@ class LinearOp:
     @property
     def stored(self) -> Tensor | None:
         """Returns the weight [out, in] where it lies as such, or None."""
+        return None
+
+    @property
+    def sums_over(self) -> Ranks | None:
+        """Returns the ranks over which outputs are summed; None: they are this rank's own."""
         return None
 
     def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]] | None:

@@ -48,6 +48,10 @@ class RowParallel(_Parallel):
         super().__init__(op, ops, ranks)
         self.takes_fp8 = op.takes_fp8
 
+    @property
+    def sums_over(self) -> Ranks:
+        return self._ranks
+
     def __call__(
         self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:

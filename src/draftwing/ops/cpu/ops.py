@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from draftwing.ops.adapters.cpu import CpuAdapterOps
 from draftwing.ops.assign.cpu import CpuAssignOps
 from draftwing.ops.attention.cpu import native_attention
 from draftwing.ops.cpu.runtime import CpuRuntime
@@ -50,6 +51,7 @@ class CpuOps(TorchOps):
             logits=CpuLogitOps(runtime),
             gemms=gemms,
             experts=experts,
+            adapters=CpuAdapterOps(runtime),
             tree=CpuTreeOps(raw),
             assign=CpuAssignOps(raw),
             merge=CpuMergeOps(raw),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from draftwing.ops.adapters.triton import TritonAdapterOps
 from draftwing.ops.assign.triton import TritonAssignOps
 from draftwing.ops.attention.triton import PagedAttention
 from draftwing.ops.elementwise.triton import TritonElementwiseOps
@@ -42,6 +43,7 @@ class TritonOps(TorchOps):
             logits=TritonLogitOps(),
             gemms=gemms,
             experts=TritonExpertOps(norms),
+            adapters=TritonAdapterOps(),
             tree=TritonTreeOps(),
             assign=TritonAssignOps(),
             merge=TritonMergeOps(),

@@ -19,7 +19,17 @@ from draftwing.server.http import error_response
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
 logger = logging.getLogger(__name__)
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/delete_traffic"})  # they concern what other clients do
+ADMIN_PATHS = frozenset(
+    {
+        "/abort_request",
+        "/flush_cache",
+        "/delete_traffic",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+    }
+)  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})
 METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
 DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})

@@ -462,22 +462,24 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def card(name: str, anthropic: bool = False) -> dict[str, Any]:
-        make = anthropic_card if anthropic else model_card
-        return make(name, int(service.started), service.engine.info.context_length)
+        make, adapter = anthropic_card if anthropic else model_card, service.engine.adapters.get(name)
+        made = make(name, int(service.started), service.engine.info.context_length)
+        of_adapter = {} if anthropic or adapter is None else {"root": adapter.path, "parent": service.model}
+        return made | of_adapter
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """Returns the names that are served; to Anthropic's clients, which send `anthropic-version`, in their shape."""
         if _anthropic(request):
-            cards = [card(name, True) for name in service.names]
+            cards = [card(name, True) for name in (*service.names, *service.engine.adapters)]
             return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-        return {"object": "list", "data": [card(name) for name in service.names]}
+        return {"object": "list", "data": [card(name) for name in (*service.names, *service.engine.adapters)]}
 
     @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if name not in service.names:
+        if name not in service.names and name not in service.engine.adapters:
             raise service.no_model(name)
         return json_response(encode(card(name, _anthropic(request))))
 

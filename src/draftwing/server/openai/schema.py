@@ -26,6 +26,7 @@ from draftwing.server.chat import Chat, ChatLogprobs
 from draftwing.server.conversation import MessagePart, message_of, template_call
 from draftwing.server.openai.tools import CalledCustom, CalledFunction, ChatTool, ChosenTool, check_kind, offered
 from draftwing.server.schema import (
+    AdapterName,
     Body,
     Effort,
     EffortTokens,
@@ -69,7 +70,7 @@ class PeerFields(
     not_built="ec_transfer_params kv_transfer_params logits_processors "
     "repetition_detection return_token_offsets return_weight_versions "
     "routed_experts_prompt_start truncate_prompt_tokens truncation_side use_beam_search vllm_xargs "
-    "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key lora_path "
+    "watermarking bootstrap_host bootstrap_port bootstrap_room extra_key "
     "return_cached_tokens_details return_hidden_states return_meta_info return_prompt_token_ids "
     "return_routed_experts return_sampling_mask return_spec_tokens_details routed_experts_start_len "
     "session_id session_params watermark",
@@ -81,6 +82,7 @@ class PeerFields(
     include_stop_str_in_output: Any = sampled("no_stop_trim")
     request_id: Name | None = None
     receipt: bool | None = None
+    lora_path: AdapterName | list[AdapterName | None] | None = None
 
     repeat_penalty: Any = sampled("repetition_penalty")  # as llama.cpp names it
 

@@ -350,6 +350,7 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
          PyModule_AddFunctions(made, pair_methods) ||
          PyModule_AddFunctions(made, delta_methods) || PyModule_AddFunctions(made, conv_methods) ||
          PyModule_AddFunctions(made, attention_methods) || PyModule_AddFunctions(made, latent_methods) ||
+         PyModule_AddFunctions(made, adapter_methods) ||
          PyModule_AddIntConstant(made, "has_product", has_product) ||
          PyModule_AddIntConstant(made, "has_openmp", has_openmp()) ||
          PyModule_AddIntConstant(made, "can_adapt", can_adapt()) ||

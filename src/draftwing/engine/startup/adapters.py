@@ -1,0 +1,55 @@
+"""What a start does for adapters (LoRA): slots on the device, and those that options name."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from draftwing.config.adapters import DEFAULT_RANK, AdapterCard
+from draftwing.config.options import Options
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.models.adapters.adapter import Adapter, AdapterSlots
+from draftwing.models.adapters.read import read_adapter, stored_rank
+from draftwing.models.decoder import DecoderModel
+
+log = logging.getLogger("draftwing")
+
+
+def with_rank(options: Options) -> Options:
+    """Returns options with the rank that slots have room for. Raises ConfigError and CheckpointError."""
+    if not options.serves_adapters:
+        return options
+    if options.enable_torch_compile:
+        raise ConfigError("--enable-torch-compile and adapters (--lora-modules, --lora-dir) exclude each other")
+    if options.max_lora_rank is not None:
+        return options
+    ranks = [stored_rank(path) for _, path in options.adapters]
+    return replace(options, max_lora_rank=max(DEFAULT_RANK, *ranks, 0))
+
+
+def adapter_slots(options: Options, model: DecoderModel) -> AdapterSlots | None:
+    """Returns slots for the adapters of a packed model, where options `with_rank` ask for some."""
+    if not options.serves_adapters:
+        return None
+    assert options.max_lora_rank is not None
+    slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, options.deterministic)
+    if model.ranks.rank == 0:
+        log.info("adapters: %d slots of rank %d, %.2f GB", options.max_loras, options.max_lora_rank, slots.nbytes / 1e9)
+    return slots
+
+
+def checked_adapter(name: str, path: Path, slots: AdapterSlots, options: Options) -> tuple[AdapterCard, Adapter]:
+    """Returns an adapter that slots take. Raises CheckpointError."""
+    most = options.max_lora_rank
+    assert most is not None
+    adapter = read_adapter(path, slots.targets.most_bytes(most))
+    if adapter.rank > most:
+        raise CheckpointError(
+            f"{path}: the adapter's rank is {adapter.rank}; slots have room for {most}: start with --max-lora-rank "
+            f"{adapter.rank}"
+        )
+    adapter = slots.targets.fit(adapter)
+    if adapter.base and Path(adapter.base).name.lower() not in {Path(one).name.lower() for one in options.model_names}:
+        log.info("the adapter %r was trained on %r; it fits the model that is served", name, adapter.base[:200])
+    return AdapterCard(name, str(path), adapter.digest, adapter.rank, adapter.base), adapter

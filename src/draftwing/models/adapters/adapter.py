@@ -1,0 +1,190 @@
+"""`Adapter`: the low-rank factors (LoRA) that change a model, by the names of its matrices; and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, listed
+from draftwing.layers.hybrid import HybridConfig
+from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.apart import of_state_space
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.weight_map import checkpoint_names
+from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.parallel.ranks import ALONE, Ranks
+
+MAX_RANK = 256
+
+
+class Factors(NamedTuple):
+    """What is added to one matrix: scale * up @ down."""
+
+    down: Tensor  # [r, inputs]
+    up: Tensor  # [outputs, r]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """factors: by the name of the matrix in a checkpoint of its model, without `.weight`.  digest: of all that it is,
+    its files' bytes: another one where they change.  base: what it says it was trained on, for messages."""
+
+    factors: Mapping[str, Factors]
+    digest: str
+    base: str = ""
+
+    @property
+    def rank(self) -> int:
+        return max(len(one.down) for one in self.factors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.down.nbytes + one.up.nbytes for one in self.factors.values())
+
+
+class Target(NamedTuple):
+    """Where the factors of a stored matrix go: a slice of a `Linear`. outputs, inputs: as it is stored."""
+
+    linear: str
+    slice: int
+    part: ParamSlice
+    outputs: int
+    inputs: int
+
+    def of(self, factors: Factors) -> Factors:
+        """Returns this rank's share of the factors, in the order in which its rows and columns are held."""
+        part, (down, up, scale) = self.part, factors
+        cut = part.order or part.cut
+        if cut is not None:
+            moved = cut.of(self.linear, up if cut.axis == 0 else down)
+            assert isinstance(moved, Tensor)
+            down, up = (down, moved) if cut.axis == 0 else (moved, up)
+        return Factors(down, up, scale * part.times)
+
+
+class AdapterTargets:
+    """The matrices of a model that adapters may change, by their names in its checkpoints."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        config, ranks = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None), model.ranks
+        hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
+        self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
+        self._config = config
+        own, linears = _matrices(config, ranks), model.adaptable()
+        self._every = _matrices(config, ALONE).keys()
+        self.ends: dict[str, list[int]] = {}
+        self.targets: dict[str, Target] = {}
+        for name, part in sorted(own.items(), key=lambda one: one[1].start):
+            if part.param not in linears:
+                continue
+            ends, inputs = self.ends.setdefault(part.param, []), linears[part.param].in_features
+            assert part.start == (ends[-1] if ends else 0), "matrices lie one behind the other"
+            ends.append(part.start + part.size)
+            sizes = [part.size, inputs]
+            if part.order is not None:
+                sizes[part.order.axis] = part.order.whole
+            elif part.cut is not None:
+                sizes[part.cut.axis] = part.cut.share.whole
+            self.targets[name] = Target(part.param, len(ends) - 1, part, *sizes)
+
+    def fit(self, adapter: Adapter) -> Adapter:
+        """Returns the adapter by the names of `targets`, where its model is stored under others, or in other parts.
+        Raises CheckpointError for one of another model, or of matrices that take none."""
+        factors = {name: own for module, one in adapter.factors.items() for name, own in self._apart(module, one)}
+        fitted = replace(adapter, factors=factors)
+        self._check(fitted)
+        return fitted
+
+    def _apart(self, module: str, factors: Factors) -> Iterator[tuple[str, Factors]]:
+        """Yields what the loader makes of the matrix: parts of its outputs."""
+        for name, up in self._parts(f"{module}.weight", factors.up):
+            yield name.removesuffix(".weight"), factors._replace(up=up)
+
+    def _parts(self, name: str, up: Tensor) -> Iterator[tuple[str, Tensor]]:
+        apart = self._config.family.apart
+        for own, part in ((name, up),) if apart is None else apart(name, up):
+            if self._net is None:
+                yield own, part
+            else:
+                yield from of_state_space(self._net, own, part)
+
+    def _check(self, adapter: Adapter) -> None:
+        for name, (down, up, _) in adapter.factors.items():
+            target = self.targets.get(name)
+            if target is None:
+                raise CheckpointError(self._why_not(name, adapter))
+            found = [len(up), down.shape[1]]
+            if found != [target.outputs, target.inputs]:
+                base = f", which is {adapter.base!r}" if adapter.base else ""
+                raise CheckpointError(
+                    f"{name}: the adapter is of a matrix {found}, the model's is {[target.outputs, target.inputs]}: "
+                    f"expected an adapter of this model; found one of another{base}"
+                )
+
+    def most_bytes(self, rank: int) -> int:
+        """Returns bytes that no file of an adapter of this rank has more of, names and float64 included."""
+        values = sum(target.outputs + target.inputs for target in self.targets.values())
+        return 8 * max(rank, MAX_RANK) * values + 1024 * len(self.targets) + (1 << 20)
+
+    def _why_not(self, name: str, adapter: Adapter) -> str:
+        if name in self._every:
+            return (
+                f"{name}: adapters of embeddings, heads, experts, routers and matrices that are never multiplied as "
+                f"such (kv_b_proj) are not served; expected target_modules among {listed(self.kinds)}"
+            )
+        base = f" (base_model_name_or_path is {adapter.base!r})" if adapter.base else ""
+        return f"{name}: the model has no such matrix: expected an adapter of this model; found one of another{base}"
+
+    @property
+    def kinds(self) -> list[str]:
+        """Returns the last parts of names."""
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.targets))
+
+
+def _matrices(config: ModelConfig, ranks: Ranks) -> dict[str, ParamSlice]:
+    """Returns what has a weight, by its name in a checkpoint."""
+    parts = checkpoint_names(config, ranks).items()
+    return {
+        name.removesuffix(".weight"): part._replace(param=part.param.removesuffix(".weight"))
+        for name, part in parts
+        if name.endswith(".weight") and part.param.endswith(".weight")
+    }
+
+
+class AdapterSlots:
+    """The adapters that a model has at hand on one rank, by slot, from 1 on."""
+
+    def __init__(self, model: DecoderModel, count: int, rank: int, deterministic: bool = False) -> None:
+        """model: packed; from now on its products are with adapters.  rank: the most of any adapter."""
+        self.targets = AdapterTargets(model)
+        linears, device = model.adaptable(), model.norm.weight.device
+        dtype = torch.bfloat16 if model.dtype == torch.float32 and _in_blocks(model) else model.dtype
+        self.weights = {
+            name: AdapterWeights.empty(count, rank, linears[name].in_features, ends, dtype, device)
+            for name, ends in self.targets.ends.items()
+        }
+        model.take_adapters(self.weights, deterministic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for one in self.weights.values() for part in (one.down, one.up))
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot, which nothing that runs has. adapter: that was checked, of a rank that slots have room for."""
+        for weights in self.weights.values():
+            weights.clear(slot)
+        for name, factors in adapter.factors.items():
+            target = self.targets.targets[name]
+            self.weights[target.linear].set(slot, target.slice, *target.of(factors))
+
+
+def _in_blocks(model: DecoderModel) -> bool:
+    """Returns whether matrices are held in fewer bits than activations."""
+    return any(op.sizes for op in (linear.op for linear in model.adaptable().values()))

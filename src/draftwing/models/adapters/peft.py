@@ -1,0 +1,175 @@
+"""Adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors
+from draftwing.models.adapters.files import CONFIG, WEIGHTS, read_config, read_file
+from draftwing.models.weight_map import canonical
+from draftwing.requests.refusals import show
+
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
+# What is not served, by key of the config, and what it would do.
+_REFUSED = {
+    "use_dora": "DoRA, whose matrices are normed by column",
+    "use_qalora": "QA-LoRA, whose inputs are pooled",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "biases of factors",
+    "modules_to_save": "whole modules that were trained",
+    "target_parameters": "adapters of parameters, such as experts that are stored as one",
+    "trainable_token_indices": "embeddings of tokens that were trained",
+    "layer_replication": "layers that are copies of others",
+    "alora_invocation_tokens": "activated LoRA, which begins at tokens of its own",
+    "arrow_config": "routing among adapters",
+}
+# Of `init_lora_weights`, those that change the matrices of the model, too.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_MOST_REPEATS = 3
+
+
+def read_folder(folder: Path, most: int) -> Adapter:
+    """Returns the adapter of a folder, on the CPU. Raises CheckpointError, naming what is not served. most: bytes of
+    its tensors' file."""
+    config, text = read_config(folder)
+    _check(config, folder / CONFIG)
+    path = folder / WEIGHTS
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise CheckpointError(
+            f"{path.name} is missing in {folder}; found adapter_model.bin, which is not read: save the adapter with "
+            "safe_serialization"
+        )
+    data = read_file(path, most)
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    digest = hashlib.blake2b(text, digest_size=16)
+    digest.update(data)
+    base = config.get("base_model_name_or_path")
+    return Adapter(_factors(tensors, config, path), digest.hexdigest(), base if isinstance(base, str) else "")
+
+
+def _check(config: Mapping[str, Any], path: Path) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{path}: peft_type: expected LORA, found {show(kind)}")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise CheckpointError(f"{path}: {key} asks for {what}, which is not served; expected a plain LoRA")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{path}: bias: expected none, found {show(config['bias'])}: biases are not adapted")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {show(begun)}, which changes the model's own matrices: expected an adapter "
+            "that was converted to a plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+
+
+def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> dict[str, Factors]:
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is None:
+            raise CheckpointError(f"{path}: {show(name)} {_what(name)}; expected lora_A and lora_B alone")
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise CheckpointError(f"{path}: expected tensors lora_A and lora_B, found none")
+    scale = _Scales(config, path)
+    found: dict[str, Factors] = {}
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise CheckpointError(f"{path}: {show(module)} has lora_{next(iter(pair))} alone; expected A and B")
+        name = canonical(module)
+        if name in found:
+            raise CheckpointError(f"{path}: {show(module)}: expected one pair for each matrix, found two")
+        found[name] = _pair(pair["A"], pair["B"], f"{path}: {show(module)}", scale, module)
+    return found
+
+
+def _pair(down: Tensor, up: Tensor, where: str, scale: _Scales, module: str) -> Factors:
+    shapes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
+    if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
+        raise CheckpointError(f"{where}: expected lora_A [r, inputs] and lora_B [outputs, r]; found {shapes}")
+    if not 1 <= len(down) <= MAX_RANK:
+        raise CheckpointError(f"{where}: expected a rank from 1 to {MAX_RANK}, found {shapes}")
+    for part in (down, up):
+        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise CheckpointError(f"{where}: expected floating point of 16 bits or more, found {part.dtype}")
+        if not part.isfinite().all():
+            raise CheckpointError(f"{where}: expected numbers that are finite; found some that are not")
+    return Factors(down, up, scale.of(module, len(down), where))
+
+
+def _what(name: str) -> str:
+    for part, what in (
+        ("lora_embedding", "adapts an embedding, which is not served"),
+        ("lora_magnitude", "is DoRA's, which is not served"),
+        ("modules_to_save", "is a whole module, which is not served"),
+        (".bias", "is a bias, which is not served"),
+        (".base_layer.", "is the model's own"),
+    ):
+        if part in name:
+            return what
+    return "is no factor of a LoRA"
+
+
+class _Scales:
+    """The scale of each module: alpha / r, or with rsLoRA alpha / sqrt(r). Both may be other ones by patterns of
+    names."""
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        self._path, self._root = path, bool(config.get("use_rslora"))
+        self._rank, self._alpha = config.get("r", 8), _number(config.get("lora_alpha", 8), "lora_alpha", path)
+        self._ranks = _patterns(config, "rank_pattern", path)
+        self._alphas = _patterns(config, "alpha_pattern", path)
+
+    def of(self, module: str, rank: int, where: str) -> float:
+        wanted = _matched(self._ranks, module, self._rank)
+        if wanted != rank:
+            raise CheckpointError(f"{where}: expected the rank that {CONFIG} has, {show(wanted)}; found {rank}")
+        alpha = _matched(self._alphas, module, self._alpha)
+        return alpha / (math.sqrt(rank) if self._root else rank)
+
+
+def _number(value: Any, key: str, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e6:  # no NaN either
+        raise CheckpointError(f"{path}: {key}: expected a number below a million, found {show(value)}")
+    return float(value)
+
+
+def _patterns(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[re.Pattern[str], float]]:
+    """As PEFT reads them: a pattern is of the end of a name, after a dot."""
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise CheckpointError(f"{path}: {key}: expected an object of numbers by name, found {show(patterns)}")
+    found = []
+    for pattern, value in patterns.items():
+        repeats = sum(pattern.count(one) for one in "*+{?")
+        if len(pattern) > 200 or repeats > _MOST_REPEATS or re.search(r"\)\s*[*+{?]", pattern):
+            raise CheckpointError(
+                f"{path}: {key}: expected names, or expressions of at most {_MOST_REPEATS} repetitions and none of "
+                f"groups; found {show(pattern)}"
+            )
+        try:
+            found.append((re.compile(rf"(?:.*\.)?(?:{pattern})"), _number(value, f"{key}.{show(pattern)}", path)))
+        except re.error as error:
+            raise CheckpointError(f"{path}: {key}: {show(pattern)} is no expression: {error}") from None
+    return found
+
+
+def _matched(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)

@@ -1,0 +1,88 @@
+"""What adapters of low rank (LoRA) add to the results of products: y += up @ (scale * (down @ x)), each row by its own.
+
+A weight of a model and its adapters are never merged: a row's sums are its own, in one order, whatever rows of other
+adapters or of none are beside it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AdapterWeights(NamedTuple):
+    """What the adapters in S slots add to one matrix. Its outputs lie in slices, such as q, k and v, each with factors
+    of its own; `rank` is the most that any may have. Row numbers of a slot begin with 1, for 0 is nobody's."""
+
+    down: Tensor  # [S, slices, rank, inputs], zeros past a slot's own rank
+    up: Tensor  # [S, rank, outputs]
+    ranks: Tensor  # [S, slices] int64; 0: nothing is added
+    scales: Tensor  # [S, slices] float32
+    ends: Tensor  # [slices] int64: the first output behind each
+    bounds: tuple[int, ...]  # 0 and `ends`, on the host
+
+    @classmethod
+    def empty(
+        cls, slots: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device
+    ) -> AdapterWeights:
+        """Returns weights of slots that add nothing. dtype: of factors. ends: of the slices, the outputs last."""
+        slices = len(ends)
+        return cls(
+            torch.zeros(slots, slices, rank, inputs, dtype=dtype, device=device),
+            torch.zeros(slots, rank, ends[-1], dtype=dtype, device=device),
+            torch.zeros(slots, slices, dtype=torch.int64, device=device),
+            torch.zeros(slots, slices, dtype=torch.float32, device=device),
+            torch.tensor(ends, device=device),
+            (0, *ends),
+        )
+
+    def set(self, slot: int, place: int, down: Tensor, up: Tensor, scale: float) -> None:
+        """Fills a slice of a slot, from 1 on. down [r, inputs], up [outputs of the slice, r], r at most `rank`."""
+        rank, begin, end = len(down), *self.bounds[place : place + 2]
+        self.down[slot - 1, place, :rank].copy_(down)
+        self.up[slot - 1, :rank, begin:end].copy_(up.T)
+        self.ranks[slot - 1, place], self.scales[slot - 1, place] = rank, scale
+
+    def clear(self, slot: int) -> None:
+        """Lets a slot, from 1 on, add nothing."""
+        for part in (self.ranks, self.scales, self.down, self.up):
+            part[slot - 1].zero_()
+
+
+class AdapterOps:
+    """Here for tensors of any dtype; a row's bits may depend on the batch."""
+
+    def row_slots(self, table: Tensor, rows: Tensor, each: int) -> Tensor:
+        """table [R] int64, rows [B] int64 -> the slot of each of their queries, so many a row, [B * each] int64."""
+        return table[rows].repeat_interleave(each)
+
+    def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
+        """y [M, outputs] += what the adapters in `slots` [M] add for x [M, inputs], rounded once more."""
+        self.adapter_up(y, self.adapter_down(x, weights, slots), weights, slots)
+
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Tensor:
+        """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank], in float32 or wider; of rows without an
+        adapter anything that is finite."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        at = (slots - 1).clamp(min=0)
+        made = torch.zeros(len(x), *weights.down.shape[1:3], dtype=wide, device=x.device)
+        for slot in at.unique().tolist():
+            mine = at == slot
+            sums = torch.einsum("mk,srk->msr", x[mine].to(wide), weights.down[slot].to(wide))
+            made[mine] = sums * weights.scales[slot].to(wide)[:, None]
+        return made.flatten(1)
+
+    def adapter_up(self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
+        """y [M, outputs] += up @ made, of rows that have an adapter. made: as `adapter_down` gives it."""
+        by_slice = made.unflatten(1, weights.down.shape[1:3])
+        for slot in slots.unique().tolist():
+            if not slot:
+                continue
+            mine, up = slots == slot, weights.up[slot - 1].to(made.dtype)
+            added = [
+                by_slice[mine, place] @ up[:, begin:end] for place, (begin, end) in enumerate(pairwise(weights.bounds))
+            ]
+            y[mine] = (y[mine].to(made.dtype) + torch.cat(added, 1)).to(y.dtype)

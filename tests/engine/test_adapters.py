@@ -1,0 +1,81 @@
+"""Requests with adapters: each text is that of a model with the adapter merged, whoever runs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference.learnable import ENGINE, write_target
+from tiny_adapters import merged, write_adapter
+
+from draftwing import LLM
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def adapters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "one": write_adapter(folder / "one", target, 1, rank=4),
+        "two": write_adapter(folder / "two", target, 2, rank=7, targets=("q_proj", "v_proj"), use_rslora=True),
+        "three": write_adapter(
+            folder / "three", target, 3, rank=2, targets=("k_proj", "o_proj", "down_proj", "up_proj"),
+            rank_pattern={"k_proj": 5}, alpha_pattern={"down_proj": 3},
+        ),
+    }  # fmt: skip
+
+
+PROMPTS = [[(7 * i + j) % 250 for j in range(12)] for i in range(6)]
+
+
+def test_texts_are_those_of_merged_models(target: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    expected = {}
+    for name, folder in adapters.items():
+        with LLM(str(merged(target, folder, tmp_path / name)), **ENGINE) as llm:
+            expected[name] = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(target), **ENGINE) as llm:
+        expected[None] = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(target), **ENGINE, **serving(adapters)) as llm:
+        found = {name: [one.token_ids for one in llm.generate(PROMPTS, GREEDY, adapter=name)] for name in expected}
+    assert found == expected
+    assert len(set(map(str, found.values()))) == 4
+
+
+def serving(adapters: dict[str, Path], slots: int = 2) -> dict[str, Any]:
+    return {"lora_modules": [f"{name}={path}" for name, path in adapters.items()], "max_loras": slots}
+
+
+DRAFTERS = {
+    "none": {"speculative_algorithm": "none"},
+    "ngram": {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True},
+    "suffix": {"speculative_algorithm": "SUFFIX", "speculative_fixed_shape": True},
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
+def test_who_runs_beside_a_request_and_drafts_change_no_text(
+    target: Path, adapters: dict[str, Path], drafter: str, dtype: str
+) -> None:
+    names = [None, "one", "two", "three", "one", None]
+    params = [{**GREEDY, "temperature": 2.0 * (i % 2), "sampling_seed": i} for i in range(len(PROMPTS))]
+    kind = {**ENGINE, "dtype": dtype}
+    alone = []
+    with LLM(str(target), **kind, **serving(adapters)) as llm:
+        for i, name in enumerate(names):
+            alone += llm.generate(PROMPTS[i], params[i], adapter=name)
+    with LLM(str(target), **kind, **serving(adapters), **DRAFTERS[drafter]) as llm:
+        for _ in range(3):  # again from cached prefixes, and from recordings
+            together = llm.generate(PROMPTS, params, adapter=names)
+            assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+        stats = llm.engine.stats()
+    if drafter != "none":
+        assert sum(one.meta_info["spec_num_correct_drafts"] for one in together) > 0
+    assert stats["adapter_loads"] >= 3 and stats["adapters_on_device"] == 2

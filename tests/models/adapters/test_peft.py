@@ -1,0 +1,203 @@
+"""Adapters of PEFT's: what is read of their files, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_adapters import shapes_of, write_adapter
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.errors import CheckpointError
+from draftwing.models.adapters.adapter import Adapter, AdapterTargets
+from draftwing.models.adapters.read import read_adapter, stored_rank
+from draftwing.models.loader import load_model
+
+MOST = 1 << 24
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def targets(tiny: Path) -> AdapterTargets:
+    return AdapterTargets(load_model(tiny, torch.float32, "cpu"))
+
+
+def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
+    """tensors: by name, None: it is taken away."""
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    found = load_file(folder / WEIGHTS) | {name: value for name, value in tensors.items() if value is not None}
+    save_file({name: value for name, value in found.items() if tensors.get(name, value) is not None}, folder / WEIGHTS)
+    return folder
+
+
+def refusal(folder: Path, targets: AdapterTargets) -> str:
+    with pytest.raises(CheckpointError) as info:
+        targets.fit(read_adapter(folder, MOST))
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "scales"),
+    [
+        ({"lora_alpha": 32}, {"q_proj": 8.0, "down_proj": 8.0}),
+        ({"lora_alpha": 32, "use_rslora": True}, {"q_proj": 16.0, "down_proj": 16.0}),
+        (
+            {"lora_alpha": 8, "rank_pattern": {"q_proj": 2},
+             "alpha_pattern": {"q_proj": 5, "layers.1.mlp.down_proj": 1}},
+            {"q_proj": 2.5, "layers.0.mlp.down_proj": 2.0, "layers.1.mlp.down_proj": 0.25},
+        ),
+        (
+            {"alpha_pattern": {r"model\.layers\.[01]\.self_attn\..*": 4, "q_proj": 100}, "lora_alpha": 1},
+            {"q_proj": 1.0, "up_proj": 0.25},
+        ),
+    ],
+)  # fmt: skip
+def test_scales_and_patterns(tiny: Path, tmp_path: Path, config: dict[str, Any], scales: dict[str, float]) -> None:
+    folder = write_adapter(tmp_path / "one", tiny, rank=4, **config)
+    adapter = read_adapter(folder, MOST)
+    assert set(adapter.factors) == set(shapes_of(tiny))
+    for ending, scale in scales.items():
+        found = {one.scale for name, one in adapter.factors.items() if name.endswith(ending)}
+        assert found == {scale}, ending
+    assert adapter.rank == 4 == stored_rank(folder)
+
+
+def test_what_names_may_look_like(tiny: Path, tmp_path: Path) -> None:
+    plain = read_adapter(write_adapter(tmp_path / "plain", tiny), MOST)
+    folder = write_adapter(tmp_path / "named", tiny)
+    tensors = {
+        name.replace(".model.model.", ".model.model.language_model.").replace(".weight", ".default.weight"): value
+        for name, value in load_file(folder / WEIGHTS).items()
+    }  # fmt: skip
+    save_file(tensors, folder / WEIGHTS)
+    named = read_adapter(folder, MOST)
+    assert named.factors.keys() == plain.factors.keys() and named.digest != plain.digest
+    for name, one in named.factors.items():
+        assert torch.equal(one.down, plain.factors[name].down) and torch.equal(one.up, plain.factors[name].up)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"peft_type": "LOHA"}, "LOHA"), ({"peft_type": None}, "peft_type"), ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "bias"), ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"target_parameters": ["x"]}, "target_parameters"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"), ({"layer_replication": [[0, 1]]}, "layer_repl"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"), ({"init_lora_weights": "olora"}, "olora"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora"), ({"r": 5}, "expected the rank"),
+        ({"r": "x"}, "expected the rank"),
+        ({"lora_alpha": "x"}, "lora_alpha"), ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"alpha_pattern": ["x"]}, "alpha_pattern"), ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(a*)*b": 1}}, "repetitions"), ({"rank_pattern": {"a*b*c*d*e": 1}}, "repetitions"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(
+    tiny: Path, tmp_path: Path, targets: AdapterTargets, config: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(changed(write_adapter(tmp_path / "one", tiny), config), targets)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({f"{Q}.lora_B.weight": None}, "lora_A alone"),
+        ({f"{Q}.lora_B.weight": torch.zeros(33, 4)}, "the model's is"),
+        ({f"{Q}.lora_B.weight": torch.zeros(32, 3)}, "lora_B [32, 3]"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4)}, "lora_A [4]"),
+        ({f"{Q}.lora_A.weight": torch.full((4, 32), torch.inf)}, "finite"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 32, dtype=torch.int8)}, "floating point"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(32)}, "DoRA"),
+        ({f"{Q}.base_layer.bias": torch.zeros(32)}, "bias"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 258)}, "embedding"),
+        ({"base_model.model.lm_head.modules_to_save.weight": torch.zeros(258, 32)}, "whole module"),
+        (
+            {f"base_model.model.lm_head.lora_{one}.weight": torch.zeros(size) for one, size in
+             (("A", (4, 32)), ("B", (258, 4)))}, "lm_head",
+        ),
+        (
+            {f"base_model.model.model.layers.9.self_attn.q_proj.lora_{one}.weight": torch.zeros(size) for one, size in
+             (("A", (4, 32)), ("B", (32, 4)))}, "no such matrix",
+        ),
+        (
+            {f"base_model.model.model.embed_tokens.lora_{one}.weight": torch.zeros(size) for one, size in
+             (("A", (4, 32)), ("B", (258, 4)))}, "embeddings, heads",
+        ),
+        ({"something": torch.zeros(2)}, "no factor of a LoRA"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_refused(
+    tiny: Path, tmp_path: Path, targets: AdapterTargets, tensors: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(changed(write_adapter(tmp_path / "one", tiny), **tensors), targets)
+
+
+def test_an_adapter_of_another_model_says_which(tiny: Path, tmp_path: Path, targets: AdapterTargets) -> None:
+    other = write_checkpoint(tmp_path / "other", hidden=64)
+    folder = write_adapter(tmp_path / "one", other, base_model_name_or_path="org/other-7b")
+    said = refusal(folder, targets)
+    assert "org/other-7b" in said and "[64, 128]" in said and "[32, 64]" in said
+
+
+def test_files_that_are_refused(tiny: Path, tmp_path: Path, targets: AdapterTargets) -> None:
+    assert "expected the folder" in refusal(tmp_path / "none", targets)
+    folder = write_adapter(tmp_path / "one", tiny)
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    assert "safe_serialization" in refusal(folder, targets)
+    (folder / WEIGHTS).write_bytes(b"x" * 100)
+    assert "cannot be read" in refusal(folder, targets)
+    with pytest.raises(CheckpointError, match="at most 50 bytes"):
+        read_adapter(folder, 50)
+    for text, said in (("{", "not valid JSON"), ("[1]", "expected a JSON object"), ("[" * 200_000, "not valid JSON")):
+        (folder / CONFIG).write_text(text)
+        assert said in refusal(folder, targets)
+    (folder / CONFIG).unlink()
+    assert "missing" in refusal(folder, targets)
+
+
+@pytest.mark.slow
+def test_a_thousand_mutated_adapters_are_read_or_refused(tiny: Path, tmp_path: Path, targets: AdapterTargets) -> None:
+    folder, draw = write_adapter(tmp_path / "one", tiny, rank_pattern={"q_proj": 3}), random.Random(7)
+    whole = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+    header = int.from_bytes(whole[WEIGHTS][:8], "little")
+    read, refused = list[Adapter](), 0
+    for i in range(1000):
+        name = (CONFIG, WEIGHTS)[i % 2]
+        data = bytearray(whole[name])
+        most = len(data) if i % 4 else min(len(data), header + 8)  # the header half of the time
+        for _ in range(draw.randint(1, 4)):
+            at, how = draw.randrange(most), draw.randrange(4)
+            if how == 0:
+                data[at] ^= 1 << draw.randrange(8)
+            elif how == 1:
+                data[at] = draw.randrange(256)
+            elif how == 2:
+                del data[at : at + draw.randint(1, 40)]
+            else:
+                data[at:at] = draw.randbytes(draw.randint(1, 20))
+            most = min(most, len(data))
+        (folder / name).write_bytes(bytes(data))
+        try:
+            adapter = read_adapter(folder, MOST)
+            targets.fit(adapter)
+            assert all(one.down.isfinite().all() and one.up.isfinite().all() for one in adapter.factors.values())
+            read.append(adapter)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error)
+        (folder / name).write_bytes(whole[name])
+    assert refused > 400 and len({one.digest for one in read}) > 50

@@ -1,0 +1,95 @@
+"""What adapters add to products, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_numbers import close, made
+from torch import Tensor
+
+from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.ops.table import TorchOps
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+RANKS = ((4, 4, 1), (0, 7, 0), (16, 3, 9))  # of the slices of three slots
+SCALES = (2.0, 0.5, 1.25)
+
+
+def weights_of(ops: TorchOps, dtype: torch.dtype, inputs: int, sizes: tuple[int, ...]) -> AdapterWeights:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    weights = AdapterWeights.empty(len(RANKS), 16, inputs, ends, dtype, ops.device)
+    for slot, ranks in enumerate(RANKS, 1):
+        for place, rank in enumerate(ranks[: len(sizes)]):
+            seed = 10 * slot + place
+            down = made(ops, dtype, rank, inputs, seed=seed) / inputs**0.5
+            weights.set(slot, place, down, made(ops, dtype, sizes[place], rank, seed=seed + 100), SCALES[slot - 1])
+    return weights
+
+
+def expected(y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Tensor:
+    """In float64, a row and a slice at a time."""
+    out = y.double().clone()
+    for row, slot in enumerate(slots.tolist()):
+        begin = 0
+        for place, end in enumerate(weights.ends.tolist()):
+            if slot:
+                down = weights.down[slot - 1, place].double() @ x[row].double()
+                added = weights.up[slot - 1, :, begin:end].double().T @ down
+                out[row, begin:end] += SCALES[slot - 1] * added
+            begin = end
+    return out
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sizes"),
+    [(100, (33, 20, 20)), (576, (576, 192, 192)), pytest.param(40, (7,), marks=pytest.mark.exhaustive)],
+)
+def test_adapters_of_rows(inputs: int, sizes: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) -> None:
+    weights = weights_of(ops, dtype, inputs, sizes)
+    rows = torch.tensor(([0, 1, 3, 3, 0, 2, 1, 2, 3, 1] + 3 * [1, 1, 3]) * (4 if inputs == 100 else 1))
+    rows = rows.to(ops.device)
+    x = made(ops, dtype, len(rows), 2 * inputs)[:, :inputs]  # rows are apart
+    y = made(ops, dtype, len(rows), sum(sizes), seed=1)
+    found = y.clone()
+    ops.adapt(found, x, weights, rows)
+    close(found, expected(y, x, weights, rows), ops, roundings=1.1, floor=4.0 if dtype == torch.float32 else 0.5)
+    assert torch.equal(found[rows == 0], y[rows == 0])
+    in_two = y.clone()
+    ops.adapter_up(in_two, ops.adapter_down(x, weights, rows), weights, rows)
+    assert torch.equal(in_two, found)
+    if ops.name == "triton" or (ops.name == "cpu" and dtype != torch.float16):  # which a CPU computes in float32
+        for some in (slice(1, 2), slice(5, 9), slice(2, 17)):
+            alone = y[some].clone()
+            ops.adapt(alone, x[some], weights, rows[some].clone())
+            assert torch.equal(alone, found[some])  # whoever is beside it
+    nothing = y[:0].clone()
+    ops.adapt(nothing, x[:0], weights, rows[:0])
+    x[2, 3] = torch.nan
+    ops.adapt(y, x, weights, rows)
+    assert y.isnan().any(1).nonzero().tolist() == [[2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_factors_in_half_precision(dtype: torch.dtype, ops: TorchOps) -> None:
+    """Beside activations in float32, as with weights in blocks."""
+    weights = weights_of(ops, torch.bfloat16, 64, (48, 16))
+    rows, x, y = torch.tensor([3, 1, 0], device=ops.device), made(ops, dtype, 3, 64), made(ops, dtype, 3, 64, seed=1)
+    found = y.clone()
+    ops.adapt(found, x, weights, rows)
+    close(found, expected(y, x, weights, rows), ops, floor=4.0)
+
+
+def test_a_cleared_slot_adds_nothing(ops: TorchOps) -> None:
+    weights, x = weights_of(ops, torch.float32, 64, (48, 16)), made(ops, torch.float32, 2, 64)
+    y, rows = made(ops, torch.float32, 2, 64, seed=1), torch.tensor([1, 3], device=ops.device)
+    weights.clear(3)
+    found = y.clone()
+    ops.adapt(found, x, weights, rows)
+    assert torch.equal(found[1], y[1]) and not torch.equal(found[0], y[0])
+
+
+def test_slots_of_rows(ops: TorchOps) -> None:
+    table = torch.tensor([0, 3, 1, 2], device=ops.device)
+    rows = torch.tensor([3, 0, 1], device=ops.device)
+    assert ops.row_slots(table, rows, 2).tolist() == [2, 2, 0, 0, 3, 3]
+    assert ops.row_slots(table, rows[:0], 2).shape == (0,)
