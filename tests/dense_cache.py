@@ -15,14 +15,19 @@ class DenseCache(Attend):
     def __init__(self) -> None:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
         self.index: dict[int, Tensor] = {}
-        self.hidden: Tensor | None = None  # [M, T]: what the last `pick` left out
+        self.left_out: Tensor | None = None  # [M, T], by the last `pick`
+        self.hidden: Tensor | None = None  # from the next read
 
     def write_index(self, layer: int, keys: Tensor) -> None:
         self.index[layer] = torch.cat((self.index[layer], keys)) if layer in self.index else keys
 
     def sees_at_most(self, topk: int) -> bool:
-        self.hidden = None
         return False
+
+    @property
+    def picked(self) -> Attend:
+        self.hidden = self.left_out
+        return self
 
     def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
         keys = self.index[layer].double()
@@ -30,7 +35,7 @@ class DenseCache(Attend):
         scores = torch.einsum("mht,mh->mt", scores, weights.double())
         seen = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
         best = scores.masked_fill(~seen, -torch.inf).topk(min(topk, len(keys)), 1).indices
-        self.hidden = torch.ones_like(seen).scatter_(1, best, False)
+        self.left_out = torch.ones_like(seen).scatter_(1, best, False)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         if layer in self.kv:
@@ -50,6 +55,7 @@ class DenseCache(Attend):
             seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
         if self.hidden is not None:
             seen &= ~self.hidden
+            self.hidden = None
         scores = scores.masked_fill(~seen, -torch.inf)
         if kind.sinks is not None:
             scores = torch.cat((scores, kind.sinks[:, None, None].expand(-1, len(q), 1)), 2)

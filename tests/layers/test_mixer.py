@@ -36,6 +36,10 @@ class Noting(Attend):
     def write_index(self, layer: int, keys: Tensor) -> None:
         assert keys.shape == (ROWS, 32)
 
+    @property
+    def picked(self) -> Attend:
+        return self
+
     def sees_at_most(self, topk: int) -> bool:
         return False
 

@@ -157,6 +157,25 @@ def latents(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
 
 
 @case
+def picks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """What queries of an indexer attend to, by small numbers, of which many scores are nearly the same."""
+    yield ops.every_logit(made.floats(dtype, 5, 104), made.floats(torch.float32, 11, 104))
+    wide = made.floats(torch.float32, 96)
+    yield ops.layer_norm(made.floats(dtype, 7, 96), wide, 1e-6, wide)
+    for heads, size in ((3, 32), (40, 96), (64, 128)):
+        pool = KVPool([KVSpec(1, 64, shared=True, index_size=size)], 400, dtype, torch.device("cpu"))
+        chunk = Batch(
+            torch.tensor([0]), NONE, torch.arange(300), torch.arange(1, 301), torch.arange(1, 401).view(1, 400),
+            bound=400, chunks=(ChunkSpan(0, 0, 0, 300),), prefix_len=NONE,
+        )  # fmt: skip
+        bound = ops.attention(pool).bind(chunk, 0)
+        bound.write_index(0, made.floats(dtype, 300, size))
+        bound.pick(0, made.floats(dtype, 300, heads, size), made.floats(torch.float32, 300, heads), 70)
+        kept = made.floats(dtype, 300, 1, 64)
+        yield bound.picked(0, made.floats(dtype, 300, 2, 64), kept, kept[..., :40], AttentionKind(scalar=40, values=40))
+
+
+@case
 def fused_inputs(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     size = 104
     ids, table, feature = made.ints(0, 50, 6), made.floats(dtype, 50, size), made.floats(dtype, 6, size)

@@ -59,6 +59,9 @@ def test_layer_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     x, weight = made(ops, dtype, 7, size) + 2, made(ops, dtype, size, seed=1)
     x[2] *= 100
     assert ops.layer_norm(x[:0], weight, 1e-5).shape == (0, size)
+    wide = weight.float()  # beside bfloat16
+    close(ops.layer_norm(x, wide, 1e-5, wide), F.layer_norm(x.double(), (size,), wide.double(), wide.double(), 1e-5),
+          ops, floor=1.0)  # fmt: skip
     for bias in (None, made(ops, dtype, size, seed=2)):
         found, exact = ops.layer_norm(x, weight, 1e-5, bias), None if bias is None else bias.double()
         assert found.dtype == dtype

@@ -75,6 +75,9 @@ def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         assert torch.equal(parts[0] + parts[1], found)  # each is 0 but in one of them
         if len(shape) == 1:
             torch.testing.assert_close(ops.every_logit(hidden, weight).gather(1, ids), found, rtol=1e-5, atol=1e-4)
+            every = ops.every_logit(hidden, weight.float())  # of a wide weight
+            torch.testing.assert_close(every.gather(1, ids), found, rtol=1e-5, atol=1e-4)
+            assert not ops.sums_logits or torch.equal(ops.every_logit(hidden[-1:], weight.float())[0], every[-1])
             assert ops.exact_logits(hidden[:0], weight, ids[:0]).shape == (0, 8)
         if ops.name != "torch":  # a logit has the same bits among others
             alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())

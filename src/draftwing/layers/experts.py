@@ -207,16 +207,27 @@ class Router(Linear):
     """Logits of experts. A wide one has its weight and logits in float32, whatever comes in."""
 
     def __init__(
-        self, in_features: int, count: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
+        self,
+        in_features: int,
+        count: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        wide: bool,
+        each: bool = False,
     ) -> None:
+        """each: whether each logit is summed by itself where the device is as quick then."""
         dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
         super().__init__(in_features, count, bias, dtype, device)
-        self._dtype = dtype
+        self._dtype, self._each = dtype, each
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         if self._packed:
             return
         alike = ops.keeps_bits(self.weight)
+        if self._each and ops.sums_logits:
+            self._ops, self._packed, self.op = ops, True, EachLogit(self, ops, None)
+            return
         if self._dtype == torch.float32 and mode is not None and not alike:
             self._ops, self._packed = ops, True
             self.op = EachLogit(self, ops, None if mode.deterministic else ROUTER_ROWS)

@@ -72,7 +72,7 @@ class IndexConfig:
             matrix("wk", "key", 1),
             StoredVector(f"{INDEXER}.weights_proj.weight", "index.weights.weight", self.heads),
             StoredVector(f"{INDEXER}.k_norm.weight", "index.norm.weight", self.size, order=order),
-            StoredVector(f"{INDEXER}.k_norm.bias", "index.bias", self.size, order=order),
+            StoredVector(f"{INDEXER}.k_norm.bias", "index.norm.bias", self.size, order=order),
         ]
 
     def _order(self, heads: int, turned: int) -> Order | None:
@@ -95,26 +95,23 @@ class Indexer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         self.query = place.linear(config.heads * config.size, query_latent)
         self.key = place.linear(config.size)
-        self.weights = Router(place.in_size, config.heads, False, dtype, device, True)
-        self.norm = LayerNorm(config.size, _EPS, wide, device)
-        self.bias = nn.Parameter(torch.zeros(config.size, dtype=wide, device=device), False)
+        self.weights = Router(place.in_size, config.heads, False, dtype, device, True, each=True)
+        self.norm = LayerNorm(config.size, _EPS, wide, device, bias=True)
 
     def linears(self) -> list[Linear]:
         return [self.key, self.query]
 
     def write(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ops: LayerOps) -> None:
         """Leaves the keys of tokens in the pool. x [M, in_size]"""
-        made = self.key(x)
-        normed = (self.norm(made.to(self.bias.dtype)) + self.bias).to(made.dtype)
+        normed = self.norm(self.key(x))
         attend.write_index(layer, self._rotated(normed.unsqueeze(1), cos, sin, ops).squeeze(1))
 
     def pick(
         self, layer: int, x: Tensor, latents: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ops: LayerOps
     ) -> None:
         """Has queries pick, behind `write`. x [M, in_size], latents [M, query_latent]: what queries are made of."""
-        if not attend.sees_at_most(self.config.topk):
-            q = self._rotated(self.query(latents).unflatten(1, (self.config.heads, -1)), cos, sin, ops)
-            attend.pick(layer, q, self.weights(x), self.config.topk)
+        q = self._rotated(self.query(latents).unflatten(1, (self.config.heads, -1)), cos, sin, ops)
+        attend.pick(layer, q, self.weights(x), self.config.topk)
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor, ops: LayerOps) -> Tensor:
         """heads [M, n, size] -> [M, n, size], what is turned now last, for queries and keys alike."""

@@ -263,8 +263,10 @@ class LatentAttention(Mixer):
         queries = queries.unflatten(1, (config.heads, -1))
         if self.index is not None:
             self.index.write(self.pool_layer, x, cos, sin, attend, self.ops)
+        picks = config.index is not None and not attend.sees_at_most(config.index.topk)
+        if picks and self.index is not None:
             self.index.pick(self.pool_layer, x, latents, cos, sin, attend, self.ops)
-        picked = attend if config.index is None else attend.picked
+        picked = attend.picked if picks else attend
         plain, turned = queries.split((config.plain, config.turned), 2)
         routed = self.key_up.routed(x) or self.value_up.routed(x)
         if isinstance(self.key_up.op, HeadsOp):

@@ -111,6 +111,7 @@ class LayerOps:
         self.take_rows, self.put_rows = rows.take_rows, rows.put_rows
 
         self.exact_logits, self.every_logit = logits.exact_logits, logits.every_logit
+        self.sums_logits = logits.sums_logits
         self.share_logits, self.spread_logits = logits.share_logits, logits.spread_logits
         self.largest, self.cluster_tokens = logits.largest, logits.cluster_tokens
 

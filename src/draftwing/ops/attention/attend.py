@@ -7,7 +7,7 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -26,7 +26,7 @@ from draftwing.ops.attention.batch import (
 )
 from draftwing.ops.delta_net.spec import delta_net
 from draftwing.ops.fp8.spec import Fp8Rows
-from draftwing.ops.indexer.spec import most_seen, one_by_one, picks
+from draftwing.ops.indexer.spec import Picks, most_seen, one_by_one, picks, rows_of_one
 from draftwing.ops.row_states.spec import ancestor_slots
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ class Attend:
 
     @property
     def picked(self) -> Attend:
-        """Returns attention to what the last `pick` of the forward picked, or to all where there was none."""
-        return self
+        """Returns attention to what the last `pick` of the forward picked."""
+        raise NotImplementedError
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, values], q and k rotated -> [M, heads *
@@ -139,7 +139,8 @@ class BoundAttend(Attend):
 
     @property
     def picked(self) -> Attend:
-        return self._picked or self
+        assert self._picked is not None
+        return self._picked
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         self.write(layer, k, v)
@@ -166,8 +167,12 @@ class BoundAttend(Attend):
 
     def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
         found = picks(self._batch, self._pool.index[self._first_layer + layer], q, weights, topk)
-        rows = [(part.queries, self._backend.bind(one_by_one(self._batch, part), self._first_layer)) for part in found]
-        self._picked = PickedAttend(self, rows)
+        self._attend_to((part, rows_of_one(part.last)) for part in found)
+
+    def _attend_to(self, parts: Iterable[tuple[Picks, tuple[Tensor, ...]]]) -> None:
+        """Has `picked` attend to these. parts: with their `rows_of_one`."""
+        made = [(part.queries, one_by_one(self._batch, part, alone)) for part, alone in parts]
+        self._picked = PickedAttend(self, [(queries, self._backend.bind(b, self._first_layer)) for queries, b in made])
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         assert self._pool.states is not None, "only a pool with states of rows has such layers"
@@ -186,6 +191,8 @@ class PickedAttend(Attend):
         return self.read(layer, q, kind)
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0][1].read(layer, q, kind)
         return torch.cat([part.read(layer, q[queries], kind) for queries, part in self._parts])
 
 

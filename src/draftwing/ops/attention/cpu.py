@@ -19,6 +19,7 @@ from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.runtime import CpuRuntime
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.delta_net import cpu as delta_net
+from draftwing.ops.indexer import cpu as indexer
 from draftwing.ops.runtime import RECORDED_ROWS
 from draftwing.ops.whole_layers.cpu import NativeLayers, numbers_of_kind
 
@@ -104,7 +105,7 @@ class CpuAttend(KernelAttend):
                 nodes, starts = batch.ragged.cap, batch.ragged.starts
             read = trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()
             who = (*read, None, starts, rows.shape[0], nodes, depth)
-        self._who = (rows, table, table.stride(0), *who)
+        self.who = (rows, table, table.stride(0), *who)
         self._shape: HeadShape | None = None  # of what follows
         self._how: tuple[Any, ...] = ()
         self._hows: dict[HeadShape, tuple[Any, ...]] = {}
@@ -164,7 +165,7 @@ class CpuAttend(KernelAttend):
         out = made.new_empty(queries, channels)
         self._raw.short_conv(
             out, made, made.stride(0), taps, kept, self._slots, channels, width, half, kept_half, self._workers.address,
-            queries, *self._who,
+            queries, *self.who,
         )  # fmt: skip
         return out
 
@@ -177,9 +178,29 @@ class CpuAttend(KernelAttend):
         if self._batch.chunks and self._saves is None:
             self._saves = delta_net.saves_of(self._batch.chunks)
         return delta_net.delta_net(
-            self._raw, self._backend.spare, states, layer_of_pool, self._who, self._slots, self._saves, self._workers,
+            self._raw, self._backend.spare, states, layer_of_pool, self.who, self._slots, self._saves, self._workers,
             inputs, weights,
         )  # fmt: skip
+
+    def write_index(self, layer: int, keys: Tensor) -> None:
+        kept = self._pool.index[self._first_layer + layer]
+        if keys.dtype not in DTYPES or type(keys) is not Tensor:
+            super().write_index(layer, keys)
+            return
+        rows, size = keys.shape
+        assert keys.is_contiguous() and self._slots.shape[0] == rows and kept.shape[1] == size
+        half, kept_half = keys.dtype == torch.bfloat16, kept.dtype == torch.bfloat16
+        self._raw.keep_rows(kept, self._slots, keys, rows, size, half, kept_half)
+
+    def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
+        if q.dtype not in DTYPES or type(q) is not Tensor:
+            super().pick(layer, q, weights, topk)
+            return
+        found = indexer.pick(
+            self._raw, self._backend.spare, self._workers, self._batch, self.who,
+            self._pool.index[self._first_layer + layer], q, weights, topk,
+        )  # fmt: skip
+        self._attend_to([(found, indexer.rows_of_one(len(q)))])
 
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
@@ -209,7 +230,7 @@ class CpuAttend(KernelAttend):
         if how is None:
             size = self._raw.scratch_size(*shape, self._workers.most)
             scratch = self._backend.scratch(size)
-            how = self._hows[shape] = (*self._who, scratch, size, self._workers.address)
+            how = self._hows[shape] = (*self.who, scratch, size, self._workers.address)
         self._how = how
 
 

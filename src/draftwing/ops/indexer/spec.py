@@ -12,6 +12,8 @@ Elements of queries and keys are rounded to 22 bits below the row's largest powe
 then exact in float64, in any order and on any device: no more is asked of a library's product. Heads are weighted,
 exactly again, and summed in float64, pairwise, in one fixed order. Of equal scores the earlier token is picked.
 
+Devices may have a kernel in its place, whose sums have the same bits however they are asked for, but others than here.
+
 Factors that all scores of a query share change no pick and are left out, and so is the Hadamard transform, which
 queries and keys have in common: products are the same without it.
 """
@@ -38,17 +40,26 @@ class Picks(NamedTuple):
 
     queries: slice  # of the batch
     table: Tensor  # [n, topk] int64: slots, in order of positions
-    counts: Tensor  # [n] int64: how many there are
+    last: Tensor  # [n] int64: how many there are but one
 
 
-class _Row(NamedTuple):
-    """Queries that share a row of the batch, and what they see."""
+class _Rows(NamedTuple):
+    """Rows of the batch whose queries see as many tokens at most, and what they see."""
 
     queries: slice
-    slots: Tensor  # [L] int64: of the row's page table
-    lengths: Tensor  # [n] int64: tokens on each query's path
-    prefix: Tensor | None = None  # [] int64, of a tree: committed tokens
-    path: Tensor | None = None  # [n, D] int64, as `Batch.path`
+    slots: Tensor  # [B, L] int64: of the rows' page tables
+    lengths: Tensor  # [B, n] int64: tokens on each query's path
+    prefix: Tensor | None = None  # [B] int64, of trees: committed tokens
+    path: Tensor | None = None  # [B, n, D] int64, as `Batch.path`
+
+    def some(self, rows: slice, of: slice) -> _Rows:
+        """Returns some queries of each of some rows: of all rows, or of one."""
+        first, (_, count) = self.queries.start + rows.start * self.lengths.shape[1], self.lengths.shape
+        first, last = first + of.start, first + (rows.stop - rows.start - 1) * count + of.stop
+        parts = self.slots[rows], self.lengths[rows, of]
+        if self.prefix is None or self.path is None:
+            return _Rows(slice(first, last), *parts)
+        return _Rows(slice(first, last), *parts, self.prefix[rows], self.path[rows, of])
 
 
 def most_seen(batch: Batch) -> int:
@@ -67,26 +78,27 @@ def picks(batch: Batch, kept: Tensor, q: Tensor, weights: Tensor, topk: int) -> 
     heads = q.shape[1]
     padding = (1 << (heads - 1).bit_length()) - heads
     q, weights = F.pad(rounded(q), (0, 0, 0, padding)), F.pad(weights.double(), (0, padding))
-    for row in _rows(batch):
-        keys = rounded(kept[row.slots])  # [L, size]
-        count = len(row.lengths)
-        each = max(1, min(_SCORES // (q.shape[1] * len(keys)), _PICKED // topk))
-        for first in range(0, count, each):
-            here = slice(first, min(first + each, count))
-            queries = slice(row.queries.start + here.start, row.queries.start + here.stop)
-            found = scores(q[queries], weights[queries], keys)
-            slots, seen, found = _by_position(row, here, found)
-            yield Picks(queries, *_best(found, seen, slots, topk))
+    for part in _parts(batch, q.shape[1], topk):
+        rows, count = part.lengths.shape
+        keys = rounded(kept[part.slots])  # [B, L, size]
+        found = scores(q[part.queries].unflatten(0, (rows, count)), weights[part.queries].view(rows, count, -1), keys)
+        yield Picks(part.queries, *(x.flatten(0, 1) for x in _best(*_by_position(part, found), topk)))
 
 
-def one_by_one(batch: Batch, picked: Picks) -> Batch:
-    """Returns a batch of these queries as rows of their own, whose texts are what they picked."""
-    one = picked.counts.new_ones(len(picked.counts), 1)
+def rows_of_one(like: Tensor) -> tuple[Tensor, ...]:
+    """Returns rows, paths and their lengths of queries that are rows of their own. like [n] int64"""
+    one = torch.ones_like(like).unsqueeze(1)
+    return torch.arange(len(like), device=like.device), one.unsqueeze(2) - 1, one
+
+
+def one_by_one(batch: Batch, picked: Picks, alone: tuple[Tensor, ...]) -> Batch:
+    """Returns a batch of these queries as rows of their own, whose texts are what they picked. alone: see
+    `rows_of_one`."""
+    rows, path, path_len = alone
     return Batch(
-        rows=torch.arange(len(one), device=one.device), ids=batch.ids[picked.queries],
-        positions=batch.positions[picked.queries], write_slots=batch.write_slots[picked.queries],
-        table=picked.table.to(batch.table.dtype), prefix_len=picked.counts - 1, path=one.unsqueeze(2) - 1, path_len=one,
-        window=1, bound=picked.table.shape[1],
+        rows=rows, ids=batch.ids[picked.queries], positions=batch.positions[picked.queries],
+        write_slots=batch.write_slots[picked.queries], table=picked.table.to(batch.table.dtype),
+        prefix_len=picked.last, path=path, path_len=path_len, window=1, bound=picked.table.shape[1],
     )  # fmt: skip
 
 
@@ -101,52 +113,62 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """q [n, heads, size], keys [L, size], both `rounded`; weights [n, heads] float64, heads a power of two -> [n, L]:
-    sums over heads of weight * relu(q . key)."""
-    made = (q.flatten(0, 1) @ keys.T).view(*weights.shape, len(keys))
+    """q [.., n, heads, size], keys [.., L, size], both `rounded`; weights [.., n, heads] float64, heads a power of two
+    -> [.., n, L]: sums over heads of weight * relu(q . key)."""
+    made = (q.flatten(-3, -2) @ keys.mT).view(*weights.shape, keys.shape[-2])
     # In float32, so that products with weights are exact, too: it does not matter whether they are fused with sums.
-    made = made.clamp_(min=0).float().double().mul_(weights.unsqueeze(2))
-    while made.shape[1] > 1:
-        half = made.shape[1] // 2
-        made = made[:, :half].add_(made[:, half:])
-    return made[:, 0]
+    made = made.clamp_(min=0).float().double().mul_(weights.unsqueeze(-1))
+    while made.shape[-2] > 1:
+        half = made.shape[-2] // 2
+        made = made[..., :half, :].add_(made[..., half:, :])
+    return made[..., 0, :]
 
 
-def _rows(batch: Batch) -> Iterator[_Row]:
+def _rows(batch: Batch) -> Iterator[_Rows]:
     pages = batch.pages()
     for span in batch.chunks:
         end = span.start + span.length
         lengths = torch.arange(span.start + 1, end + 1, device=pages.device)
-        yield _Row(slice(span.offset, span.offset + span.length), pages[span.row, :end], lengths)
+        queries, row = slice(span.offset, span.offset + span.length), slice(span.row, span.row + 1)
+        yield _Rows(queries, pages[row, :end], lengths[None])
     if batch.chunks:
         return
     assert batch.path is not None and batch.path_len is not None, "prompts come as the host's chunks"
-    nodes = batch.path.shape[1]
-    for b, slots in enumerate(pages.unbind()):
-        prefix = batch.prefix_len[b]
-        yield _Row(slice(b * nodes, (b + 1) * nodes), slots, prefix + batch.path_len[b], prefix, batch.path[b])
+    lengths = batch.prefix_len.unsqueeze(1) + batch.path_len
+    yield _Rows(slice(0, lengths.numel()), pages, lengths, batch.prefix_len, batch.path)
 
 
-def _by_position(row: _Row, here: slice, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """found [n, L]: scores of the queries `here` by entries of the page table -> slots [n, L], whether the query sees
-    it [n, L], and scores [n, L], by position on the path."""
-    position = torch.arange(len(row.slots), device=found.device)
-    seen = position < row.lengths[here].unsqueeze(1)
-    if row.path is None or row.prefix is None:
-        return row.slots.expand_as(seen), seen, found
-    step = (position - row.prefix).expand_as(seen)
-    entry = row.prefix + row.path[here].gather(1, step.clamp(0, row.path.shape[1] - 1))
+def _parts(batch: Batch, heads: int, topk: int) -> Iterator[_Rows]:
+    """Yields as many queries at a time as there is room for."""
+    for rows in _rows(batch):
+        batches, count = rows.lengths.shape
+        queries = max(1, min(_SCORES // (heads * rows.slots.shape[1]), _PICKED // topk))
+        each, some = max(1, queries // count), min(queries, count)  # rows, and queries of one where there are more
+        for row in range(0, batches, each):
+            for query in range(0, count, some):
+                yield rows.some(slice(row, min(row + each, batches)), slice(query, min(query + some, count)))
+
+
+def _by_position(part: _Rows, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """found [B, n, L]: scores by entries of the page tables -> scores, whether the query sees it, and slots, each
+    [B, n, L], by position on the path."""
+    position = torch.arange(found.shape[2], device=found.device)
+    seen, slots = position < part.lengths.unsqueeze(2), part.slots.unsqueeze(1).expand_as(found)
+    if part.path is None or part.prefix is None:
+        return found, seen, slots
+    step = (position - part.prefix[:, None, None]).expand_as(seen)
+    entry = part.prefix[:, None, None] + part.path.gather(2, step.clamp(0, part.path.shape[2] - 1))
     entry = torch.where(step < 0, position, entry).clamp(max=len(position) - 1)
-    return row.slots[entry], seen, found.gather(1, entry)
+    return found.gather(2, entry), seen, slots.gather(2, entry)
 
 
 def _best(found: Tensor, seen: Tensor, slots: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Scores, whether they count, and slots, each [n, L] by position -> table and counts of `Picks`."""
-    found = found.nan_to_num(0.0).masked_fill_(~seen, -torch.inf)
-    count = min(topk, found.shape[1])
-    least = found.topk(count, 1, sorted=False).values.amin(1, keepdim=True)
+    """Scores, whether they count, and slots, each [B, n, L] by position -> table and `last` of `Picks`."""
+    found = found.nan_to_num(0.0, 0.0, 0.0).masked_fill_(~seen, -torch.inf)
+    count = min(topk, found.shape[2])
+    least = found.topk(count, 2, sorted=False).values.amin(2, keepdim=True)
     above, equal = found > least, (found == least) & seen
-    chosen = above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
-    place = torch.where(chosen, chosen.cumsum(1) - 1, topk)  # one more column for those that were not
-    table = slots.new_zeros(len(found), topk + 1).scatter_(1, place, slots)
-    return table[:, :topk].contiguous(), chosen.sum(1)
+    chosen = above | (equal & (equal.cumsum(2) <= count - above.sum(2, keepdim=True)))
+    place = torch.where(chosen, chosen.cumsum(2) - 1, topk)  # one more column for those that were not
+    table = slots.new_zeros(*found.shape[:2], topk + 1).scatter_(2, place, slots)
+    return table[..., :topk].contiguous(), (chosen.sum(2) - 1).clamp_(min=0)

@@ -13,8 +13,10 @@ from draftwing.ops.lm_head.spec import LogitOps
 class CpuLogitOps(LogitOps):
     """Takes real tensors in float32 or bfloat16; others go to torch. Ids are not checked."""
 
+    sums_logits = True
+
     def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw = runtime.raw
+        self.raw, self.workers = runtime.raw, runtime.workers
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """A logit's bits depend on its row of `hidden` and its id alone."""
@@ -28,6 +30,16 @@ class CpuLogitOps(LogitOps):
         self.raw.exact_logits(
             out, hidden, weight, ids, ids.numel() // max(count, 1), count, size, weight.dtype == torch.bfloat16
         )
+        return out
+
+    def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        if type(hidden) is not Tensor or hidden.dtype not in DTYPES or weight.dtype != torch.float32:
+            return super().every_logit(hidden, weight)
+        assert weight.is_contiguous() and hidden.shape[1:] == weight.shape[1:]
+        hidden, (rows, size) = hidden.contiguous(), hidden.shape
+        out = torch.empty(rows, len(weight), dtype=torch.float32)
+        half = hidden.dtype == torch.bfloat16
+        self.raw.every_logit(out, hidden, weight, rows, size, len(weight), half, self.workers.address)
         return out
 
     def cluster_tokens(self, scores: Tensor, chosen: int, ordering: Tensor) -> Tensor:

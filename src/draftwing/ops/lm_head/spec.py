@@ -9,6 +9,8 @@ from torch import Tensor
 class LogitOps:
     """Logits of chosen ids in float32, and which of many are the largest."""
 
+    sums_logits = False  # whether `every_logit` is as quick as a product of matrices where the weight is small
+
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)

@@ -40,7 +40,8 @@ class CpuNormOps(NormOps):
         return self._normed(x, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
-        if x.dtype not in DTYPES or weight.dtype != x.dtype or len(weight) % LANES:
+        known = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float32)
+        if not known or len(weight) % LANES:
             return super().layer_norm(x, weight, eps, bias)
         return self._normed(x, weight, eps, True, bias)
 

@@ -30,7 +30,7 @@ class NormOps:
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """x [..., size], weight, bias [size] -> (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in float32."""
-        return F.layer_norm(x, weight.shape, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), eps)
+        return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""

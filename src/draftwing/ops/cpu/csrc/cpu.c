@@ -19,6 +19,7 @@ static void some_rows(void *data) {
    that is rounded once, too. */
 INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     const int64_t n = r->size, at = i * n;
+    const int thin = half && !r->wide; /* whether weights are in bfloat16 */
     vf squares = {0}, total = {0};
     for (int64_t c = 0; r->centred && c < n; c += LANES) total += load(r->x, at + c, n - c, half);
     const vf mean = splat(r->centred ? sum_lanes(total) / (float)n : 0.0f);
@@ -32,10 +33,10 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
         vf x = load(r->x, at + c, n - c, half);
         x = (r->centred ? x - mean : x) * factor;
         if (!r->weight) {}
-        else if (r->centred) x *= load(r->weight, c, n - c, half);
+        else if (r->centred) x *= load(r->weight, c, n - c, thin);
         else if (half && r->wide) x *= load(r->weight, c, n - c, 0);
         else x = rounded(x, half) * load(r->weight, c, n - c, half);
-        if (r->centred && r->y) x += load(r->y, c, n - c, half);
+        if (r->centred && r->y) x += load(r->y, c, n - c, thin);
         store(r->out, at + c, n - c, half, x);
     }
 }
@@ -350,7 +351,7 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
          PyModule_AddFunctions(made, pair_methods) ||
          PyModule_AddFunctions(made, delta_methods) || PyModule_AddFunctions(made, conv_methods) ||
          PyModule_AddFunctions(made, attention_methods) || PyModule_AddFunctions(made, latent_methods) ||
-         PyModule_AddFunctions(made, adapter_methods) ||
+         PyModule_AddFunctions(made, adapter_methods) || PyModule_AddFunctions(made, index_methods) ||
          PyModule_AddIntConstant(made, "has_product", has_product) ||
          PyModule_AddIntConstant(made, "has_openmp", has_openmp()) ||
          PyModule_AddIntConstant(made, "can_adapt", can_adapt()) ||

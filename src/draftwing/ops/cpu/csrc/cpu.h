@@ -583,7 +583,7 @@ INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
 /* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, pairs.c, delta_net.c, short_conv.c, attention.c, latent.c
-   and adapters.c add to the module. */
+   adapters.c and indexer.c add to the module. */
 HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
     head_methods[], pair_methods[], delta_methods[], conv_methods[], attention_methods[], latent_methods[],
-    adapter_methods[];
+    adapter_methods[], index_methods[];

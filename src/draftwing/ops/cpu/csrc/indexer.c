@@ -1,0 +1,290 @@
+/* Picks of an indexer: of the tokens on a query's path the `topk` with the best scores, in order of positions. The
+   reference is ops/indexer/spec.py, which sums in another order: near ties may be decided otherwise.
+
+   A score is the sum over heads of weight * relu(q . key). Heads are lanes: a key's elements are multiplied with those
+   of all heads one after the other, fused, and heads are summed 16 at a time. So a score's bits follow from query and
+   key alone. What is not finite counts as 0, and of equal scores the earlier token is picked. */
+
+#include "cpu.h"
+
+#define BLOCK 256 /* keys of a unit of work */
+#define TOGETHER 4 /* keys that meet elements of heads which are in registers */
+#define PARTS 4    /* registers of heads, at a time: with so many keys they have room in 32, or in 16 */
+#if PART == 16
+#define KEYS TOGETHER
+#else
+#define KEYS 2
+#endif
+
+typedef struct {
+    const int64_t *table, *path; /* path: or NULL */
+    int64_t prefix, length;      /* length: tokens on the path */
+} Query;
+typedef struct {
+    int64_t *slots, *last; /* of each query `topk` slots, and how many there are but one */
+    const char *q, *kept;
+    const float *weights;
+    int64_t queries, heads, size, topk, half, kept_half;
+    const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts; /* as in `Attention` */
+    int64_t table_stride, count, nodes, depth;
+    Query *of;
+    float *scores;
+    char *threads; /* scratch of each */
+    int64_t room, worker, next, first, end, units; /* room: floats of scores; [first, end): queries whose turn it is */
+} Pick;
+
+INLINE int64_t lanes_of(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+/* Bytes of scratch that a thread needs: a query's heads, element by element; keys; their products with heads. */
+INLINE int64_t thread_size(int64_t heads, int64_t size) {
+    return 4 * (lanes_of(heads) * (size + TOGETHER + 1) + TOGETHER * lanes_of(size));
+}
+INLINE int64_t slot_at(const Query *q, int64_t position) {
+    return q->table[position < q->prefix ? position : q->prefix + q->path[position - q->prefix]];
+}
+INLINE int64_t blocks_of(const Pick *j, int64_t query) {
+    return j->of[query].length > j->topk ? (j->of[query].length + BLOCK - 1) / BLOCK : 0;
+}
+
+static void find_queries(const Pick *j) {
+    for (int64_t item = 0; item < j->count; item++) {
+        const int64_t *span = j->spans ? j->spans + 4 * item : NULL;
+        const int64_t from = span ? span[1] : j->starts ? j->starts[item] : item * j->nodes;
+        const int64_t n = span ? span[3] : j->starts ? j->starts[item + 1] - from : j->nodes;
+        const int64_t *table = j->table + j->rows[span ? span[0] : item] * j->table_stride;
+        for (int64_t i = from; i < from + n; i++) {
+            const int64_t seen = span ? span[2] + i - from + 1 : j->prefix[item];
+            j->of[i] = (Query){table, span ? NULL : j->path + i * j->depth, seen, seen + (span ? 0 : j->path_len[i])};
+        }
+    }
+}
+
+/* Products of `keys` keys [keys, size] with heads, of which some registers are in turn. made [keys, heads] */
+INLINE void multiply(const float *key, const float *q, float *made, int64_t heads, int64_t size, const int keys,
+                     const int parts) {
+    pf sum[TOGETHER][PARTS];
+#pragma GCC unroll 4
+    for (int k = 0; k < keys; k++)
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) sum[k][p] = (pf){0};
+    for (int64_t i = 0; i < size; i++) {
+        pf of[PARTS];
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) of[p] = part_at(q + i * heads + p * PART);
+#pragma GCC unroll 4
+        for (int k = 0; k < keys; k++) {
+            const pf one = key[k * lanes_of(size) + i] - (pf){0};
+#pragma GCC unroll 4
+            for (int p = 0; p < parts; p++) sum[k][p] = fused(one, of[p], sum[k][p]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < keys; k++)
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) memcpy(made + k * heads + p * PART, &sum[k][p], sizeof sum[k][p]);
+}
+INLINE void multiply_all(const float *key, const float *q, float *made, int64_t heads, int64_t size, const int keys) {
+    int64_t h = 0;
+    for (; h + PARTS * PART <= heads; h += PARTS * PART) multiply(key, q + h, made + h, heads, size, keys, PARTS);
+    for (; h < heads; h += PART) multiply(key, q + h, made + h, heads, size, keys, 1);
+}
+
+static void score_block(const Pick *j, int64_t query, int64_t block, float *scores, const float *q, float *space) {
+    const Query *of = j->of + query;
+    const int64_t heads = lanes_of(j->heads), wide = lanes_of(j->size), bytes = j->size * (j->kept_half ? 2 : 4);
+    const int64_t end = (block + 1) * BLOCK < of->length ? (block + 1) * BLOCK : of->length;
+    float *made = space, *keys = made + TOGETHER * heads;
+    const float *weights = q + heads * j->size;
+    for (int64_t at = block * BLOCK; at < end; at += KEYS) {
+        const int64_t n = end - at < KEYS ? end - at : KEYS;
+        for (int64_t k = 0; k < n; k++)
+            to_floats(keys + k * wide, j->kept + slot_at(of, at + k) * bytes, j->size, (int)j->kept_half);
+        if (n == KEYS) multiply_all(keys, q, made, heads, j->size, KEYS);
+        else
+            for (int64_t k = 0; k < n; k++) multiply_all(keys + k * wide, q, made + k * heads, heads, j->size, 1);
+        for (int64_t k = 0; k < n; k++) {
+            vf sum = {0};
+            for (int64_t h = 0; h < heads; h += LANES) {
+                const vf dot = loadf(made + k * heads + h);
+                /* What is no number stays so: the sum is none. */
+                sum += select_f(above(splat(0.0f), dot), splat(0.0f), dot) * loadf(weights + h);
+            }
+            const float score = sum_lanes(sum);
+            scores[at + k] = fabsf(score) < INFINITY ? score : 0.0f;
+        }
+    }
+}
+
+/* The query's heads [size, heads], and behind them their weights; zeros for lanes that are none. */
+static void turn_heads(const Pick *j, int64_t query, float *q, float *row) {
+    const int64_t heads = lanes_of(j->heads), bytes = j->half ? 2 : 4;
+    memset(q, 0, (size_t)(heads * (j->size + 1)) * 4);
+    for (int64_t h = 0; h < j->heads; h++) {
+        to_floats(row, j->q + (query * j->heads + h) * j->size * bytes, j->size, (int)j->half);
+        for (int64_t i = 0; i < j->size; i++) q[i * heads + h] = row[i];
+    }
+    memcpy(q + heads * j->size, j->weights + query * j->heads, (size_t)j->heads * 4);
+}
+
+/* Where the scores of each query in turn lie follows from the lengths of those before it. */
+static void score_some(void *data) {
+    Pick *j = data;
+    const int64_t heads = lanes_of(j->heads), mine = take(&j->worker, 1);
+    float *q = (float *)(j->threads + mine * thread_size(j->heads, j->size)), *space = q + heads * (j->size + 1);
+    int64_t query = j->first, before = 0, turned = -1;
+    float *scores = j->scores;
+    for (int64_t unit; (unit = take(&j->next, 1)) < j->units;) {
+        for (; unit >= before + blocks_of(j, query); query++) {
+            const int64_t blocks = blocks_of(j, query);
+            before += blocks;
+            scores += blocks * BLOCK;
+        }
+        if (turned != query) turn_heads(j, query, q, space + TOGETHER * heads);
+        turned = query;
+        score_block(j, query, unit - before, scores, q, space);
+    }
+}
+
+/* A score's bits in the order of scores. */
+INLINE uint32_t rank_of(float score) {
+    uint32_t bits;
+    score += 0.0f; /* of both zeros one */
+    memcpy(&bits, &score, 4);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* The least rank that is picked, from its upper bits on; above: how many are greater. */
+static uint32_t least_rank(const float *scores, int64_t length, int64_t topk, int64_t *above) {
+    uint32_t found = 0;
+    *above = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t counts[256] = {0};
+        for (int64_t i = 0; i < length; i++) {
+            const uint32_t rank = rank_of(scores[i]);
+            if (shift == 24 || rank >> (shift + 8) == found >> (shift + 8)) counts[(rank >> shift) & 255]++;
+        }
+        int digit = 255;
+        for (; *above + counts[digit] < topk; digit--) *above += counts[digit];
+        found |= (uint32_t)digit << shift;
+    }
+    return found;
+}
+static void pick_some(void *data) {
+    Pick *j = data;
+    float *scores = j->scores;
+    int64_t query = j->first;
+    for (int64_t i; (i = j->first + take(&j->next, 1)) < j->end;) {
+        for (; query < i; query++) scores += blocks_of(j, query) * BLOCK;
+        const Query *of = j->of + i;
+        int64_t *slots = j->slots + i * j->topk, count = 0;
+        if (of->length <= j->topk) {
+            for (; count < of->length; count++) slots[count] = slot_at(of, count);
+        } else {
+            int64_t greater;
+            const uint32_t least = least_rank(scores, of->length, j->topk, &greater);
+            int64_t equal = j->topk - greater;
+            for (int64_t at = 0; at < of->length; at++) {
+                const uint32_t rank = rank_of(scores[at]);
+                if (rank > least || (rank == least && equal-- > 0)) slots[count++] = slot_at(of, at);
+            }
+        }
+        j->last[i] = count ? count - 1 : 0; /* of a node that is none */
+        for (; count < j->topk; count++) slots[count] = 0;
+    }
+}
+
+/* heads, size of a key, threads, queries -> bytes of scratch beside the scores */
+static PyObject *py_pick_scratch(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[4];
+    if (!numbers(args, given, 4, n)) return NULL;
+    return PyLong_FromLongLong(n[3] * (int64_t)sizeof(Query) + n[2] * thread_size(n[0], n[1]));
+}
+
+/* slots, counts less 1, q, weights, keys of the pool, queries, heads, size of a key, topk, half of q, half of the pool,
+   scratch, floats of scores behind it, workers; rows, table, its stride, prefix_len, path, path_len, spans, starts,
+   count, nodes, depth: as of attention. Scores have room for one query at least, in whole blocks. */
+static PyObject *py_pick(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[25];
+    if (!numbers(args, given, 25, n)) return NULL;
+    Workers *workers = POINTER(n[13]);
+    Pick j = {.slots = POINTER(n[0]),
+              .last = POINTER(n[1]),
+              .q = POINTER(n[2]),
+              .weights = POINTER(n[3]),
+              .kept = POINTER(n[4]),
+              .queries = n[5],
+              .heads = n[6],
+              .size = n[7],
+              .topk = n[8],
+              .half = n[9],
+              .kept_half = n[10],
+              .of = POINTER(n[11]),
+              .room = n[12],
+              .rows = POINTER(n[14]),
+              .table = POINTER(n[15]),
+              .table_stride = n[16],
+              .prefix = POINTER(n[17]),
+              .path = POINTER(n[18]),
+              .path_len = POINTER(n[19]),
+              .spans = POINTER(n[20]),
+              .starts = POINTER(n[21]),
+              .count = n[22],
+              .nodes = n[23],
+              .depth = n[24]};
+    j.threads = (char *)(j.of + j.queries);
+    j.scores = (float *)(j.threads + workers->most * thread_size(j.heads, j.size));
+    RELEASE_GIL
+    find_queries(&j);
+    for (; j.first < j.queries; j.first = j.end) {
+        for (j.units = 0, j.end = j.first; j.end < j.queries; j.end++) {
+            if (j.end > j.first && (j.units + blocks_of(&j, j.end)) * BLOCK > j.room) break;
+            j.units += blocks_of(&j, j.end);
+        }
+        j.worker = j.next = 0;
+        if (j.units) run(score_some, &j, workers, j.units * BLOCK * j.heads * j.size / 16384);
+        j.next = 0;
+        run(pick_some, &j, workers, (j.units * BLOCK + (j.end - j.first) * j.topk) / 512);
+    }
+    TAKE_GIL
+    Py_RETURN_NONE;
+}
+
+/* -- logits of heads ------------------------------------------------------------------------------------------------- */
+
+#define OUTPUTS 8 /* that a row is multiplied with together */
+
+typedef struct {
+    float *out;
+    const char *x;
+    const float *weight;
+    int64_t rows, size, outputs, half, next;
+} Logits;
+
+static void some_logits(void *data) {
+    Logits *j = data;
+    for (int64_t unit, each = (j->outputs + OUTPUTS - 1) / OUTPUTS; (unit = take(&j->next, 1)) < j->rows * each;) {
+        const int64_t row = unit / each, first = unit % each * OUTPUTS;
+        const int64_t n = j->outputs - first < OUTPUTS ? j->outputs - first : OUTPUTS;
+        vf sums[OUTPUTS] = {0};
+        for (int64_t c = 0; c < j->size; c += LANES) {
+            const vf x = load(j->x, row * j->size + c, j->size - c, (int)j->half);
+            for (int64_t i = 0; i < n; i++)
+                sums[i] += x * load(j->weight, (first + i) * j->size + c, j->size - c, 0);
+        }
+        for (int64_t i = 0; i < n; i++) j->out[row * j->outputs + first + i] = sum_lanes(sums[i]);
+    }
+}
+
+/* out [rows, outputs] float, x [rows, size], weight [outputs, size] float, rows, size, outputs, half of x, workers */
+static PyObject *py_every_logit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8];
+    if (!numbers(args, given, 8, n)) return NULL;
+    Logits j = {.out = POINTER(n[0]), .x = POINTER(n[1]), .weight = POINTER(n[2]), .rows = n[3], .size = n[4],
+                .outputs = n[5], .half = n[6]};
+    RELEASE_GIL
+    run(some_logits, &j, POINTER(n[7]), j.rows * j.size * j.outputs / 8000);
+    TAKE_GIL
+    Py_RETURN_NONE;
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+PyMethodDef index_methods[] = {METHOD(pick_scratch), METHOD(pick), METHOD(every_logit), {NULL, NULL, 0, NULL}};
