@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import transformers
-from hybrid_models import NET, SIZES
+from hybrid_models import CONVS, NET, SIZES
 from PIL import Image
 from tiny_tokenizers import byte_level
 from torch import Tensor
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
+
+from draftwing.images.processing import Tile
+from draftwing.images.tiles import GridProcessor
 
 PAD, START, END, EOS = 258, 259, 260, 256
 SPECIAL = "<eos>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -47,6 +51,9 @@ POOLED = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
     "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64,
     "use_clipped_linears": True, "standardize": True,
+}  # fmt: skip
+PLAIN_LAYERS = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
 
 
@@ -92,6 +99,42 @@ KINDS: dict[str, Kind] = {
         },
         "Gemma4ImageProcessorPil",
         {"max_soft_tokens": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    ),
+    "smolvlm": Kind(
+        "SmolVLM",
+        {
+            "text_config": {**QWEN3, **TEXT, "model_type": "llama", "num_hidden_layers": 3},
+            "vision_config": {**PLAIN_LAYERS, "image_size": 32},
+            "image_token_id": PAD,
+            "scale_factor": 2,
+            "pad_token_id": 257,
+        },
+        "SmolVLMImageProcessorPil",
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}},
+    ),
+    "lfm2-vl": Kind(
+        "Lfm2Vl",
+        {
+            "text_config": {**SIZES, **CONVS, **TEXT, "model_type": "lfm2", "num_hidden_layers": 4},
+            "vision_config": {
+                **PLAIN_LAYERS,
+                "model_type": "siglip2_vision_model",
+                "num_patches": 36,
+                "vision_use_head": False,
+            },
+            "image_token_id": PAD,
+            "projector_hidden_size": 80,
+        },
+        "",
+        {
+            "encoder_patch_size": 4,
+            "downsample_factor": 2,
+            "min_image_tokens": 4,
+            "max_image_tokens": 16,
+            "tile_size": 32,
+            "image_mean": [0.5, 0.4, 0.45],
+            "image_std": [0.5, 0.25, 0.3],
+        },
     ),
 }
 TEMPLATE = (
@@ -158,9 +201,28 @@ def processed(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     if not images:
         return {}
     _, _, processor, settings = KINDS[kind]
-    gemma4._SUPPORTED_SOFT_TOKENS = (16,)  # type: ignore[assignment]  # for short prompts
-    made = getattr(transformers, processor)(**settings)(images=list(images), return_tensors="pt")
+    if not processor:
+        return by_patches(kind, images)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemma4, "_SUPPORTED_SOFT_TOKENS", (16,))  # for short prompts
+        made = getattr(transformers, processor)(**settings)(images=list(images), return_tensors="pt")
     return {name: value for name, value in made.items() if name not in ("num_soft_tokens_per_image",)}
+
+
+def by_patches(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """Does as a processor that needs torchvision, of our tiles."""
+    settings = KINDS[kind].settings
+    processor = GridProcessor(PAD, "", "", 8, 4 * 64, 16 * 64, 32)
+    tiles = [piece for image in images for piece in processor.pieces(image) if isinstance(piece, Tile)]
+    values, masks = torch.zeros(len(tiles), 64, 48), torch.zeros(len(tiles), 64, dtype=torch.int32)
+    shapes = torch.tensor([[tile.height // 4, tile.width // 4] for tile in tiles])
+    for i, tile in enumerate(tiles):
+        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(tile.height, tile.width, 3) / 255
+        pixels = (pixels - torch.tensor(settings["image_mean"])) / torch.tensor(settings["image_std"])
+        patches = pixels.unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
+        values[i, : len(patches)] = patches
+        masks[i, : len(patches)] = 1
+    return {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": masks}
 
 
 def features(kind: str, image: Image.Image) -> tuple[Tensor, list[Tensor]]:
@@ -178,8 +240,9 @@ def greedy(kind: str, ids: Sequence[int], images: Sequence[Image.Image], count: 
     """Returns so many tokens that transformers draws after a prompt with images. ids: with all tokens of images."""
     model, whole = reference(kind), torch.tensor([list(ids)])
     model.model.rope_deltas = None
+    kinds = {"mm_token_type_ids": (whole == PAD).int()} if kind.startswith(("qwen", "gemma")) else {}
     out = model.generate(
-        input_ids=whole, attention_mask=torch.ones_like(whole), mm_token_type_ids=(whole == PAD).int(),
-        max_new_tokens=count, do_sample=False, eos_token_id=None, **processed(kind, images),
+        input_ids=whole, attention_mask=torch.ones_like(whole), max_new_tokens=count, do_sample=False,
+        eos_token_id=None, **processed(kind, images), **kinds,
     )  # fmt: skip
     return out[0, len(ids) :].tolist()

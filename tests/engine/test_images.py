@@ -13,6 +13,7 @@ from image_models import KINDS, PAD, encoded, picture, write_model
 from image_models import greedy as transformers_greedy
 
 from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.decoder import DecoderModel
@@ -43,8 +44,10 @@ def loaded(folder: Path) -> tuple[DecoderModel, Any]:
 def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> tuple[list[int], Any]:
     """Tokens and images of a prompt; the first token is the number, those of requests 0 and 4 are else the same."""
     _, processor = loaded(folder)
-    text = [number, *range(60, 64 + number % 4), *(one for _ in shown for one in (90, PAD, 91)), 70 + number % 4, 33]
     pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in shown]
+    tiles = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
+    places = [one for count in tiles for one in (90, *[PAD] * count, 91)]
+    text = [number, *range(60, 64 + number % 4), *places, 70 + number % 4, 33]
     return placed(text, Prompt("", pieces), processor)
 
 

@@ -139,11 +139,14 @@ def placed(
         if token != processor.token:
             out.append(token)
             continue
+        if len(images) == len(tiles):
+            break
         one = tiles[len(images)]
         digest = blake2b(one.pixels, digest_size=16, key=settings)
         digest.update(repr((one.width, one.height, one.grid)).encode())
         pixels = np.frombuffer(one.pixels, np.uint8).reshape(one.height, one.width, 3)
         images.append(RequestImage(len(out), one.grid, pixels, digest.digest()))
         out += [token] * images[-1].tokens
-    assert len(images) == len(tiles), "one token is written for each"
+    if sum(token == processor.token for token in ids) != len(tiles):  # a text can be written so that it is one
+        raise RequestError(f"no text may hold the model's token for images, {processor.text}", "messages")
     return out, tuple(images)

@@ -59,6 +59,7 @@ class Whole(NamedTuple):
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
 }

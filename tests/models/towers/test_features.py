@@ -10,6 +10,7 @@ import torch
 from image_models import KINDS, PAD, encoded, features, picture, reference, write_model
 
 from draftwing.errors import CheckpointError
+from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
@@ -45,15 +46,16 @@ def tower(folder: Path) -> Tower:
 def shown(folder: Path, tower: Tower, *sizes: tuple[int, int], text: tuple[int, ...] = ()) -> list[RequestImage]:
     processor = tower.config.processor(load_tokenizer(folder, None))
     pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in sizes]
-    ids = [*text, *(one for _ in sizes for one in (5, PAD, 6))]
+    counts = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
+    ids = [*text, *(one for count in counts for one in (5, *[PAD] * count, 6))]
     return list(placed(ids, Prompt("", pieces), processor)[1])
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", PICTURES)
 def test_features_are_transformers(kind: str, folder: Path, tower: Tower, size: tuple[int, int]) -> None:
-    (image,) = shown(folder, tower, size)
-    rows = tower.features(torch.from_numpy(image.pixels.copy()), image.tokens)
+    images = shown(folder, tower, size)
+    rows = torch.cat([tower.features(torch.from_numpy(image.pixels.copy()), image.tokens) for image in images])
     expected, deep = features(kind, picture(*size))
     ours = rows.unflatten(1, (1 + len(deep), -1))
     for i, theirs in enumerate([expected, *deep]):
@@ -79,7 +81,7 @@ def test_positions_in_three_axes(kind: str, folder: Path, tower: Tower) -> None:
 
 @torch.inference_mode()
 def test_features_do_not_depend_on_what_was_seen_before(folder: Path, tower: Tower) -> None:
-    first, second = shown(folder, tower, (40, 30), (64, 48))
+    first, *_, second = shown(folder, tower, (40, 30), (64, 48))
     pixels = [torch.from_numpy(image.pixels.copy()) for image in (first, second)]
     alone = tower.features(pixels[0], first.tokens)
     tower.features(pixels[1], second.tokens)

@@ -8,6 +8,7 @@ from typing import Any
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.short_conv import ShortConvConfig
+from draftwing.models.families.tiles_images import grid_tower
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
@@ -121,7 +122,7 @@ FAMILIES = {
         "lfm2",
         **_LFM2,
         keys=_keys,
-        wholes={"Lfm2VlForConditionalGeneration": Whole("lfm2_vl", {})},
+        wholes={"Lfm2VlForConditionalGeneration": Whole("lfm2_vl", {}, tower=grid_tower)},
         neutral={
             **dict.fromkeys(
                 ("block_dim", "block_ffn_dim_multiplier", "block_mlp_init_scale", "block_multiple_of", "block_norm_eps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draftwing.layers.config import ExpertConfig
+from draftwing.models.families.tiles_images import split_tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
 from draftwing.models.fields import Fields
 
@@ -21,6 +22,7 @@ FAMILIES = {
         "llama",
         neutral=_NEUTRAL,
         wholes={
+            "SmolVLMForConditionalGeneration": Whole("smolvlm", {"rms_norm_eps": 1e-5}, "llama", tower=split_tower),
             "LlavaForConditionalGeneration": Whole("llava", _LLAMA2, "llama"),
             "VoxtralForConditionalGeneration": Whole("voxtral", {}, "llama"),
         },
