@@ -32,6 +32,7 @@ from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
+from draftwing.engine.head_fit import HeadFit, watch_head
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
@@ -39,6 +40,7 @@ from draftwing.engine.provenance import Provenance, StoredFile, model_files, pro
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
+from draftwing.engine.startup.models import draft_path_of
 from draftwing.engine.stats import Reporter
 from draftwing.errors import CheckpointError, ConfigError, NotFound, RequestError
 from draftwing.grammar.compiler import GrammarCompiler
@@ -190,6 +192,7 @@ class Engine:
             for name, folder in options.adapters:
                 self.load_adapter(name, folder)
             self.info = replace(self.info, adapters=tuple(self.adapters))
+            self._watch_head(draft_path_of(self.options) or path)
             if memory is not None:
                 self._remember(memory)
             made.pop_all()
@@ -238,6 +241,7 @@ class Engine:
             times=times,
             log_seconds=self.options.log_interval,
         )
+        self._head_fit: HeadFit | None = None  # until it is asked for
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self._watch)
@@ -262,6 +266,12 @@ class Engine:
             self._adapters = EngineAdapters(self.options.max_loras, put, time.monotonic)
         self._memory: LookupMemory | None = None
         self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept
+
+    def _watch_head(self, folder: Path) -> None:
+        """Has the log say it if the head in a folder does not fit the model."""
+        counts, sched = self.reporter.drafters.get, self.parts.sched
+        texts = lambda: [req.tokens for req in sched.running]  # noqa: E731
+        self._head_fit = watch_head(self.options, self.parts.executor, folder, counts, texts)
 
     def _remember(self, memory: LookupMemory) -> None:
         """Has the drafter learn the answers of a memory, which gets those to come."""
@@ -290,6 +300,8 @@ class Engine:
         """Counts a step, but for those of replays, which nobody has asked for."""
         if self._checks.running is None:
             self.reporter.watch(plan, result)
+            if self._head_fit is not None:
+                self._head_fit.look()
 
     def _keep(self, req: Req) -> None:
         """Keeps what a request was answered, unless it opts out, shares its memory with nobody, or is of a client that
@@ -453,6 +465,8 @@ class Engine:
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
+                if self._head_fit is not None:
+                    self._head_fit.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             outputs = self._checks.take(self.parts.sched.take_outputs())
