@@ -18,7 +18,7 @@ from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
-from draftwing.models.towers.loading import load_tower
+from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.text.tokenizer import load_tokenizer
 
@@ -37,7 +37,7 @@ def loaded(folder: Path) -> tuple[DecoderModel, Any]:
     tower = model.config.tower
     assert tower is not None
     ops = make_ops(torch.device("cpu"))
-    model.tower = load_tower(folder, tower, torch.float32, torch.device("cpu"), DENSE, ops)
+    model.tower = load_tower(tower, stored_tensors(folder, tower), torch.float32, torch.device("cpu"), DENSE, ops)
     return model, tower.processor(load_tokenizer(folder, None))
 
 

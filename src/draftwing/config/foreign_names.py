@@ -192,7 +192,6 @@ OF_REQUESTS = _each({  # our name of the same field of a request
 
 WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "an adapter of llama.cpp's is given by name, as --lora-modules name=FILE.gguf": "lora lora_scaled",
-    "images are read by models in folders, .gguf files are served as text models": "mmproj",
     "a request may have 64 images, which are prepared as the model's files say": (
         "limit_mm_per_prompt mm_processor_kwargs"
     ),
@@ -252,7 +251,7 @@ SHORT = {  # short options of llama.cpp and vLLM, and their long names
     "-np": "parallel", "-b": "batch_size", "-ub": "ubatch_size", "-fa": "flash_attn", "-ctk": "cache_type_k",
     "-ctv": "cache_type_v", "-hfr": "hf_repo", "-hff": "hf_file", "-hft": "hf_token",
     "-mu": "model_url", "-cd": "ctx_size_draft",
-    "-ngld": "n_gpu_layers_draft", "-mg": "main_gpu", "-ts": "tensor_split", "-sm": "split_mode", "-mm": "mmproj",
+    "-ngld": "n_gpu_layers_draft", "-mg": "main_gpu", "-ts": "tensor_split", "-sm": "split_mode",
     "-a": "alias", "-s": "seed", "-n": "n_predict", "-p": "prompt", "-f": "file", "-sys": "system",
     "-j": "json_schema", "-to": "timeout", "-cb": "cont_batching", "-ot": "override_tensor", "-cmoe": "cpu_moe",
     "-ncmoe": "n_cpu_moe", "-nkvo": "no_kv_offload", "-v": "verbose", "-lv": "verbosity", "-tp": "tp_size",

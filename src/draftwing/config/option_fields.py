@@ -56,6 +56,10 @@ class OptionFields:
         "one with tools, for models whose messages begin with <|im_start|>", common=True,
     )  # fmt: skip
     trust_remote_code: bool = option(False, MODEL, "no effect: code that comes with a checkpoint is never executed")
+    mmproj: str | None = option(
+        None, MODEL, "GGUF file of what reads images, of a model in a .gguf file (default: mmproj*.gguf beside it)",
+        short=("-mm",),
+    )  # fmt: skip
     disable_images: bool = option(
         False, MODEL, "serve a model that reads images without what reads them, which takes memory",
         aliases=("language_model_only", "language_only"),

@@ -100,6 +100,7 @@ def load_model(
     most_bytes: int | None = None,
     ranks: Ranks = ALONE,
     context: int = 0,
+    adjust: Callable[[ModelConfig], ModelConfig] = lambda config: config,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
 
@@ -109,6 +110,7 @@ def load_model(
     most_bytes: that weights and rotary table may take; what takes more is refused before anything is allocated.
     ranks: over which the model is spread. Of the files this one reads its share alone, as far as they let it.
     context: tokens that texts have at most, 0: as many as there are positions.
+    adjust: adds to the config what the files do not say.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -120,6 +122,7 @@ def load_model(
     config, tensors = (
         (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format, kv_scales, ranks)
     )
+    config = adjust(config)
     if config.weight_format == DENSE:
         config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
     whole, config = config, config.for_texts(context or config.max_positions)

@@ -16,7 +16,7 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.loader import load_config
 from draftwing.models.towers.base import Tower
-from draftwing.models.towers.loading import load_tower
+from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.table import PLAIN
 from draftwing.requests.images import RequestImage, axes_of
@@ -40,7 +40,7 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tower(folder: Path) -> Tower:
     config = load_config(folder).tower
     assert config is not None
-    return load_tower(folder, config, torch.float32, CPU, DENSE, PLAIN)
+    return load_tower(config, stored_tensors(folder, config), torch.float32, CPU, DENSE, PLAIN)
 
 
 def shown(folder: Path, tower: Tower, *sizes: tuple[int, int], text: tuple[int, ...] = ()) -> list[RequestImage]:
@@ -94,7 +94,9 @@ def test_matrices_in_blocks(folder: Path, tower: Tower) -> None:
     ops = make_ops(CPU)
     if not ops.block_kinds:
         pytest.skip("there are no kernels for blocks")
-    packed = load_tower(folder, tower.config, torch.float32, CPU, BlockFormat("Q8_0", ops), ops)
+    packed = load_tower(
+        tower.config, stored_tensors(folder, tower.config), torch.float32, CPU, BlockFormat("Q8_0", ops), ops
+    )
     (image,) = shown(folder, tower, (40, 30))
     pixels = torch.from_numpy(image.pixels.copy())
     exact, rounded = (one.features(pixels, image.tokens) for one in (tower, packed))
@@ -109,4 +111,4 @@ def test_a_tower_that_lacks_a_tensor(folder: Path, tower: Tower, tmp_path: Path)
     name = next(name for name in tensors if name.startswith(tower.config.prefixes))
     save_file({one: value for one, value in tensors.items() if one != name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="--disable-images"):
-        load_tower(tmp_path, tower.config, torch.float32, CPU, DENSE, PLAIN)
+        load_tower(tower.config, stored_tensors(tmp_path, tower.config), torch.float32, CPU, DENSE, PLAIN)

@@ -33,7 +33,8 @@ from draftwing.models.folder import weight_files
 from draftwing.models.heads.config import read_config, same
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.towers.loading import load_tower
+from draftwing.models.towers import projector_file
+from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.ops.gemm.groups import SCHEMES
 from draftwing.ops.types import Draft
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -264,18 +265,25 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
+        file = projector_file.find(path, options.mmproj) if target and not options.disable_images else None
         most = device.memory_limit() * (ranks.size if device.has_own_memory else 1)
         model = load_model(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks,
-            options.context_length or 0,
+            options.context_length or 0, lambda config: _seeing(config, path, file, options),
         )  # fmt: skip
     model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference)
     tower = model.config.tower
     if target and tower is not None and not options.disable_images:
         model.tower = load_tower(
-            path, tower, precision.dtype, device.device, precision.weights, device.ops, options.dummy
-        )
+            tower, stored_tensors(file or path, tower), precision.dtype, device.device, precision.weights, device.ops,
+            options.dummy,
+        )  # fmt: skip
     return model
+
+
+def _seeing(config: ModelConfig, path: Path, file: Path | None, options: Options) -> ModelConfig:
+    """Returns a config with what reads images of a file beside the model's, if there is one."""
+    return config if file is None else projector_file.with_projector(config, path, file, options.mmproj is not None)
 
 
 def make_drafter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.dummy import SEED
 from draftwing.models.folder import folder_tensors
 from draftwing.models.loader import allocate, fill_parameters
+from draftwing.models.towers import projector_file
 from draftwing.models.towers.base import Tower, TowerConfig, TowerModule, format_of
 from draftwing.models.weight_map import canonical
 from draftwing.ops.table import LayerOps
@@ -22,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 def load_tower(
-    path: Path,
     config: TowerConfig,
+    tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     device: torch.device,
     weight_format: WeightFormat,
     ops: LayerOps,
     dummy: bool = False,
 ) -> Tower:
-    """Loads the tower of a folder, packed. dtype: of features, and of weights that are not in blocks. weight_format: of
-    the language model's matrices.  dummy: random weights. Raises CheckpointError."""
+    """Loads a tower, packed. tensors: by name of the module's parameters.  dtype: of features, and of weights that are
+    not in blocks.  weight_format: of the language model's matrices.  dummy: random weights. Raises CheckpointError."""
     module = config.build(dtype, torch.device("meta"), format_of(weight_format))
     if dummy:
         _fill_random(module, device)
     else:
         try:
-            fill_parameters(module, dict(module.table()), config.tensors(_own(path, config)), device)
+            fill_parameters(module, dict(module.table()), tensors, device)
         except CheckpointError as error:
             raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
     module.requires_grad_(False)
@@ -46,6 +47,12 @@ def load_tower(
     module.pack(ops)
     logger.info("what reads images is loaded, %.2f GB; --disable-images leaves it out", size / 1e9)
     return Tower(config, module, dtype)
+
+
+def stored_tensors(path: Path, config: TowerConfig) -> Iterable[tuple[str, Tensor]]:
+    """Returns the tensors of the tower in a folder, or of the file beside a `.gguf` file, as `load_tower` takes
+    them."""
+    return projector_file.tensors(path, config) if path.suffix == ".gguf" else config.tensors(_own(path, config))
 
 
 def _own(path: Path, config: TowerConfig) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,157 @@
+"""What reads images beside a GGUF file, written by the gguf package, against the same model's folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+import torch
+from hybrid_gguf import write
+from image_models import PAD, SPECIAL, VISION, encoded, picture, reference, write_model
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.images.processing import Tile
+from draftwing.images.reader import Picture, read
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.config import ModelConfig
+from draftwing.models.loader import load_config
+from draftwing.models.towers import projector_file
+from draftwing.models.towers.loading import load_tower, stored_tensors
+from draftwing.ops.table import PLAIN
+from draftwing.text.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+MERGER = {"merger.norm": "v.post_ln", "merger.linear_fc1": "mm.0", "merger.linear_fc2": "mm.2"}
+names = gguf_package.get_tensor_name_map(gguf_package.MODEL_ARCH.MMPROJ, 8)
+
+
+def name_of(theirs: str, taps: list[int]) -> str:
+    """As llama.cpp's converter names a tensor of a tower, by the package's own table where that has it."""
+    theirs, _, leaf = theirs.rpartition(".")
+    deep = re.fullmatch(r"deepstack_merger_list\.(\d+)\.(norm|linear_fc\d)", theirs)
+    if deep is not None:
+        part = {"norm": "DS_NORM", "linear_fc1": "DS_FC1", "linear_fc2": "DS_FC2"}[deep[2]]
+        form = gguf_package.TENSOR_NAMES[gguf_package.MODEL_TENSOR[f"V_{part}"]]
+        return f"{form.format(bid=taps[int(deep[1])])}.{leaf}"
+    theirs = theirs.replace("attn.qkv", "attn_qkv")
+    own = MERGER.get(theirs) or names.get_name(f"visual.{theirs}")
+    if own is None:
+        own = re.sub(r"blocks\.(\d+)\.attn_qkv", r"v.blk.\1.attn_qkv", theirs)
+    return f"{own}.{leaf}"
+
+
+def write_projector(path: Path, kind: str, **changes: Any) -> Path:
+    visual, config = reference(kind).model.visual, reference(kind).config.vision_config
+    taps = list(getattr(config, "deepstack_visual_indexes", None) or [])
+    writer = gguf_package.GGUFWriter(path, "clip")
+    writer.add_clip_projector_type(changes.get("projector", "qwen3vl_merger"))
+    writer.add_bool("clip.has_vision_encoder", True)
+    for key, value in {
+        "projection_dim": changes.get("width", VISION["out_hidden_size"]), "embedding_length": VISION["hidden_size"],
+        "feed_forward_length": VISION["intermediate_size"], "block_count": VISION["depth"], "patch_size": 4,
+        "attention.head_count": VISION["num_heads"], "spatial_merge_size": 2, "image_min_pixels": 256,
+        "image_max_pixels": 3072,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.4, 0.45])
+    writer.add_array("clip.vision.image_std", [0.5, 0.25, 0.3])
+    writer.add_array("clip.vision.is_deepstack_layers", [i in taps for i in range(VISION["depth"])])
+    for theirs, value in visual.state_dict().items():
+        values: dict[str, Tensor] = {name_of(theirs, taps): value}
+        if theirs == "patch_embed.proj.weight":
+            first = name_of(theirs, taps)
+            values = {first: value[:, :, 0], f"{first}.1": value[:, :, 1]}
+        for name, one in values.items():
+            writer.add_tensor(name, one.contiguous().numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("folder") / "model", "qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The language model alone."""
+    theirs = reference("qwen3.5")
+    inner = {f"model.{name}": value for name, value in theirs.model.language_model.state_dict().items()}
+
+    def more(writer: gguf_package.GGUFWriter) -> None:
+        writer.add_token_list([*(f"t{i}" for i in range(256)), *SPECIAL])
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    return write(path, theirs.config.text_config, {**inner, "lm_head.weight": theirs.lm_head.weight}, edit=more)
+
+
+def seeing(model: Path, file: Path) -> ModelConfig:
+    return projector_file.with_projector(load_config(model), model, file, True)
+
+
+@torch.inference_mode()
+def test_the_tower_is_the_folders(folder: Path, model: Path) -> None:
+    file = write_projector(model.parent / "mmproj-F32.gguf", "qwen3.5")
+    assert projector_file.find(model, None) == file and projector_file.find(model, str(file)) == file
+    config, whole = seeing(model, file), load_config(folder)
+    assert config.tower == whole.tower is not None
+    assert config.ropes == whole.ropes
+    assert config.tower is not None and config.tower.token == PAD
+    towers = [
+        load_tower(config.tower, stored_tensors(path, config.tower), torch.float32, CPU, DENSE, PLAIN)
+        for path in (file, folder)
+    ]
+    processor = config.tower.processor(load_tokenizer(folder, None))
+    (tile,) = (piece for piece in read(Picture(encoded(picture(40, 30)), "x"), processor) if isinstance(piece, Tile))
+    pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(tile.height, tile.width, 3)
+    ours, theirs = (tower.features(pixels, 20) for tower in towers)
+    assert torch.equal(ours, theirs)
+
+
+@torch.inference_mode()
+def test_features_that_layers_add(model: Path, tmp_path: Path) -> None:
+    file = write_projector(tmp_path / "mmproj.gguf", "qwen3-vl")
+    config = seeing(model, file).tower
+    assert config is not None and config.deep == 2
+    folder = write_model(tmp_path / "folder", "qwen3-vl")
+    whole = load_config(folder).tower
+    assert whole == config
+    ours, theirs = (
+        load_tower(config, stored_tensors(path, config), torch.float32, CPU, DENSE, PLAIN) for path in (file, folder)
+    )
+    pixels = torch.randint(0, 255, (16, 24, 3), dtype=torch.uint8)
+    assert torch.equal(ours.features(pixels, 6), theirs.features(pixels, 6))
+
+
+def test_what_is_not_served(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for changes, words in (({"projector": "gemma3"}, "expected qwen3vl_merger"), ({"width": 32}, "hidden size, 64")):
+        file = write_projector(tmp_path / f"{words}.gguf", "qwen3.5", **changes)
+        with pytest.raises(CheckpointError, match=words):
+            seeing(model, file)
+        config = load_config(model)
+        assert projector_file.with_projector(config, model, file, False) == config
+        assert words in caplog.text
+    with pytest.raises(CheckpointError, match=r"--mmproj: expected a \.gguf file, found none"):
+        projector_file.find(model, str(tmp_path / "nothing.gguf"))
+    with pytest.raises(CheckpointError, match="a folder has what reads images within"):
+        projector_file.find(tmp_path, str(tmp_path / "nothing.gguf"))
+    assert projector_file.find(tmp_path, None) is None
+
+
+def test_a_model_without_the_token_of_images(tmp_path: Path) -> None:
+    theirs = reference("qwen3.5")
+    inner = {f"model.{name}": value for name, value in theirs.model.language_model.state_dict().items()}
+    tensors = {**inner, "lm_head.weight": theirs.lm_head.weight}
+    path = write(tmp_path / "m.gguf", theirs.config.text_config, tensors)
+    file = write_projector(tmp_path / "mmproj.gguf", "qwen3.5")
+    with pytest.raises(CheckpointError, match="expected a token"):
+        seeing(path, file)
