@@ -62,6 +62,7 @@ for exact in (True, False)[: 1 + every]:  # 16 trees of 4 nodes on average
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int, cases: str) -> None:
     launches = compiled(ATTENTION, tmp_path, capability, pool, tiling, cases)
+    launches = [each for each in launches if len(each) > 1]  # without what finds the groups of nodes, once a forward
     windowed = (capability, pool) == (90, "bfloat16")
     many = 10 + 3 * windowed if cases == "every" else 3
     assert len(launches) == many, "a large tree takes two launches"
@@ -101,7 +102,7 @@ for exact in (True, False):
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
-    launches = compiled(LATENTS, tmp_path, capability, pool, tiling)
+    launches = [each for each in compiled(LATENTS, tmp_path, capability, pool, tiling) if len(each) > 1]
     limit = next(most for *_, of, most in TARGETS if of == capability)
     assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= limit, launches
     assert all(widths == ["2"] for _, *widths in launches), launches

@@ -19,6 +19,7 @@ from draftwing.ops.attention.batch import (
     HeadShape,
 )
 from draftwing.ops.attention.triton_decode import Workspace, tree_attention
+from draftwing.ops.attention.triton_groups import TreeGroups, tree_groups
 from draftwing.ops.attention.triton_prefill import prefill_attention, prefill_room, prefill_rows
 from draftwing.ops.attention.triton_tiles import Room, prefill_tiles
 from draftwing.ops.delta_net.triton import delta_net
@@ -80,6 +81,7 @@ class TritonAttend(KernelAttend):
         self._tiles: dict[HeadShape, Tensor] = {}  # of the batch's chunks
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
+        self._groups: TreeGroups | None = None  # of the batch's trees
 
     def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._backend.pool.kv[self._first_layer + layer][:, :kv_heads]
@@ -128,10 +130,13 @@ class TritonAttend(KernelAttend):
             )
         else:
             assert batch.path is not None and batch.path_len is not None
+            if self._groups is None and backend.exact and batch.path.shape[1:] != (1, 1):
+                half = q.dtype != torch.float32
+                self._groups = tree_groups(batch.prefix_len, batch.path, batch.path_len, batch.ragged, half)
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
                 backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind,
-                inputs_ready=self._inputs_ready,
+                inputs_ready=self._inputs_ready, groups=self._groups,
             )  # fmt: skip
         return out
 

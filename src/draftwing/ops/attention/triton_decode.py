@@ -8,6 +8,7 @@ The host never knows lengths: programs find out on the device which splits are t
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from draftwing.ops.attention.triton_common import (
     scale_of,
     warps_of,
 )
+from draftwing.ops.attention.triton_groups import CHUNK, NODES, TreeGroups, tree_groups
 from draftwing.ops.attention.triton_tree import ragged_tiles, tree_kernel
 from draftwing.ops.triton.common import keep_cache, launch_options
 
@@ -104,18 +106,15 @@ def split_count(length: int, tiling: Tiling) -> int:
     return -(-near // tiling.short) + -(-far // tiling.long)
 
 
-def _own_tiling(queries: int, depth: int, group: int, tiling: Tiling) -> tuple[int, int, int]:
-    """(FRONT, STEP, STEPS): positions of a node's own chunks, nodes gathered at a time, how often."""
-    front = min(tiling.unit, padded(-(-(15 + depth) // 16) * 16))
-    if tiling.rows % group == 0:
-        nodes = tiling.rows // group
-    elif group % tiling.rows == 0:
-        nodes = 1
-    else:  # a tile may begin and end inside a node's group
-        nodes = (tiling.rows - 2) // group + 2
-    nodes = min(nodes, queries)
-    step = min(triton.next_power_of_2(nodes), max(1, tiling.own // front))
-    return front, step, -(-nodes // step)
+@functools.cache
+def _own_tiling(queries: int, lanes: int, group: int, rows: int, tiling: Tiling) -> tuple[int, int, int]:
+    """(FRONT, STEP, STEPS): lanes of a group in a unit, subsets gathered at a time, and how often. rows: of a tile."""
+    tiles = range(-(-queries * group // rows))
+    nodes = [(tile * rows // group, min((tile * rows + rows - 1) // group, queries - 1)) for tile in tiles]
+    subsets = max(last // NODES - first // NODES + 1 for first, last in nodes)
+    front = min(tiling.unit, lanes)
+    step = min(triton.next_power_of_2(subsets), max(1, tiling.own // front))
+    return front, step, -(-subsets // step)
 
 
 def tree_attention(
@@ -135,6 +134,7 @@ def tree_attention(
     scales: tuple[float, float] = (1.0, 1.0),
     kind: AttentionKind = FULL,
     inputs_ready: bool = False,
+    groups: TreeGroups | None = None,
 ) -> None:
     """Decode, chains and trees; see `ops.attention.batch.Batch` for what a query reads.
 
@@ -143,7 +143,8 @@ def tree_attention(
     [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads * values]. exact: its bits are wanted, else
     whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With `ragged` Q is 1, and the trees are those that it
     names. scales: what keys and what values of the pool are to be multiplied with; a pool may be float8_e4m3fn with
-    queries of 16 bits. kind: of the layer. inputs_ready: as `AttnBackend.bind` has it.
+    queries of 16 bits. kind: of the layer. inputs_ready: as `AttnBackend.bind` has it. groups: of these trees, where
+    they are known already.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
@@ -161,7 +162,12 @@ def tree_attention(
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
     how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, kind.window)
-    front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
+    single, own_lanes = queries == depth == 1, CHUNK
+    if how.exact and not single:
+        if groups is None:
+            groups = tree_groups(prefix_len, path, path_len, ragged, q.dtype != torch.float32)
+        own_lanes = groups.lanes
+    own = (None,) * 5 if groups is None else groups
     partials = total * heads * how.parts
     parts = workspace.take("parts", max(1, partials * dim), torch.float32)
     stats = workspace.take("stats", max(1, partials * 2), torch.float32)
@@ -176,13 +182,17 @@ def tree_attention(
 
     def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
         tiles, times = grid(tile)
+        front, step, steps = (padded(window), 1, 1)
+        if how.exact:
+            front, step, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
-            q, kv, table, rows, prefix_len, path, path_len, starts, batch, kind.sinks, out, parts, stats, tickets,
+            q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
             WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
-            LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, CAP=kind.cap, PHASE=phase,
+            LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, CAP=kind.cap,
+            PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),

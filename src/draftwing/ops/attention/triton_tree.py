@@ -28,7 +28,10 @@ from draftwing.ops.attention.triton_common import (
     store_mean,
     with_unit,
 )
+from draftwing.ops.attention.triton_groups import NODES, ragged_place
 from draftwing.ops.triton.common import let_next_come, wait
+
+_NODES = tl.constexpr(NODES)
 
 # -- partial results: a state with den [ROWS]; at [ROWS]: rows of parts and stats -------------------------------------
 
@@ -134,60 +137,31 @@ def _load_own(
 
 
 @triton.jit
-def _own_keys(
-    kv, table_row, path, path_len, prefix, head, node, low, dim, first, start_at, stop, queries,
-    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+def _group_keys(
+    kv, table_row, columns, places, seen, head, member, first_subset, turn, low, dim, start_at, offset, stop, queries,
+    node,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
     FRONT: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
-    own path -> keys, values [STEP * FRONT, ..], as load_kv has them, whose they are [ROWS, STEP * FRONT]. path,
-    path_len: of the batch row. low [ROWS]: the first position that a row sees"""
+    """Of STEP subsets from `first_subset` on, each one's group `turn` (`TreeGroups`, of LANES lanes): its FRONT keys
+    from lane `offset` on, which is position start_at, below `stop` -> keys, values [STEP * FRONT, ..], as load_kv has
+    them, whose they are [ROWS, STEP * FRONT]. columns, places, seen: of the batch row. member [ROWS]: the subset of a
+    row whose group this is, else -1. low [ROWS]: the first position that a row sees"""
     lane = tl.arange(0, STEP * FRONT)
-    own_node = first + lane // FRONT
-    at = start_at + lane % FRONT
-    ok = own_node < queries
-    length = prefix + tl.load(path_len + own_node, mask=ok, other=0).to(tl.int32)
-    ok = ok & (at < tl.minimum(length, stop))
-    step = at - prefix
-    entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
-    slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
+    subset, within = first_subset + lane // FRONT, offset + lane % FRONT
+    leader = subset * _NODES + turn
+    ok = (leader < queries) & (within < LANES) & (start_at + lane % FRONT // 16 * 16 < stop)
+    column = tl.load(columns + leader * LANES + within, mask=ok, other=-1)
+    ok = column >= 0
+    slot = tl.load(table_row + column, mask=ok, other=0)
     k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
-    mine = (node[:, None] == own_node[None, :]) & ok[None, :]
+    mine = (member[:, None] == subset[None, :]) & ok[None, :]
+    bits = tl.load(seen + node[:, None] * (LANES // 16) + (within // 16)[None, :], mask=mine, other=0)
+    mine = mine & ((bits >> (within % 16)[None, :]) & 1 != 0)
     if WINDOW > 0:
-        mine = mine & (at[None, :] >= low[:, None])
+        place = tl.load(places + leader * LANES + within, mask=ok, other=0)
+        mine = mine & (place[None, :] >= low[:, None])
     return k, v, mine
-
-
-@triton.jit
-def _path_keys(
-    kv, table_row, path, path_len, prefix, head, node, low, valid, dim, last, start_at, stop,
-    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
-    FRONT: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """As `_own_keys`, of a tile whose nodes are all on the path of node `last`: its keys, which rows see up to their
-    own length [ROWS, FRONT]"""
-    at = start_at + tl.arange(0, FRONT)
-    step = at - prefix
-    ok = at < tl.minimum(prefix + tl.load(path_len + last).to(tl.int32), stop)
-    entry = tl.load(path + last * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
-    slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
-    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
-    length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
-    mine = ok[None, :] & (at[None, :] < length[:, None])
-    if WINDOW > 0:
-        mine = mine & (at[None, :] >= low[:, None])
-    return k, v, mine
-
-
-@triton.jit
-def _is_one_path(path, path_len, node, valid, last, DEPTH: tl.constexpr):
-    """Whether all nodes of a tile are on the path of its node `last`."""
-    length = tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
-    some = length > 0
-    own = tl.load(path + node * DEPTH + length - 1, mask=some, other=0)
-    theirs = tl.load(path + last * DEPTH + length - 1, mask=some, other=0)
-    on = (own == theirs) & (length <= tl.load(path_len + last).to(tl.int32))
-    return tl.min(on.to(tl.int32), 0) == 1
 
 
 @triton.jit
@@ -225,58 +199,59 @@ def _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP: tl.c
 
 @triton.jit
 def _with_mixed_unit(
-    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale, window,
-    queries, top, den, acc,
+    q_tile, kv, table_row, path, path_len, columns, places, seen, turn, turns, prefix, shared, at, head, tile, node,
+    low, valid, dim, scale, window, queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
-    STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, FRONT: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
     common = place < shared
-    seen = common[None, :]
+    visible = common[None, :]
     if WINDOW > 0:
-        seen = seen & (place[None, :] >= low[:, None])
+        visible = visible & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
     k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
-    s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
-    front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
-    last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, queries - 1)
+    s = tl.where(visible, scores(q_tile, k, scale, CAP), float("-inf"))
     if not EXACT:
         own_k, own_v, mine = _window_keys(
             kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
             DIM, MORE, FRONT, q_tile[0].dtype,
         )  # fmt: skip
         top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
-    elif STEPS == 1:
-        own_k, own_v, mine = _own_keys(
-            kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
-            KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
-        )  # fmt: skip
-        top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
-    elif _is_one_path(path, path_len, node, valid, last, DEPTH):
-        own_k, own_v, mine = _path_keys(
-            kv, table_row, path, path_len, prefix, head, node, low, valid, dim, last, front, stop, WINDOW, DEPTH,
-            KV_HEADS, DIM, MORE, FRONT, q_tile[0].dtype,
-        )  # fmt: skip
-        top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
     else:
-        best = tl.max(s, 1)
-        for step in range(STEPS):
-            own_k, _, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
-                WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
+        front, stop = tl.maximum(at, shared), at + UNIT
+        first = tile * ROWS // GROUP // _NODES
+        own_turn = tl.load(turn + node, mask=valid, other=-1)
+        rounds = tl.max(tl.load(turns + node, mask=valid, other=1), 0) * STEPS
+        subset = node // _NODES
+        if rounds == 1:
+            own_k, own_v, mine = _group_keys(
+                kv, table_row, columns, places, seen, head, tl.where(own_turn == 0, subset, -1), first, 0, low, dim,
+                front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP,
+                q_tile[0].dtype,
             )  # fmt: skip
-            best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
-        top, base, fade = raised(top, best, scale)
-        den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
-        for step in range(STEPS):
-            own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
-                WINDOW, DEPTH, KV_HEADS, DIM, MORE, FRONT, STEP, q_tile[0].dtype,
-            )  # fmt: skip
-            own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
-            den, acc = added(own_s, scale, base, own_v, den, acc)
+            top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
+        else:
+            best = tl.max(s, 1)
+            for i in range(rounds):
+                own_k, _, mine = _group_keys(
+                    kv, table_row, columns, places, seen, head, tl.where(own_turn == i // STEPS, subset, -1),
+                    first + i % STEPS * STEP, i // STEPS, low, dim, front, front - shared, stop, queries, node, WINDOW,
+                    KV_HEADS, DIM, MORE, LANES, FRONT, STEP, q_tile[0].dtype,
+                )  # fmt: skip
+                best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
+            top, base, fade = raised(top, best, scale)
+            den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
+            for i in range(rounds):
+                own_k, own_v, mine = _group_keys(
+                    kv, table_row, columns, places, seen, head, tl.where(own_turn == i // STEPS, subset, -1),
+                    first + i % STEPS * STEP, i // STEPS, low, dim, front, front - shared, stop, queries, node, WINDOW,
+                    KV_HEADS, DIM, MORE, LANES, FRONT, STEP, q_tile[0].dtype,
+                )  # fmt: skip
+                own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
+                den, acc = added(own_s, scale, base, own_v, den, acc)
     return top, den, acc
 
 
@@ -284,26 +259,8 @@ def _with_mixed_unit(
 
 
 def ragged_tiles(queries: int, trees: int, group: int, rows: int) -> int:
-    """Tiles of `rows` rows that so many queries of so many trees may take, which `_ragged_tile` numbers."""
+    """Tiles of `rows` rows that so many queries of so many trees may take, which `ragged_place` numbers."""
     return queries * group // rows + trees
-
-
-@triton.jit
-def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Tile `number` of all -> its place in its tree, the tree, and the tree's first query and number of queries.
-
-    A tree's tiles begin at number starts[b] * GROUP // ROWS + b. That is room enough: for numbers x and d,
-    floor(x + d) - floor(x) + 1 >= ceil(d). Some numbers are nobody's: their place is past the tree's last query."""
-    begun = 0
-    for first in range(0, trees, 128):
-        tree = first + tl.arange(0, 128)
-        known = tree < trees
-        at = tl.load(starts + tree, mask=known, other=0, cache_modifier=".cg") * GROUP // ROWS + tree
-        begun += tl.sum((known & (at <= number)).to(tl.int32), 0)
-    b = tl.cast(begun - 1, tl.int64)
-    first_query = tl.load(starts + b, cache_modifier=".cg")
-    queries = (tl.load(starts + b + 1, cache_modifier=".cg") - first_query).to(tl.int32)
-    return (number - first_query * GROUP // ROWS - b).to(tl.int32), b, first_query, queries
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -313,12 +270,14 @@ def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr)
     do_not_specialize=["trees", "splits_max", "window"], do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "starts"]
 )
 def tree_kernel(
-    q, kv, table, rows, prefix_len, path, path_len, starts, trees, sinks, out, parts, stats, tickets, scale, v_scale,
+    q, kv, table, rows, prefix_len, path, path_len, columns, places, seen, turn, turns, starts, trees, sinks, out,
+    parts, stats, tickets, scale, v_scale,
     q_stride, table_stride, splits_max, window,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, PHASE: tl.constexpr,
+    UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, LANES: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    PHASE: tl.constexpr,
     ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
     INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +296,8 @@ def tree_kernel(
 
     WINDOW, CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
-    EXACT: FRONT, STEP, STEPS say how a node's own chunks are gathered. Else FRONT is the window, padded, whose keys
+    EXACT: nodes read their own chunks in groups, columns, places, seen, turn and turns (`TreeGroups`, of LANES lanes):
+    FRONT lanes of STEP subsets at a time, STEPS times for all of a tile. Else FRONT is the window, padded, whose keys
     all rows read under a mask, as part of the unit that the committed positions end in.
     """
     let_next_come(PDL)
@@ -354,13 +314,19 @@ def tree_kernel(
         first_query = b * QUERIES
         queries = QUERIES
     else:
-        tile, b, first_query, queries = _ragged_tile(starts, trees, tl.program_id(2), GROUP, ROWS)
+        tile, b, first_query, queries = ragged_place(starts, trees, tl.program_id(2), GROUP, ROWS)
         if tile * ROWS >= queries * GROUP:  # before it has touched anything
             return
     prefix = tl.load(prefix_len + b, cache_modifier=".cg").to(tl.int32)
     table_row = table + tl.load(rows + b, cache_modifier=".cg") * table_stride
     path += first_query * DEPTH
     path_len += first_query
+    if EXACT and not SINGLE:
+        columns += first_query * LANES
+        places += first_query * LANES
+        seen += first_query * (LANES // 16)
+        turn += first_query
+        turns += first_query
 
     flat = tile * ROWS + tl.arange(0, ROWS)  # (node, head of the group)
     node = flat // GROUP
@@ -459,9 +425,9 @@ def tree_kernel(
                 split += 1
                 top, den, acc = nothing(ROWS, DIM_PAD)
             top, den, acc = _with_mixed_unit(
-                q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale,
-                window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM, MORE, ROWS, UNIT, FRONT, STEP,
-                STEPS, EXACT, CAP,
+                q_tile, kv, table_row, path, path_len, columns, places, seen, turn, turns, prefix, shared, at, head,
+                tile, node, low, valid, dim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM,
+                MORE, ROWS, UNIT, LANES, FRONT, STEP, STEPS, EXACT, CAP,
             )  # fmt: skip
 
     if PHASE == 1:
