@@ -13,6 +13,7 @@ import tiny_quantised as tiny
 import torch
 import transformers
 from moe_models import by_expert
+from reference.deci import deci
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     models: what was published with it.  source: where its keys are from.  missing: what it is refused for, "": its
     architecture, None: it is served.  says: a part of the refusal, "": what is missing.  stored: how its matrices are
     written, a key of `WRITERS`.  like: the `model_type` of transformers that it is one of, where transformers has no
-    such name.  beside: JSON files of its folder that matter, by name.
+    such name.  beside: JSON files of its folder that matter, by name.  theirs: what transformers reads besides.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Row(NamedTuple):
     stored: str = ""
     like: str = ""
     beside: Mapping[str, Any] = {}
+    theirs: Mapping[str, Any] = {}
 
 
 @cache
@@ -75,25 +77,39 @@ def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[st
     """Writes a checkpoint with this config; returns the model of transformers that it is, read from the same config.
     changes: makes another config of it."""
     row, config = rows()[name], changes(published(name))
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    plain = without_formats(config)
+    if "text_config" in plain:
+        plain["text_config"] = without_formats(plain["text_config"])
     if row.like:
         plain |= {"model_type": row.like, "architectures": [architecture(row.like)]}
+    plain |= row.theirs
     wide = folder / "wide"
     wide.mkdir(parents=True)
     (wide / "config.json").write_text(json.dumps(plain))
     theirs = random_model(wide, plain["architectures"][0])
     theirs.save_pretrained(wide)
-    tensors = load_file(wide / "model.safetensors")
+    # As published; of Kimi-K2.5 transformers writes another name than it reads.
+    stored = load_file(wide / "model.safetensors").items()
+    tensors = {name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in stored}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     if row.stored == "mxfp4":
         save_file(in_mxfp4(theirs, tensors), folder / "model.safetensors")
     elif row.stored:
         save_file({name: part.clone() for name, part in by_expert(tensors).items()}, folder / "model.safetensors")
-        exact = tiny.quantise(folder, config["quantization_config"], lambda module: writer(row, config, module))
+        exact = tiny.quantise(folder, quantization(config), lambda module: writer(row, config, module))
         save_file(exact, wide / "model.safetensors")
         theirs = type(theirs).from_pretrained(wide).float().eval()
     return theirs
+
+
+def without_formats(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config.get("quantization_config") or config["text_config"]["quantization_config"]
+    return found
 
 
 def architecture(model_type: str) -> str:
@@ -103,11 +119,14 @@ def architecture(model_type: str) -> str:
 
 def random_model(folder: Path, name: str) -> Any:
     """Of transformers, in float32, whose values matter everywhere."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    for part in (config, config.get_text_config()):
-        part.pad_token_id = 0  # of a small vocabulary
     torch.manual_seed(0)
-    model = getattr(transformers, name)(config).float().eval()
+    if name == "DeciLMForCausalLM":
+        model = deci(json.loads((folder / "config.json").read_text())).eval()
+    else:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        for part in (config, config.get_text_config()):
+            part.pad_token_id = 0  # of a small vocabulary
+        model = getattr(transformers, name)(config).float().eval()
     with torch.no_grad():
         for key, value in (*model.named_parameters(), *model.named_buffers()):
             last = key.rpartition(".")[2]
@@ -122,7 +141,7 @@ def random_model(folder: Path, name: str) -> Any:
 
 def writer(row: Row, config: dict[str, Any], module: str) -> tiny.Writer | None:
     """How a matrix is stored, None for one that its config leaves as it is, or that is of no language model."""
-    said = config["quantization_config"]
+    said = quantization(config)
     names = [*(said.get("ignore") or ()), *(said.get("modules_to_not_convert") or ())]
     left = any(re.match(one[3:], module) if one.startswith("re:") else f".{one}." in f".{module}." for one in names)
     return None if left or OTHER_SENSES.search(module) else WRITERS[row.stored]

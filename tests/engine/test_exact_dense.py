@@ -11,6 +11,7 @@ import pytest
 from engine_rig import RANKS
 from exactness import OWN_CUDA, Exactness, case_of
 from models.test_decoder import FAMILIES, SIZES, random_reference
+from published import published
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
@@ -26,6 +27,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "stablelm-parallel": ("cpu",), "starcoder2": ("cpu",), "phi": ("cpu", "blocks", RANKS),
     "neox": ("cpu", "blocks", RANKS), "nemotron": ("blocks",),
     "minicpm3": ("cpu", "blocks", RANKS),
+    "deci": ("cpu", "blocks"),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
 }  # fmt: skip
 PAIRS = [
@@ -56,9 +58,12 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def case(harness, family, one_thread):
-    prefix, settings = FAMILIES[family]
     own = {"vocab_size": harness.VOCAB, "max_position_embeddings": harness.CONTEXT, **MORE.get(family, {})}
-    config = from_hf({**SIZES, **settings, **own, "architectures": [f"{prefix}ForCausalLM"]})
+    if family == "deci":  # which transformers has not
+        config = from_hf({**published("llama-3.3-nemotron-super-49b"), **own})
+    else:
+        prefix, settings = FAMILIES[family]
+        config = from_hf({**SIZES, **settings, **own, "architectures": [f"{prefix}ForCausalLM"]})
     return case_of(harness, partial(harness.model_of, config))
 
 

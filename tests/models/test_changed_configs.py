@@ -111,7 +111,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"attention_multiplier": None}, {"moe_renormalize": None}, {"rms_norm_eps": ABSENT}, {"layer_norm_eps": 1e-3},
 ]  # fmt: skip
 SWITCHED = [
-    "afm-4.5b", "apertus-8b-instruct", "aya-expanse-8b", "command-r7b-12-2024", "deepseek-v3.2", "ernie-4.5-0.3b",
+    "afm-4.5b", "apertus-8b-instruct", "aya-expanse-8b", "bamba-9b-v2",
+    "internlm3-8b-instruct", "command-r7b-12-2024", "deepseek-v3.2", "ernie-4.5-0.3b",
     "ernie-4.5-21b-a3b", "exaone-3.5-7.8b-instruct", "exaone-4.0-32b", "falcon-h1-7b-instruct", "gemma-2-9b-it",
     "glm-5", "granite-3.3-8b-instruct", "granite-3.1-1b-a400m-instruct", "granite-4.0-h-tiny", "hunyuan-7b-instruct",
     "hunyuan-a13b-instruct", "kimi-linear-48b-a3b", "minicpm3-4b", "minitron-4b-base", "nemotron-3-nano-30b-a3b",

@@ -21,6 +21,7 @@ import torch
 from hybrid_models import KINDS, reference
 from models.test_decoder import random_reference
 from models.test_gguf_families import write as write_family
+from published import published
 from reference import hf_configs
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
@@ -43,6 +44,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     name: config for name, config in vars(hf_configs).items() if name.isupper() and not name.startswith("_")
 }
 PUBLISHED["MIMO"] = hf_configs.QWEN25_7B | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+PUBLISHED |= {
+    name: published(name)
+    for name in ("bamba-9b-v2", "internlm3-8b-instruct", "llama-3.3-nemotron-super-49b", "minicpm4-8b")
+}
 RELATIVES = [  # of others among them
     "LLAMA2_7B", "LLAMA32_1B", "MISTRAL_7B_V01", "QWEN25_7B", "QWEN25_15B_TRANSFORMERS5", "QWEN3_30B", "GEMMA4_E2B",
 ]  # fmt: skip

@@ -87,13 +87,10 @@ def tensors(
         as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         rows = rows.flatten(0, -2) if of_heads else rows
-        attention = config.attention
-        heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(
-            name.rpartition(".")[0].rpartition(".")[2], 0
-        )
         if config.norm.offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
-        if permuted and heads and len(rows) == heads * attention.head_dim:  # others have the wrong shape anyway
+        heads, other = divmod(len(rows), config.attention.head_dim)
+        if permuted and not other and name.split(".")[-2] in ("attn_q", "attn_k"):
             rows = unpermuted(rows, heads)
         value = BlockRows(file.kind(name), rows, info.shape[-1]) if as_stored else rows
         for part, one in _without_key_heads(name, value, nets[0]) if nets else ((name, value),):

@@ -57,7 +57,8 @@ _MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quanti
 # Of the tensors that models for images and sound read these with.
 _OTHER_SENSES = (
     "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
-    "model.vision_embedder.", "model.multi_modal_projector.", "model.vision_model.", "model.connector.",
+    "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
+    "model.connector.",
 )  # fmt: skip
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -11,7 +11,9 @@ from draftwing.models.families import (
     apertus,
     arcee,
     bailing,
+    bamba,
     cohere,
+    deci,
     deepseek,
     dots,
     ernie,
@@ -24,6 +26,7 @@ from draftwing.models.families import (
     granite,
     granite_hybrid,
     hunyuan,
+    internlm,
     kimi_linear,
     lfm2,
     llama,
@@ -52,7 +55,8 @@ logger = logging.getLogger(__name__)
 _MODULES = (
     llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
     ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee, bailing,
-    stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear,
+    stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm,
+    bamba, deci,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}

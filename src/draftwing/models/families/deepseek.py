@@ -11,7 +11,7 @@ from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
-from draftwing.models.family import SIGMOID, SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF
+from draftwing.models.family import SIGMOID, SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, Whole
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import rope_fields
 from draftwing.ops.experts.routing import Routing
@@ -239,6 +239,7 @@ FAMILIES = {
         "deepseek_v3",
         **LATENT,
         predicts="numbered",
+        wholes={f"{name}ForConditionalGeneration": Whole("kimi_k25", {}) for name in ("KimiK25", "Kimi_K25")},
         gguf=InGGUF(**_STORED, experts=IN_GGUF._replace(renormalised=False)),
     ),
     "DeepseekV32ForCausalLM": Family("deepseek_v32", **INDEXED, predicts="numbered"),

@@ -1,4 +1,5 @@
-"""MiniCPM3: latent attention before an MLP, and factors of embeddings, of what layers add and of logits."""
+"""MiniCPM, 1 to 4: Llama with factors of embeddings, of what layers add and of logits; MiniCPM3 with latent
+attention."""
 
 from __future__ import annotations
 
@@ -13,22 +14,30 @@ from draftwing.models.families.deepseek import LATENT_NAMES, in_gguf, latent_att
 from draftwing.models.family import Family, InGGUF
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 
-_SCALE_EMB, _SCALE_DEPTH, _BASE = 12.0, 1.4, 256  # of the one that was published; files in GGUF say none of them
+_SCALE_EMB, _SCALE_DEPTH, _BASE = 12.0, 1.4, 256  # of those that were published; older files in GGUF say none of them
+
+
+def _factors(fields: Fields, emb: float, depth: float, base: int) -> dict[str, Any]:
+    """Returns factors under the names that they have elsewhere. emb, depth, base: where a config has none. Null is no
+    factor, but for `scale_emb`."""
+    hidden, layers = fields.whole("hidden_size", high=WIDEST), fields.whole("num_hidden_layers", high=MAX_LAYERS)
+    depth = fields.number("scale_depth", 1e-3, 1e3, math.sqrt(layers) if fields.has("scale_depth") else depth)
+    null = hidden if fields.has("dim_model_base") else base
+    return {
+        "embedding_multiplier": fields.number("scale_emb", 1e-3, 1e3, emb),
+        "residual_multiplier": depth / math.sqrt(layers),
+        "logits_scaling": hidden / (fields.whole("dim_model_base", 0, WIDEST, null) or hidden),
+    }
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    """Reads factors under the names that they have elsewhere, and defaults. Null is none, but for `scale_emb`."""
     hidden, heads = (fields.whole(key, high=WIDEST) for key in ("hidden_size", "num_attention_heads"))
-    layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
 
     def size(key: str, usual: int, null: int) -> int:
         return null if fields.has(key) and fields.get(key) is None else fields.whole(key, 0, WIDEST, usual)
 
-    depth = fields.number("scale_depth", 1e-3, 1e3, math.sqrt(layers) if fields.has("scale_depth") else _SCALE_DEPTH)
     return {
-        "embedding_multiplier": fields.number("scale_emb", 1e-3, 1e3, _SCALE_EMB),
-        "residual_multiplier": depth / math.sqrt(layers),
-        "logits_scaling": hidden / (size("dim_model_base", _BASE, hidden) or hidden),
+        **_factors(fields, _SCALE_EMB, _SCALE_DEPTH, _BASE),
         "q_lora_rank": size("q_lora_rank", 768, 0),
         "kv_lora_rank": size("kv_lora_rank", 256, 256),
         "qk_nope_head_dim": size("qk_nope_head_dim", 64, 64),
@@ -42,15 +51,19 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return (replace(layer, mixer=latent_attention(fields)),) * count
 
 
-def _metadata(fields: Fields) -> Fields:
+def _scales(fields: Fields) -> Fields:
+    """Returns the metadata with factors, which older files leave out."""
     hidden, layers = fields.whole("embedding_length", high=WIDEST), fields.whole("block_count", high=MAX_LAYERS)
-    return turned(fields).overruled(
-        {
-            "embedding_scale": _SCALE_EMB,
-            "residual_scale": _SCALE_DEPTH / math.sqrt(layers),
-            "logit_scale": hidden / _BASE,
-        }
-    )
+    usual = {
+        "embedding_scale": _SCALE_EMB,
+        "residual_scale": _SCALE_DEPTH / math.sqrt(layers),
+        "logit_scale": hidden / _BASE,
+    }
+    return fields.overruled({key: value for key, value in usual.items() if fields.get(key) is None})
+
+
+def _metadata(fields: Fields) -> Fields:
+    return _scales(turned(fields))
 
 
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
@@ -64,6 +77,14 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
 
 
 FAMILIES = {
+    "MiniCPMForCausalLM": Family(
+        "minicpm",
+        multipliers=True,
+        sliding_window=None,
+        keys=lambda fields: _factors(fields, 1.0, 1.0, 1),
+        neutral={"mup_denominator": None},  # of draft heads
+        gguf=InGGUF("minicpm", fields=_scales, permuted=True, longrope=True),
+    ),
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
         eps=1e-5,
