@@ -19,6 +19,7 @@ from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, RowStates, StateSpec, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.adapters.adapter import Adapter, AdapterSlots, AdapterTargets, Factors
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
@@ -226,12 +227,12 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=None, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=None, states=None, mixed=False,
+        deferral=None, states=None, mixed=False, adapters=(),
     ):  # fmt: skip
         """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch
         with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
         model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of a model with recurrent
-        layers. mixed: whether prompts run beside rows that decode."""
+        layers. mixed: whether prompts run beside rows that decode. adapters: in slots 1, 2, ..."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -262,6 +263,11 @@ class Rig:
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral, mixed=mixed)
+        if adapters:
+            held = AdapterSlots(model, len(adapters), max(one.rank for one in adapters))
+            self.executor.take_adapters(held)
+            for slot, adapter in enumerate(adapters, 1):
+                held.put(slot, held.targets.fit(adapter))
         if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)
@@ -430,6 +436,20 @@ def make_book(prompts, answers, length=CONTEXT + 64):
         whole = torch.tensor([*prompt, *answers.tokens[str(i)]])
         book[prompt[0], : len(whole)] = whole
     return book
+
+
+def adapters_for(model, ranks=(4, 7, 2), seed=0, strength=0.7):
+    """Random adapters, each of some of the model's matrices."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for i, rank in enumerate(ranks):
+        factors = {}
+        for j, (name, target) in enumerate(AdapterTargets(model).targets.items()):
+            if (i + j) % 3 or i == 0:
+                down = torch.randn(rank, target.inputs, generator=generator) / target.inputs**0.5
+                up = torch.randn(target.outputs, rank, generator=generator) * strength / rank**0.5
+                factors[name] = Factors(down, up, 1.0 + i / 4)
+        found.append(Adapter(factors, f"adapter {i}"))
+    return found
 
 
 CUDA = pytest.param(

@@ -231,7 +231,7 @@ class Inputs:
                 prompt_ids=ids,
                 images=images,
                 params=wanted if given else wanted.fit(context - len(ids)),
-                adapter=adapter,
+                adapters=((adapter, 1.0),) if adapter else (),
             )
             for (ids, images), (wanted, given), adapter in each
         ]

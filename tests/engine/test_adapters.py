@@ -9,7 +9,9 @@ import pytest
 from reference.learnable import ENGINE, write_target
 from tiny_adapters import merged, write_adapter
 
-from draftwing import LLM
+from draftwing import LLM, SamplingParams
+from draftwing.errors import RequestError
+from draftwing.requests.request import GenerationRequest
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
@@ -79,3 +81,25 @@ def test_who_runs_beside_a_request_and_drafts_change_no_text(
     if drafter != "none":
         assert sum(one.meta_info["spec_num_correct_drafts"] for one in together) > 0
     assert stats["adapter_loads"] >= 3 and stats["adapters_on_device"] == 2
+
+
+def test_several_adapters_together_are_the_merged_sum(target: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    both = merged(merged(target, adapters["one"], tmp_path / "one"), adapters["three"], tmp_path / "both")
+    with LLM(str(both), **ENGINE) as llm:
+        expected = [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(target), **ENGINE, **serving(adapters)) as llm:
+        session = llm._session
+        asked = [
+            GenerationRequest("", prompt, SamplingParams(**GREEDY), adapters=(("one", 1.0), ("three", 1.0)))
+            for prompt in PROMPTS
+        ]
+        answers = session.prepare(asked)
+        for _ in session.stream(answers):
+            pass
+        assert [answer.token_ids for answer in answers] == expected
+        more = asked[0]._replace(adapters=(("one", 0.5),) * 5)
+        with pytest.raises(RequestError, match="max-lora-rank"):
+            list(session.stream(session.prepare([more] * 1)))
+        llm.unload_adapter("two")
+        with pytest.raises(RequestError, match="'two' is not loaded"):
+            llm.generate(PROMPTS, GREEDY, adapter="two")

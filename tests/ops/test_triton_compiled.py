@@ -108,6 +108,24 @@ def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
     assert all(widths == ["2"] for _, *widths in launches), launches
 
 
+ADAPTERS = """
+from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.ops.adapters.triton import TritonAdapterOps
+for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
+    weights = AdapterWeights.empty(8, 16, inputs, ends, half, torch.device("meta"))
+    for rows in (1, 65):
+        x, y = empty(rows, inputs, dtype=half), empty(rows, ends[-1], dtype=half)
+        TritonAdapterOps().adapt(y, x, weights, empty(rows))
+"""
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(86, marks=pytest.mark.exhaustive)])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_adapters_compile(tmp_path: Path, capability: int) -> None:
+    launches = compiled(ADAPTERS, tmp_path, capability)
+    assert len(launches) == 8 and max(int(shared) for shared, *_ in launches) <= 16 << 10, launches
+
+
 EXPERTS = """
 from draftwing.ops.experts import cuda, triton as experts
 from draftwing.ops.experts.routing import Routing

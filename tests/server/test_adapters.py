@@ -81,6 +81,32 @@ def test_an_adapter_answers_by_its_name(url: str, texts: dict[str, str]) -> None
     assert [one["text"] for one in both] == [texts[""], texts["first"]]
 
 
+def test_scales_as_llama_cpp_has_them(url: str, texts: dict[str, str], folder: Path) -> None:
+    assert post(url, LOAD, lora_name="second", lora_path="second").status_code == 200
+    listed = httpx.get(f"{url}/lora-adapters", headers=BOSS).json()
+    assert [(one["id"], one["name"], one["scale"]) for one in listed] == [(0, "first", 0.0), (1, "second", 0.0)]
+    assert listed[0]["path"] == str(folder / "first")
+
+    def text(**more: Any) -> str:
+        response = completed(url, "base", **more)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
+
+    assert text(lora=[{"id": 1, "scale": 1.0}]) == texts["second"]
+    assert text(lora=[{"id": 1, "scale": 0.0}]) == text(lora=[]) == texts[""]
+    half, both = text(lora=[{"id": 0, "scale": 0.5}]), text(lora=[{"id": 0, "scale": 1}, {"id": 1, "scale": 1}])
+    assert len({half, both, *texts.values()}) == 6
+    assert both == text(lora=[{"id": 0, "scale": 1}, {"id": 1, "scale": 1}])
+    for scales, found in ([{"id": 1, "scale": 1}], "second"), ([], ""):
+        assert httpx.post(f"{url}/lora-adapters", headers=BOSS, json=scales).status_code == 200
+        assert text() == texts[found]
+    assert httpx.post(f"{url}/lora-adapters", headers=USER, json=[]).status_code == 403
+    for wrong in ([{"id": 2, "scale": 1}], [{"id": -1, "scale": 1}], [{"id": 0}], {"id": 0}, [{"id": 0, "scale": "x"}]):
+        assert completed(url, "base", lora=wrong).status_code == 400
+    assert completed(url, "first", lora=[{"id": 1, "scale": 1}]).status_code == 400
+    assert post(url, UNLOAD, lora_name="second").status_code == 200
+
+
 def test_every_dialect_has_it(url: str) -> None:
     found = {}
     for model in ("base", "first"):

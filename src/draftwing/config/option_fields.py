@@ -107,7 +107,7 @@ class OptionFields:
     )  # fmt: skip
     lora_modules: tuple[str, ...] = option(
         (), MODEL,
-        "adapters (LoRA) by name: name=folder of PEFT's files; a request has one by its name as `model`",
+        "adapters (LoRA) by name: name=folder of PEFT's files, or .gguf file; a request has one by its name as `model`",
         aliases=("lora_paths",), metavar="NAME=PATH",
     )  # fmt: skip
     lora_dir: str | None = option(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from draftwing.config.adapters import AdapterCard
 from draftwing.errors import ConfigError, NotFound, RequestError
-from draftwing.models.adapters.adapter import Adapter
+from draftwing.models.adapters.adapter import Adapter, digest_of, mixture
 from draftwing.sched.req import Req
 
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
@@ -21,9 +21,9 @@ PATIENCE = 2.0  # seconds that a request may wait for a slot before those with a
 class EngineAdapters:
     """`add`, `remove` and `hold` may come from any thread, all else is the engine's."""
 
-    def __init__(self, slots: int, put: Callable[[int, Adapter], None], clock: Callable[[], float]) -> None:
-        """put: fills a slot of the device, from 1 on."""
-        self._put, self._clock = put, clock
+    def __init__(self, slots: int, rank: int, put: Callable[[int, Adapter], None], clock: Callable[[], float]) -> None:
+        """rank: that slots have room for.  put: fills a slot of the device, from 1 on."""
+        self._rank, self._put, self._clock = rank, put, clock
         self._lock = threading.Lock()
         self._named: dict[str, tuple[Adapter, AdapterCard]] = {}
         self._kept: dict[str, Adapter] = {}  # by digest: those with a name, and those of requests
@@ -57,16 +57,29 @@ class EngineAdapters:
                 raise self._unknown(name)
             self._drop_unused()
 
-    def hold(self, name: str, uid: str) -> str:
-        """Returns the digest of an adapter, which is kept until the request of this uid has `ended`, whatever becomes
-        of the name. Raises NotFound, and RequestError for a uid that has one already."""
+    def hold(self, asked: Sequence[tuple[str, float]], uid: str) -> str:
+        """Returns the digest of an adapter, or of several as one, which is kept until the request of this uid has
+        `ended`, whatever becomes of the names. Raises NotFound, and RequestError for a uid that has one already, or for
+        more than a slot has room for. asked: names, and what scales are multiplied with."""
         with self._lock:
-            known = self._named.get(name)
-            if known is None:
-                raise self._unknown(name)
+            parts = []
+            for name, times in asked:
+                known = self._named.get(name)
+                if known is None:
+                    raise self._unknown(name)
+                parts.append((known[0], times))
             if uid in self._of:
                 raise RequestError(f"uid: expected one of its own, found {uid!r}, which a live request has", "uid")
-            self._of[uid] = digest = known[1].digest
+            digest = digest_of(parts)
+            if digest not in self._kept:
+                made = mixture(parts, digest)
+                if made.rank > self._rank:
+                    raise RequestError(
+                        f"lora: expected adapters with a rank of at most {self._rank} together, found {made.rank}: "
+                        f"start with --max-lora-rank {made.rank}", "lora",
+                    )  # fmt: skip
+                self._kept[digest] = made
+            self._of[uid] = digest
             self._users[digest] += 1
             return digest
 

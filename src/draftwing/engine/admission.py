@@ -141,10 +141,10 @@ class EngineInfo:
                 "receipt: there is none of weights or drafts that are made up (load_format, simulate_accept_length)",
                 "receipt",
             )
-        if request.receipt and request.adapter:
+        if request.receipt and request.adapters:
             raise RequestError("receipt: there is none of answers by an adapter; leave one of both out", "receipt")
         # Who learns from texts has no images to go with them, and no adapters.
-        learn = request.learn and not request.images and not request.adapter
+        learn = request.learn and not request.images and not request.adapters
         return request._replace(terms=Terms(max(wanted, 1), stop_ids), learn=learn)
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:

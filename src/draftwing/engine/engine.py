@@ -263,7 +263,9 @@ class Engine:
         self._adapters: EngineAdapters | None = None
         if parts.executor.adapters is not None:
             put = partial(parts.executor.run_on_all_ranks, Executor.put_adapter)
-            self._adapters = EngineAdapters(self.options.max_loras, put, time.monotonic)
+            self._adapters = EngineAdapters(
+                self.options.max_loras, self.options.max_lora_rank or 0, put, time.monotonic
+            )
         self._memory: LookupMemory | None = None
         self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept
 
@@ -327,12 +329,12 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last
         output `step` has not returned. One with `terms` was found fit before."""
-        if not request.adapter:
+        if not request.adapters:
             self._input.put(self._admissible(request))
             return
         if self._adapters is None:
             raise NotFound("adapters are not served: start with --lora-modules or --lora-dir", "model")
-        digest = self._adapters.hold(request.adapter, request.uid)
+        digest = self._adapters.hold(request.adapters, request.uid)
         try:
             self._input.put(self._admissible(request._replace(adapter_digest=digest)))
         except BaseException:
@@ -584,7 +586,7 @@ class Engine:
         if new:
             self._stop_check()
         for req in new:
-            if not req.request.adapter:
+            if not req.request.adapters:
                 sched.submit(req)
                 continue
             assert adapters is not None

@@ -192,6 +192,8 @@ class Executor:
         """Serves adapters from now on. slots: of the model."""
         self.adapters = slots
         self.table.take_adapters()
+        if not self.ops.can_record:  # kernels that are compiled
+            slots.warm_up(self.ops)
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -331,6 +333,8 @@ class Executor:
         self.graphs.set_rows(NOBODY, key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
+        if self.adapters is not None:
+            self.graphs.capture_beside("verify", key, self._verify_adapted, launched[0])
         for filtered in (False, True) if self.ops.draws_by_row else (False,):
             self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
         del launched  # its memory is for the next key's graphs

@@ -121,7 +121,7 @@ class GraphCache:
         that gives where the captured stage does."""
         if key is None:
             return fn(*inputs)
-        if isinstance(key, Beside):
+        if isinstance(key, Beside) and (stage, key) not in self._graphs:
             return self._in_place(self.left(stage, key.key), fn(*inputs))
         replay, output = self._graphs[stage, key]
         replay()
@@ -146,6 +146,12 @@ class GraphCache:
         replay()  # what was only captured has not run, and the next stage wants its result
         self._graphs[stage, key] = replay, (output if keep else _tensors(output, self._device.alias))
         return output
+
+    def capture_beside(self, stage: str, key: Hashable, fn: Callable[..., Any], *inputs: Any) -> None:
+        """Captures what runs beside adapters in place of a stage whose outputs are still held."""
+        where = self.left(stage, key)
+        replay, _ = self._device.record(lambda: self._in_place(where, fn(*inputs)))
+        self._graphs[stage, Beside(key)] = replay, where
 
     def finish(self, key: Key) -> None:
         """Notes that all stages of the key are captured."""

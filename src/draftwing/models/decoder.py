@@ -211,11 +211,13 @@ class DecoderModel(nn.Module):
             linear = linears[name]
             linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
         for layer in self.layers:
-            cast(DecoderLayer, layer).take_adapters(self._queries)
+            if isinstance(layer, DecoderLayer):
+                layer.take_adapters(self._queries)
 
     def adaptable(self) -> dict[str, Linear]:
         """Returns the matrices by name that may have adapters: of mixers and MLPs but for experts."""
-        found = {id(one) for layer in self.layers for one in cast(DecoderLayer, layer).linears()}
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        found = {id(one) for layer in layers for one in layer.linears()}
         return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:

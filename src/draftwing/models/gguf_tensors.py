@@ -93,7 +93,7 @@ def tensors(
         if permuted and not other and name.split(".")[-2] in ("attn_q", "attn_k"):
             rows = unpermuted(rows, heads)
         value = BlockRows(file.kind(name), rows, info.shape[-1]) if as_stored else rows
-        for part, one in _without_key_heads(name, value, nets[0]) if nets else ((name, value),):
+        for part, one in without_key_heads(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
             made = _as_in_folders(theirs, one) if isinstance(one, Tensor) else one
             yield from ((theirs, made),) if latent is None else of_latents(theirs, made, latent)
@@ -172,7 +172,7 @@ def _as_in_folders(name: str, values: Tensor) -> Tensor:
     return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values
 
 
-def _without_key_heads(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:
+def without_key_heads(name: str, value: Stored, net: DeltaNetConfig) -> Iterator[tuple[str, Stored]]:
     """Yields (name, value) of a tensor, or of two in place of one in which those of a key head lie together."""
     match = _JOINED.fullmatch(name)
     if match is None:

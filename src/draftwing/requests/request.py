@@ -116,8 +116,8 @@ class GenerationRequest(NamedTuple):
     learn: whether it and its answer may be kept on the disk, for drafters to learn from.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).  images: in the order of the
-    prompt, whose tokens stand for their positions.  adapter: the name of the adapter that answers it, empty: none does.
-    adapter_digest: of what that is, once an engine has the request.
+    prompt, whose tokens stand for their positions.  adapters: names of those that answer it, together, each with what
+    its own scale is multiplied with.  adapter_digest: of what that is, once an engine has the request.
     """
 
     uid: str
@@ -138,7 +138,7 @@ class GenerationRequest(NamedTuple):
     learn: bool = True
     receipt: bool = False
     images: tuple[RequestImage, ...] = ()
-    adapter: str = ""
+    adapters: tuple[tuple[str, float], ...] = ()
     adapter_digest: str = ""
 
     @property

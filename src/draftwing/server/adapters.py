@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
+from pydantic import Field, RootModel
 
 from draftwing.config.adapters import AdapterCard, check_name
 from draftwing.errors import ConfigError, RequestError
 from draftwing.models.adapters.files import FILES
 from draftwing.requests.refusals import show
 from draftwing.server.endpoints import read_body, schema, unless_disconnected
-from draftwing.server.schema import AdapterName, Body
+from draftwing.server.schema import AdapterName, AdapterScale, Body
 from draftwing.server.service import Service
 
 
@@ -30,6 +31,10 @@ class UnloadAdapterRequest(Body, hints="lora_int_id"):
     """Body of /v1/unload_lora_adapter and /unload_lora_adapter."""
 
     lora_name: AdapterName
+
+
+class ScalesRequest(RootModel[Annotated[list[AdapterScale], Field(max_length=256)]]):
+    """Body of /lora-adapters."""
 
 
 def path_below(folder: str | None, asked: str) -> Path:
@@ -71,6 +76,25 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
     def loaded() -> dict[str, Any]:
         paths = {name: card.path for name, card in engine.adapters.items()}
         return {"success": True, "error_message": "", "loaded_adapters": paths}
+
+    def listed() -> list[dict[str, Any]]:
+        scales = service.lora_scales
+        return [
+            {"id": i, "name": name, "path": card.path, "scale": scales.get(name, 0.0)}
+            for i, (name, card) in enumerate(engine.adapters.items())
+        ]
+
+    @app.get("/lora-adapters")
+    async def lora_adapters() -> list[dict[str, Any]]:
+        """Returns all adapters, as llama.cpp does, with the scale that each has in requests which ask for none."""
+        return listed()
+
+    @app.post("/lora-adapters")
+    async def scale_adapters(request: Request) -> list[dict[str, Any]]:
+        """Sets the scales of adapters in requests that ask for none; those that are left out have 0."""
+        body = await read_body(request, ScalesRequest)
+        service.lora_scales = service.scales_of(body.root, "scale") or {}
+        return listed()
 
     @app.post("/v1/load_lora_adapter", openapi_extra=schema(LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Response:

@@ -235,6 +235,13 @@ def characters(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
+class AdapterScale(Body):
+    """An entry of llama.cpp's field `lora`: an adapter by its number in /lora-adapters."""
+
+    id: Annotated[int, Field(ge=0)]
+    scale: Annotated[float, Field(ge=-1e4, le=1e4)]
+
+
 class GenerationBody(
     Body,
     hints=SAMPLER_HINTS,
@@ -257,6 +264,7 @@ class GenerationBody(
     priority: Priority | None = None
     cache_salt: str | None = None
     learn: bool | None = None
+    lora: Annotated[list[AdapterScale], Field(max_length=64)] | None = None
 
     @functools.cached_property
     def ignored(self) -> tuple[str, ...]:

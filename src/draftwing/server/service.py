@@ -141,6 +141,7 @@ class Service:
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
         self._draw = random.Random(self.options.random_seed)
         self._strangers: set[str] = set()
+        self.lora_scales: dict[str, float] = {}  # of adapters by name, for requests that ask for none themselves
 
     async def encode(
         self, field: str, value: str | list[Any], add_special_tokens: bool = True
@@ -294,7 +295,7 @@ class Service:
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
                 )
             asked = [request._replace(name=request.name or id, **shared) for request in requests]
-            asked = [one._replace(learn=False) if one.adapter else one for one in asked]  # its text is not the model's
+            asked = [one._replace(learn=False) if one.adapters else one for one in asked]  # its text is not the model's
             answers: list[Answer] = []
             try:
                 asked = await self._with_bad_words(asked)
@@ -320,13 +321,38 @@ class Service:
 
     def _with_adapters(self, requests: Sequence[GenerationRequest], body: GenerationBody) -> list[GenerationRequest]:
         """Returns the requests with the adapters that the body names. Raises RequestError."""
-        asked, named = body.adapters(len(requests)), getattr(body, "model", None)
+        named = getattr(body, "model", None)
         self.check_model(named)  # it may have been unloaded since the body was read
-        model = self.adapter_of(named)
+        model, scales = self.adapter_of(named), self.scales_of(body.lora)
+        if model and scales is not None:
+            raise RequestError(f"lora and the model {model[:200]!r}, an adapter, exclude each other: give one", "lora")
+        scales = {k: v for k, v in self.lora_scales.items() if k in self.engine.adapters} if scales is None else scales
+        default = ((model, 1.0),) if model else tuple(scales.items())
+        asked = body.adapters(len(requests))
         for name in asked:
             if name and name not in self.engine.adapters:
                 raise self.no_model(name, "lora_path")
-        return [request._replace(adapter=name or model or "") for request, name in zip(requests, asked, strict=True)]
+        return [
+            request._replace(adapters=((name, 1.0),) if name else default)
+            for request, name in zip(requests, asked, strict=True)
+        ]
+
+    def scales_of(self, asked: Sequence[Any] | None, field: str = "lora") -> dict[str, float] | None:
+        """Returns scales by name from llama.cpp's list of {"id", "scale"}, of adapters whose scale is not 0; None:
+        nothing is asked for. Raises RequestError. field: that it came in."""
+        if asked is None:
+            return None
+        names, found = [*self.engine.adapters], dict[str, float]()
+        for one in asked:
+            if not 0 <= one.id < len(names):
+                ids = (
+                    f"from 0 to {len(names) - 1}, which /lora-adapters lists"
+                    if names
+                    else "of an adapter; there are none"
+                )
+                raise RequestError(f"{field}: expected an id {ids}; found {one.id}", field)
+            found[names[one.id]] = one.scale
+        return {name: scale for name, scale in found.items() if scale}
 
     def adapter_of(self, asked: str | None) -> str | None:
         """Returns the adapter that a model's name stands for: its own name, or that behind the model's and a colon."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftwing.models.adapters.adapter import AdapterSlots
-from draftwing.models.adapters.read import read_adapter
+from draftwing.models.adapters.peft import read_folder
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
@@ -72,7 +72,7 @@ def test_equal_to_transformers(kind: str, name: str, tmp_path: Path) -> None:
     plain = theirs(ids).logits
     for module, added in write(tmp_path / "adapter", served).items():
         served[module].weight.copy_((served[module].weight.double() + added).float())
-    adapter = read_adapter(tmp_path / "adapter", 1 << 24)
+    adapter = read_folder(tmp_path / "adapter", 1 << 24)
     fitted = slots.targets.fit(adapter)
     assert fitted.factors.keys() == slots.targets.targets.keys()
     slots.put(2, fitted)

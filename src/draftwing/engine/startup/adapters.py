@@ -43,7 +43,7 @@ def checked_adapter(name: str, path: Path, slots: AdapterSlots, options: Options
     """Returns an adapter that slots take. Raises CheckpointError."""
     most = options.max_lora_rank
     assert most is not None
-    adapter = read_adapter(path, slots.targets.most_bytes(most))
+    adapter = read_adapter(path, slots.targets.config, slots.targets.most_bytes(most))
     if adapter.rank > most:
         raise CheckpointError(
             f"{path}: the adapter's rank is {adapter.rank}; slots have room for {most}: start with --max-lora-rank "

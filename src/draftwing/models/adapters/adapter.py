@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.weight_map import checkpoint_names
-from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.ops.adapters.spec import FEW_ROWS, AdapterWeights
+from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 MAX_RANK = 256
@@ -29,6 +30,20 @@ class Factors(NamedTuple):
     down: Tensor  # [r, inputs]
     up: Tensor  # [outputs, r]
     scale: float
+
+
+def checked_factors(down: Tensor, up: Tensor, where: str) -> None:
+    """Raises CheckpointError for what are no factors of one matrix. where: for messages."""
+    shapes = f"{list(down.shape)} and {list(up.shape)}"
+    if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
+        raise CheckpointError(f"{where}: expected factors [r, inputs] and [outputs, r]; found {shapes}")
+    if not 1 <= len(down) <= MAX_RANK:
+        raise CheckpointError(f"{where}: expected a rank from 1 to {MAX_RANK}, found factors {shapes}")
+    for part in (down, up):
+        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise CheckpointError(f"{where}: expected floating point of 16 bits or more, found {part.dtype}")
+        if not part.isfinite().all():
+            raise CheckpointError(f"{where}: expected numbers that are finite; found some that are not")
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,27 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(one.down.nbytes + one.up.nbytes for one in self.factors.values())
+
+
+def digest_of(parts: Sequence[tuple[Adapter, float]]) -> str:
+    """Returns the digest of a `mixture`."""
+    if len(parts) == 1 and parts[0][1] == 1:
+        return parts[0][0].digest
+    return "+".join(f"{times!r}*{adapter.digest}" for adapter, times in parts)
+
+
+def mixture(parts: Sequence[tuple[Adapter, float]], digest: str) -> Adapter:
+    """Returns one adapter that adds what all of these do, each times a number."""
+    if len(parts) == 1:
+        ((adapter, times),) = parts
+        scaled = {name: one._replace(scale=one.scale * times) for name, one in adapter.factors.items()}
+        return Adapter(scaled, digest)
+    factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for adapter, times in parts:
+        for name, (down, up, scale) in adapter.factors.items():
+            factors.setdefault(name, []).append((down.float(), up.float() * (scale * times)))
+    joined = {name: tuple(zip(*pairs, strict=True)) for name, pairs in factors.items()}
+    return Adapter({name: Factors(torch.cat(d), torch.cat(u, 1), 1.0) for name, (d, u) in joined.items()}, digest)
 
 
 class Target(NamedTuple):
@@ -76,7 +112,7 @@ class AdapterTargets:
         config, ranks = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None), model.ranks
         hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
         self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
-        self._config = config
+        self.config = config
         own, linears = _matrices(config, ranks), model.adaptable()
         self._every = _matrices(config, ALONE).keys()
         self.ends: dict[str, list[int]] = {}
@@ -108,7 +144,7 @@ class AdapterTargets:
             yield name.removesuffix(".weight"), factors._replace(up=up)
 
     def _parts(self, name: str, up: Tensor) -> Iterator[tuple[str, Tensor]]:
-        apart = self._config.family.apart
+        apart = self.config.family.apart
         for own, part in ((name, up),) if apart is None else apart(name, up):
             if self._net is None:
                 yield own, part
@@ -175,6 +211,14 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for one in self.weights.values() for part in (one.down, one.up))
+
+    def warm_up(self, ops: LayerOps) -> None:
+        """Runs each kind of products with few rows and with many, so that their kernels are there."""
+        kinds = {(one.down.shape, one.up.shape): one for one in self.weights.values()}
+        for (down, up), weights in kinds.items():
+            for rows in (1, FEW_ROWS + 1):
+                x, y = weights.down.new_zeros(rows, down[-1]), weights.up.new_zeros(rows, up[-1])
+                ops.adapt(y, x, weights, weights.ranks.new_zeros(rows))
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot, which nothing that runs has. adapter: that was checked, of a rank that slots have room for."""

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors
+from draftwing.models.adapters.adapter import Adapter, Factors, checked_factors
 from draftwing.models.adapters.files import CONFIG, WEIGHTS, read_config, read_file
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
@@ -96,22 +95,10 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
         name = canonical(module)
         if name in found:
             raise CheckpointError(f"{path}: {show(module)}: expected one pair for each matrix, found two")
-        found[name] = _pair(pair["A"], pair["B"], f"{path}: {show(module)}", scale, module)
+        where = f"{path}: {show(module)}"
+        checked_factors(pair["A"], pair["B"], where)
+        found[name] = Factors(pair["A"], pair["B"], scale.of(module, len(pair["A"]), where))
     return found
-
-
-def _pair(down: Tensor, up: Tensor, where: str, scale: _Scales, module: str) -> Factors:
-    shapes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
-    if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
-        raise CheckpointError(f"{where}: expected lora_A [r, inputs] and lora_B [outputs, r]; found {shapes}")
-    if not 1 <= len(down) <= MAX_RANK:
-        raise CheckpointError(f"{where}: expected a rank from 1 to {MAX_RANK}, found {shapes}")
-    for part in (down, up):
-        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise CheckpointError(f"{where}: expected floating point of 16 bits or more, found {part.dtype}")
-        if not part.isfinite().all():
-            raise CheckpointError(f"{where}: expected numbers that are finite; found some that are not")
-    return Factors(down, up, scale.of(module, len(down), where))
 
 
 def _what(name: str) -> str:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FEW_ROWS = 64  # up to which a row may have work of its own, where more rows have other kernels
+
 
 class AdapterWeights(NamedTuple):
     """What the adapters in S slots add to one matrix. Its outputs lie in slices, such as q, k and v, each with factors

@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights
+from draftwing.ops.adapters.spec import FEW_ROWS, AdapterOps, AdapterWeights
 from draftwing.ops.triton.common import launch_options, start
 
 _FACTORS = 4  # rows of `down` that a program has
 _INPUTS = 1024  # that are summed together
 _OUTPUTS = 256  # that a program has
 _RANKS = 16  # whose products are summed together
-_FEW = 64  # rows up to which each has programs of its own
-_MANY = 8  # rows of a program otherwise
+_MANY = 8  # rows of a program where there are more than `FEW_ROWS`
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,4 +108,4 @@ class TritonAdapterOps(AdapterOps):
 
 
 def _rows_of(rows: int) -> int:
-    return 1 if rows <= _FEW else _MANY
+    return 1 if rows <= FEW_ROWS else _MANY

@@ -24,6 +24,7 @@ ADMIN_PATHS = frozenset(
         "/abort_request",
         "/flush_cache",
         "/delete_traffic",
+        "/lora-adapters",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/load_lora_adapter",

@@ -1,0 +1,193 @@
+"""Each request's text is that which its adapter gives it alone, without drafts: whoever runs beside it and drafts,
+after prefix hits and preemption, from graphs and recordings, on two ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_rig import BLOCKS, CUDA, RANKS, adapters_for
+
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine.graphs import RecordedStages
+
+CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
+PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
+TOKENS = 24
+pytestmark = [
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness=["blocks", "ranks"], lag=0),
+]
+
+
+@pytest.fixture(scope="session")
+def case(harness, one_thread):
+    """Model, adapters, prompts, which adapter each has, and each one's answer alone."""
+    model, prompts = harness.tiny_model(seed=2), harness.prompts_for(9)
+    adapters, which = adapters_for(model), [0, 1, 2, 3, 1, 0, 2, 3, 1]
+    prompts[4] = prompts[1] + [5]  # with the prefix of one with the same adapter
+    prompts[5] = prompts[1] + [5]  # and of one with another
+    params = [harness.greedy(TOKENS) if i % 2 else harness.seeded(TOKENS, seed=i) for i in range(len(prompts))]
+    (whole,) = getattr(model, "whole", (model,))
+    rig = harness.one_rank if hasattr(model, "whole") else harness.Rig
+    expected = {}
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        expected |= answers(rig(whole, rows=1, radix=False, adapters=adapters), [prompt], [param], which[i : i + 1], i)
+    for name in ("1", "5"):
+        assert len(set(map(tuple, expected.values()))) == len(prompts), name
+    return model, adapters, prompts, params, which, expected
+
+
+def answers(rig, prompts, params, which, first=0):
+    for i, (prompt, param, slot) in enumerate(zip(prompts, params, which, strict=True), first):
+        rig.submit(str(i), prompt, param, adapter=slot, salt=slot)
+    return rig.run().tokens
+
+
+def answer(harness, case, **kw):
+    model, adapters, prompts, params, which, expected = case
+    book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):  # of those with equal first tokens the oracle knows one
+        text = torch.tensor([*prompt, *expected[str(i)]])
+        book[prompt[0], : len(text)] = text
+    rig = harness.Rig(model, adapters=adapters, book=book, **kw)
+    assert answers(rig, prompts, params, which) == expected
+    return rig
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE, BUSHY], ids=["plain", "chain", "tree", "bushy"])
+def test_drafts(harness, case, shape, lag):
+    drafter = None if shape == PLAIN else "oracle"
+    rig = answer(harness, case, shapes=(shape,), drafter=drafter, miss=2, lag=lag, rows=9)
+    assert shape == PLAIN or rig.accept_length > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_lookups(harness, case, drafter):
+    answer(harness, case, shapes=(TreeShape(7, 4, 8),), drafter=drafter, lag=1)
+
+
+@pytest.mark.slow
+def test_the_best_nodes_of_a_batch(harness, case):
+    """Where trees are of different sizes each query has its row's adapter."""
+    model, adapters, prompts, _, which, _ = case
+    params = [harness.greedy(TOKENS) for _ in prompts]
+    (whole,) = getattr(model, "whole", (model,))
+    rig = harness.one_rank if hasattr(model, "whole") else harness.Rig
+    expected = answers(rig(whole, radix=False, adapters=adapters), prompts, params, which)
+    case = model, adapters, prompts, params, which, expected
+    rig = answer(harness, case, drafter="oracle", miss=1, lag=1, policy=harness.Cycle(PART, PART, TREE))
+    assert rig.stats.shapes == {PART, TREE, PLAIN} and rig.accept_length > 1.2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_retracted_and_in_small_chunks(harness, case, lag):
+    """A pool for less than two requests."""
+    rig = answer(harness, case, shapes=(TREE,), drafter="oracle", miss=2, lag=lag, slots=120, rows=6, chunk=5)
+    assert rig.sched.retractions > 0
+
+
+def test_prefixes_are_an_adapters_own(harness, case):
+    model, adapters, prompts, params, which, expected = case
+    rig = harness.Rig(model, adapters=adapters, rows=2)
+    found = {}
+    for i, (prompt, param, slot) in enumerate(zip(prompts, params, which, strict=True)):
+        rig.submit(str(i), prompt, param, adapter=slot, salt=slot)
+        answered = rig.run()
+        found |= answered.tokens
+        if i in (4, 5):  # of which the first goes on from the other's prompt, and the second from nobody's
+            assert (answered.final[str(i)].meta["cached_tokens"] > 0) == (i == 4)
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+def test_from_graphs(harness, case, drafter, mixed):
+    """Those of steps with adapters stand in place of others."""
+    if hasattr(case[0], "whole"):
+        pytest.skip("ranks of tests have no graphs")
+    policy = harness.Cycle(TREE, CHAIN) if drafter else None
+    rig = answer(
+        harness, case, drafter=drafter, policy=policy, miss=2, lag=1, graph_size=8, ahead=24, rows=8, mixed=mixed
+    )
+    assert rig.executor.graphs.replays > 30
+
+
+def test_steps_with_adapters_are_recorded_on_a_cpu(harness, case):
+    model, adapters, prompts, params, which, expected = case
+    rig = harness.Rig(model, adapters=adapters, rows=4, radix=False)
+    graphs = rig.executor.graphs
+    if not isinstance(graphs, RecordedStages) or "BlockedGemm" not in str(type(model.lm_head.op.first_gemm)):
+        pytest.skip("where steps are calls of C kernels alone")
+    found = answers(rig, prompts[:4], params[:4], which[:4])
+    assert found == {name: expected[name] for name in found}
+    assert graphs.replays > 3 * 12, "of each step"
+    before = graphs.replays
+    found = answers(rig, [prompts[0], prompts[5]], [params[0], params[5]], [0, 0])
+    assert found["0"] == expected["0"] and graphs.replays > before + 3 * 12
+
+
+def random_engine(harness, seed):
+    """Runs requests with adapters in an engine of which all is drawn; some are aborted. Returns accepted drafts."""
+    draw = random.Random(seed)
+    model = harness.tiny_model(seed=seed % 7)
+    (whole,) = getattr(model, "whole", (model,))
+    adapters = adapters_for(whole, [draw.randint(1, 12) for _ in range(draw.randint(1, 4))], seed, draw.random())
+    prompts = harness.prompts_for(draw.randint(2, 8), seed=seed)
+    which = [draw.randint(0, len(adapters)) for _ in prompts]
+    params = [
+        harness.seeded(draw.randint(1, 20), seed=i, temperature=draw.choice([0.0, 0.7, 1.5]))
+        for i in range(len(prompts))
+    ]
+    rows, of_one = draw.randint(1, 6), harness.one_rank if whole is not model else harness.Rig
+    alone = {}
+    for i in range(len(prompts)):
+        rig = of_one(whole, rows=1, radix=False, adapters=adapters)
+        alone |= answers(rig, prompts[i : i + 1], params[i : i + 1], which[i : i + 1], i)
+    book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        text = torch.tensor([*prompt, *alone[str(i)]])
+        book[prompt[0], : len(text)] = text
+    drafter = draw.choice([None, "oracle", "oracle", "ngram", "suffix"])
+    shapes = [TreeShape(6, 3, 8)] if drafter in ("ngram", "suffix") else [CHAIN, TREE, BUSHY]
+    graph_size = draw.choice([0, 0, rows]) if whole is model else 0
+    rig = harness.Rig(
+        model, adapters=adapters, rows=rows, drafter=drafter, book=book, miss=draw.randint(0, 4),
+        lag=draw.randint(0, 1),
+        policy=harness.Cycle(*draw.sample(shapes, draw.randint(1, len(shapes)))) if drafter else None,
+        slots=draw.choice([120, 200, 1000]), chunk=draw.choice([3, 8, 64]), radix=draw.random() < 0.8,
+        graph_size=graph_size, ahead=draw.choice([0, 24]), mixed=draw.random() < 0.3 and not graph_size,
+    )  # fmt: skip
+    todo, aborted = list(range(len(prompts))), set()
+
+    def between(turn):
+        if todo and draw.random() < 0.5:
+            submit(todo.pop())
+        if draw.random() < 0.03:
+            aborted.add(str(draw.randrange(len(prompts))))
+            rig.sched.abort(max(aborted))
+
+    def submit(i):
+        rig.submit(str(i), prompts[i], params[i], adapter=which[i], salt=which[i])
+
+    for _ in range(draw.randint(1, len(prompts))):
+        submit(todo.pop())
+    found = rig.run(between=between)
+    while todo:
+        submit(todo.pop())
+        found = rig.run(found, between=between)
+    for name, text in alone.items():
+        got = found.tokens.get(name, [])
+        assert got == text or (name in aborted and got == text[: len(got)]), (seed, name)
+    return rig.stats.tokens - rig.stats.rows
+
+
+@pytest.mark.slow
+@pytest.mark.further(harness=["blocks", "ranks"])
+def test_random_engines(harness, one_thread):
+    accepted = [random_engine(harness, seed) for seed in range(12)]
+    assert sum(count > 0 for count in accepted) >= 4
