@@ -162,9 +162,16 @@ NAMES = {
     "embed_tokens": "nextn.embed_tokens", "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
 }  # fmt: skip
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+ARCHITECTURES = {
+    "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v32": "deepseek32", "glm_moe_dsa": "glm-dsa",
+}  # fmt: skip
 
 
 def write_gguf(
@@ -178,14 +185,18 @@ def write_gguf(
     """A file as llama.cpp's converter lays it out. tensors: of a model of transformers and, with other names, of a
     prediction layer.  kind: of matrices.  joined: as files of old have latent attention.  apart: whether it has the
     two parts of its matrix, None: if it has not the whole."""
-    arch = {"glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}.get(config.model_type, "deepseek2")
+    arch = ARCHITECTURES.get(config.model_type, "deepseek2")
     writer = gguf_package.GGUFWriter(path, arch)
     predicts = any(name.endswith("eh_proj.weight") for name in tensors)
     _metadata(writer, config, predicts)
-    if arch == "deepseek2":
-        _latent_metadata(writer, config, joined)
-    else:
+    if arch in ("glm4moe", "minimax-m2"):
         _attention_metadata(writer, config)
+    else:
+        _latent_metadata(writer, config, joined)
+    if hasattr(config, "index_topk"):
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
     experts: dict[str, list[Tensor]] = {}
     for name, value in tensors.items():
         stored = value.detach().float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from block_ops import BlockTorchOps
@@ -14,6 +15,7 @@ from moe_models import YARN, reference, write_gguf
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
+from draftwing.kv.pool import KVSpec
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.gguf_config import model_config
 from draftwing.models.loader import load_model, open_checkpoint
@@ -175,3 +177,22 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         file.metadata[f"glm4moe.{key}"] = value
         with pytest.raises(CheckpointError, match=message):
             model_config(file)
+
+
+@pytest.mark.parametrize(
+    ("types", "fits"),
+    [([True, False, True], True), ([1, 0, 1], True), ([1, 1, 1], False), ([1, 0], False), (None, True), (1, False)],
+)
+def test_which_layers_have_an_indexer_is_told_by_tensors(tmp_path: Path, types: Any, fits: bool) -> None:
+    """And what a file says of them must be the same."""
+    theirs = in_gguf("glm-5")
+    path = write_gguf(tmp_path / "m.gguf", theirs.config, theirs.state_dict())
+    file = open_gguf(path)
+    if types is not None:
+        file.metadata["glm-dsa.attention.indexer.types"] = np.array(types) if isinstance(types, list) else types
+    if fits:
+        kept = [layer.mixer.keeps() for layer in model_config(file).layers]
+        assert [spec.index_size for spec in kept if isinstance(spec, KVSpec)] == [32, 0, 32]
+        return
+    with pytest.raises(CheckpointError, match=r"attention\.indexer\.types: expected 1 of each layer with tensors"):
+        model_config(file)

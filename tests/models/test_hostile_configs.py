@@ -68,6 +68,8 @@ HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Ne
            "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH",
            "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1", "kimi-linear": "KimiLinear"}  # fmt: skip
 
+LATENT = {"deepseek2": "deepseek-v3", "deepseek32": "deepseek-v3.2", "glm-dsa": "glm-5"}
+
 
 def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
     """Every hostile value of every key, each key left out, and a few of several keys at once; of a model that is one
@@ -216,8 +218,8 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     if arch == "gemma4":
         model = gemma4_models.reference("per-layer")
         file = open_gguf(gemma4_models.write_gguf(tmp_path / "m.gguf", model, suppressed=[3], edit=more))
-    elif arch == "deepseek2":
-        latent = moe_models.reference("deepseek-v3")
+    elif arch in LATENT:
+        latent = moe_models.reference(LATENT[arch])
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif arch == "minicpm3":
         latent = random_reference(arch)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.indexer import IndexConfig
@@ -182,6 +184,24 @@ def in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> t
     return (replace(layer, mixer=latent_in_gguf(file, fields)),) * count
 
 
+def indexed_in_gguf(
+    file: GGUFFile, fields: Fields, layer: LayerConfig, count: int, interleaved: bool = False
+) -> tuple[LayerConfig, ...]:
+    """Returns layers with an indexer where the file has its tensors, else with another layer's picks."""
+
+    def size(key: str) -> int:
+        return fields.whole(f"attention.indexer.{key}", high=WIDEST)
+
+    index = IndexConfig(size("head_count"), size("key_length"), size("top_k"), interleaved)
+    latent = latent_in_gguf(file, fields)
+    full, key = [f"blk.{i}.indexer.attn_k.weight" in file.tensors for i in range(count)], "attention.indexer.types"
+    said = fields.get(key)
+    if not full[0] or (said is not None and np.atleast_1d(said).tolist() not in (full, full[:1] * all(full))):
+        raise fields.unlike(key, "1 of each layer with tensors of an indexer, of which the first is one")
+    of_kind = {own: replace(layer, mixer=replace(latent, index=replace(index, shared=not own))) for own in set(full)}
+    return tuple(of_kind[own] for own in full)
+
+
 # Of experts by sigmoids. Converters of `deepseek2` say nothing of norms where there are none.
 IN_GGUF = ExpertMetadata(
     (UNSAID, SIGMOID), neutral={}, sigmoid=True, grouped=True, shared=True, more={"wide_router": True}
@@ -197,7 +217,6 @@ LATENT_NAMES = {
     "attn_v_b": "self_attn.v_b_proj",
 }
 _STORED: dict[str, Any] = {
-    "architecture": "deepseek2",
     "names": LATENT_NAMES,
     "fields": turned,
     "layers": in_gguf,
@@ -209,6 +228,18 @@ _NEUTRAL: dict[str, Values] = {
     "n_group": None,
     "topk_group": None,
     "first_k_dense_replace": None,  # beside `mlp_layer_types`
+}
+# The same with an indexer.
+INDEXED_IN_GGUF: dict[str, Any] = _STORED | {
+    "names": LATENT_NAMES
+    | {
+        "indexer.attn_k": "self_attn.indexer.wk",
+        "indexer.attn_q_b": "self_attn.indexer.wq_b",
+        "indexer.proj": "self_attn.indexer.weights_proj",
+        "indexer.k_norm": "self_attn.indexer.k_norm",
+    },
+    "layers": indexed_in_gguf,
+    "experts": IN_GGUF._replace(renormalised=False),
 }
 # What all with latent attention have in common, as `Family` has it.
 LATENT: dict[str, Any] = {
@@ -228,6 +259,7 @@ FAMILIES = {
         "deepseek_v2",
         **LATENT | {"experts": _experts_by_softmax},
         gguf=InGGUF(
+            "deepseek2",
             **_STORED,
             with_experts=_is_v2,
             experts=IN_GGUF._replace(
@@ -240,7 +272,9 @@ FAMILIES = {
         **LATENT,
         predicts="numbered",
         wholes={f"{name}ForConditionalGeneration": Whole("kimi_k25", {}) for name in ("KimiK25", "Kimi_K25")},
-        gguf=InGGUF(**_STORED, experts=IN_GGUF._replace(renormalised=False)),
+        gguf=InGGUF("deepseek2", **_STORED, experts=IN_GGUF._replace(renormalised=False)),
     ),
-    "DeepseekV32ForCausalLM": Family("deepseek_v32", **INDEXED, predicts="numbered"),
+    "DeepseekV32ForCausalLM": Family(
+        "deepseek_v32", **INDEXED, predicts="numbered", gguf=InGGUF("deepseek32", **INDEXED_IN_GGUF)
+    ),
 }

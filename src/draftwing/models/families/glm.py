@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from draftwing.layers.config import LayerConfig
 from draftwing.models.families.deepseek import (
     IN_GGUF,
     INDEXED,
+    INDEXED_IN_GGUF,
     LATENT,
     NAMES,
     dense_layers,
     experts,
+    indexed_in_gguf,
     indexed_layers,
 )
 from draftwing.models.family import Family, InGGUF, Whole
@@ -76,5 +79,11 @@ FAMILIES = {
         gguf=InGGUF("glm4moe", names={"post_attention_norm": "post_attention_layernorm"}, experts=IN_GGUF),
     ),
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", eps=1e-5, **LATENT, predicts="numbered"),  # GGUF: as V3
-    "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", eps=1e-5, **_INDEXED, predicts="numbered"),
+    "GlmMoeDsaForCausalLM": Family(
+        "glm_moe_dsa",
+        eps=1e-5,
+        **_INDEXED,
+        predicts="numbered",
+        gguf=InGGUF("glm-dsa", **INDEXED_IN_GGUF | {"layers": partial(indexed_in_gguf, interleaved=True)}),
+    ),
 }
