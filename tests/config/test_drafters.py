@@ -9,7 +9,16 @@ import inspect
 import pytest
 
 from draftwing import ConfigError
-from draftwing.config.drafters import DEFAULT, DRAFTERS, NO_DRAFTER, TRAINED, find_drafter, head_drafter, training
+from draftwing.config.drafters import (
+    DEFAULT,
+    DRAFTERS,
+    NO_DRAFTER,
+    SECOND,
+    TRAINED,
+    find_drafter,
+    head_drafter,
+    training,
+)
 from draftwing.config.options import Options
 from draftwing.train.fit import recipe
 
@@ -62,10 +71,35 @@ def test_a_pair_is_the_drafter_with_a_model_and_a_lookup(asked: str) -> None:
     assert find_drafter("SUFFIX+MTP").name == "NEXTN+SUFFIX" and not pair.own
 
 
+def test_two_heads_and_a_lookup() -> None:
+    found = find_drafter("SUFFIX+EAGLE3+MTP")
+    assert found.name == "EAGLE3+NEXTN+SUFFIX" and found.lookup is find_drafter("SUFFIX")
+    assert found.parts == tuple(map(find_drafter, ("EAGLE3", "NEXTN", "SUFFIX"))) and found.tree == found.parts[0].tree
+    assert {SECOND, *(name for part in found.parts for name in part.options)} == set(found.options)
+    assert found.credited == (("prediction",), ("EAGLE3+NEXTN",), ("SUFFIX",), ("EAGLE3+NEXTN", "SUFFIX"))
+    two = find_drafter("DFLASH2+EAGLE3")
+    assert two.lookup is None and two.heads == find_drafter("DFLASH2").heads and SECOND in two.options
+    assert SECOND not in find_drafter("EAGLE3+NGRAM").options
+
+
 @pytest.mark.parametrize(
     "asked",
-    ["EAGLE3+EAGLE", "NGRAM+SUFFIX", "none+NGRAM", "EAGLE3+", "EAGLE3+magic", "EAGLE3+NGRAM+NGRAM", "a:B+NGRAM"],
+    [
+        "EAGLE3+EAGLE3",
+        "NGRAM+SUFFIX",
+        "none+NGRAM",
+        "EAGLE3+",
+        "EAGLE3+magic",
+        "EAGLE3+NGRAM+NGRAM",
+        "a:B+NGRAM",
+        "STANDALONE+EAGLE3",
+        "EAGLE3+EAGLE+NEXTN",
+        "FROZEN_KV_MTP+EAGLE+NGRAM",
+        "EAGLE3+NEXTN+NGRAM+SUFFIX",
+    ],
 )
 def test_other_pairs_are_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match=r"a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):
+    with pytest.raises(
+        ConfigError, match=r"a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.* two different .*found"
+    ):
         find_drafter(asked)

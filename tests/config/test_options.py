@@ -22,7 +22,7 @@ from draftwing.errors import ConfigError
     [
         (
             {"speculative_algorithm": "magic"},
-            f"must be one of {', '.join(NAMES)}, two of them as in EAGLE3+NGRAM, or module:Class of a "
+            f"must be one of {', '.join(NAMES)}, several as in EAGLE3+NGRAM, or module:Class of a "
             "drafter of your own; found 'magic'",
         ),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),

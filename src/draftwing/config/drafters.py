@@ -29,7 +29,8 @@ LM_HEAD = "speculative_lm_head_quantization"
 MEMORY_FILE = "speculative_memory"
 OWN_LAYERS = "mtp"  # of `DrafterSpec.heads`: prediction layers, which may come with a model
 _OPTION = "speculative_algorithm"
-PAIR = "EAGLE3+NGRAM"  # an example of one
+TOGETHER = "EAGLE3+NGRAM"  # an example of drafters that draft one tree
+SECOND = "speculative_second_draft_model_path"
 
 
 class Training(NamedTuple):
@@ -63,7 +64,8 @@ class DrafterSpec:
     matched: whether its trees come from matches, and so have any number of nodes; else they grow level by level.
     heads: kinds of heads that it loads (`models.heads.loader`), its own first; their configs may ask for a tree.
     training: how its own kind of head is trained.
-    parts: of a pair, such as EAGLE3+NGRAM, the drafter with a model and the lookup; what is said above is the former's.
+    parts: of drafters that draft one tree, such as EAGLE3+NEXTN+SUFFIX: one or two with a model, perhaps a lookup; what
+    is said above is the first's.
     """
 
     name: str
@@ -89,8 +91,15 @@ class DrafterSpec:
         """Returns whom a draft counts for, by its source (`config.trees.SOURCES`)."""
         if self.own:
             return ((self.name,),) * len(SOURCES)
-        names = tuple(part.name for part in self.parts or (self,) if part.build is not None)
+        of_models = "+".join(part.name for part in self.parts if part.draft_model) or self.name
+        lookup = self.lookup
+        names = (of_models, *([] if lookup is None else [lookup.name])) if self.build is not None else ()
         return ("prediction",), names[:1], names[-1:], names
+
+    @property
+    def lookup(self) -> DrafterSpec | None:
+        """Returns the lookup among its parts."""
+        return next((part for part in self.parts if part.matched), None)
 
     def make(self, context: Any) -> Any:
         """Returns the `Drafter` for a `DraftContext`. Not for what has no `build`."""
@@ -201,22 +210,22 @@ TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not
 
 
 def find_drafter(asked: str | type[Any]) -> DrafterSpec:
-    """Returns the drafter of this name, two of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class
-    itself.
+    """Returns the drafter of this name, several of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the
+    class itself.
 
-    Raises ConfigError for a name that nobody has, for drafters that make no pair, for a class that cannot be imported,
-    and for one that is no drafter.
+    Raises ConfigError for a name that nobody has, for drafters that draft no tree together, for a class that cannot be
+    imported, and for one that is no drafter.
     """
     if isinstance(asked, type):
         return _own(asked, f"{asked.__module__}:{asked.__qualname__}")
     if "+" in asked:
-        return _pair(asked)
+        return _together(asked)
     if ":" in asked:
         return _own(import_attribute(asked, _OPTION), asked)
     found = _named(asked)
     if found is None:
         raise ConfigError(
-            f"{_OPTION} must be one of {', '.join(NAMES)}, two of them as in {PAIR}, or module:Class of a drafter of "
+            f"{_OPTION} must be one of {', '.join(NAMES)}, several as in {TOGETHER}, or module:Class of a drafter of "
             f"your own; found {asked!r}"
         )
     return found
@@ -226,26 +235,28 @@ def _named(asked: str) -> DrafterSpec | None:
     return next((spec for spec in DRAFTERS if asked.lower() in (n.lower() for n in (spec.name, *spec.aliases))), None)
 
 
-def _pair(asked: str) -> DrafterSpec:
-    """Returns a drafter with a model and a lookup, which draft one tree together; in either order."""
+def _together(asked: str) -> DrafterSpec:
+    """Returns drafters that draft one tree: with a model, with a second one, and a lookup, in any order."""
     parts = [_named(name.strip()) for name in asked.split("+")]
     models = [spec for spec in parts if spec is not None and spec.draft_model]
     lookups = [spec for spec in parts if spec is not None and spec.matched]
-    if (len(parts), len(models), len(lookups)) != (2, 1, 1):
-        able = [", ".join(spec.name for spec in DRAFTERS if getattr(spec, key)) for key in ("draft_model", "matched")]
+    two = len(models) == 2 and models[0] is not models[1] and all(spec.heads for spec in models)
+    if len(models) + len(lookups) < len(parts) or len(lookups) > 1 or not (two or len(models) == len(lookups) == 1):
+        able = [[spec.name for spec in DRAFTERS if getattr(spec, key)] for key in ("draft_model", "heads", "matched")]
+        of_model, of_head, of_lookup = (", ".join(names) for names in able)
         raise ConfigError(
-            f"{_OPTION}: a pair is a drafter with a model ({able[0]}) and a lookup ({able[1]}), as in {PAIR}; found "
-            f"{asked!r}"
+            f"{_OPTION}: expected a drafter with a model ({of_model}) and a lookup ({of_lookup}), as in {TOGETHER}, or "
+            f"two different ones with a head ({of_head}), with or without a lookup; found {asked!r}"
         )
-    model, lookup = models[0], lookups[0]
+    parts_in_order = (*models, *lookups)
     return replace(
-        model,
-        name=f"{model.name}+{lookup.name}",
-        build="draftwing.spec.build:pair",
+        models[0],
+        name="+".join(spec.name for spec in parts_in_order),
+        build="draftwing.spec.build:together",
         aliases=(),
-        options=(*model.options, *lookup.options),
+        options=(*dict.fromkeys(name for spec in parts_in_order for name in spec.options), *([SECOND] if two else [])),
         training=None,
-        parts=(model, lookup),
+        parts=parts_in_order,
     )
 
 

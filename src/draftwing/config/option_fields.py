@@ -322,6 +322,11 @@ class OptionFields:
         "prediction layers)", aliases=("speculative_draft_model", "model_draft", "hf_repo_draft"),
         short=("-md", "-hfd"), common=True,
     )  # fmt: skip
+    speculative_second_draft_model_path: str | None = option(
+        None, SPECULATION,
+        "head of the second drafter of a --speculative-algorithm such as EAGLE3+DFLASH2+SUFFIX (default: the target's "
+        "own prediction layers, or the head that comes with the model)",
+    )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
     )

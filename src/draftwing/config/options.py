@@ -22,6 +22,7 @@ from draftwing.config.drafters import (
     DRAFT_MODEL,
     DRAFTERS,
     NO_DRAFTER,
+    SECOND,
     TOKEN_MAP,
     DrafterSpec,
     find_drafter,
@@ -238,6 +239,12 @@ def _speculation(options: Options) -> Options:
             draft, commit = published
             revision = options.speculative_draft_model_revision or commit
             options = dataclasses.replace(options, speculative_draft_model_revision=revision)
+    second = options.speculative_second_draft_model_path
+    if second is None and SECOND in drafter.options:
+        found = shipped_head(options.model, drafter.parts[1])
+        options = dataclasses.replace(
+            options, speculative_second_draft_model_path=None if found is None else str(found)
+        )
     _check_draft_model(drafter, draft)
     if draft is not None and TOKEN_MAP in drafter.options:
         tokens = token_map_in(Path(draft).expanduser())

@@ -156,7 +156,7 @@ class DecoderModel(nn.Module):
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
-            return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
+            return x, self._joined(aux_layers, x, whole.joined(outs))
         streams = {0: x} if 0 in aux_layers else {}
         embeddings = None
         if self.per_layer is not None:
@@ -221,14 +221,24 @@ class DecoderModel(nn.Module):
         return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
-        """Returns all layers in one call, where the auxiliary hidden states are outputs of them, or what comes after
-        the final norm alone."""
-        kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
+        """Returns all layers in one call, where the auxiliary hidden states are outputs of them, and perhaps before or
+        behind these what comes after the final norm."""
+        kept, final = tuple(aux_layers), self.final_aux_layer
+        kept = kept[1:] if kept[:1] == (final,) else kept[:-1] if kept[-1:] == (final,) else kept
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
             # The call has one rotary embedding.
             self._whole[kept] = whole_layers(self._ops, weights, kept) if len(self.ropes) == 1 else None
         return self._whole[kept]
+
+    def _joined(self, aux_layers: Sequence[int], final: Tensor, kept: Tensor | None) -> Tensor | None:
+        """Returns the auxiliary hidden states of `_whole_layers`. final: what comes after the final norm; kept: those
+        that are outputs of layers, side by side."""
+        names = [layer == self.final_aux_layer for layer in (*aux_layers[:1], *aux_layers[-1:])]
+        if kept is None:
+            return final if any(names) else None
+        parts = [final] * names[0] + [kept] + [final] * names[1]
+        return parts[0] if len(parts) == 1 else self._ops.concat_columns(*parts)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""

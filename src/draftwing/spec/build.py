@@ -7,10 +7,12 @@ import math
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from draftwing.config.drafters import SECOND, DrafterSpec
+from draftwing.config.trees import TreeShape, carried_shape, max_nodes
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
@@ -19,9 +21,11 @@ from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_assistant, load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
+from draftwing.models.hub import resolve_model
 from draftwing.ops.table import TorchOps
 from draftwing.spec.block_drafter import BlockDrafter
-from draftwing.spec.drafter import DraftContext
+from draftwing.spec.drafter import DraftContext, Drafter
+from draftwing.spec.heads_drafter import HeadsDrafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.model_drafter import AssistantDrafter, HeadDrafter, ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
@@ -166,12 +170,37 @@ def assistant(context: DraftContext) -> AssistantDrafter:
     return AssistantDrafter(head, context.rows, context.shape.topk, context.dtype, context.ops)
 
 
-def pair(context: DraftContext) -> PairDrafter:
-    """Makes a drafter with a model and a lookup, one tree."""
-    model, lookup = context.options.drafter_spec.parts
-    return PairDrafter(
-        model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape, copied=lookup.tree
-    )
+def together(context: DraftContext) -> Drafter:
+    """Makes drafters that draft one tree: one or two with a model, perhaps a lookup."""
+    spec = context.options.drafter_spec
+    models, lookup = [part for part in spec.parts if part.draft_model], spec.lookup
+    model: Any = models[0].make(context)
+    if len(models) == 2:
+        second = _of_second(context, models[1])
+        model = HeadsDrafter(model, _shape_of(model, context.shape), models[1].make(second), second.shape)
+    if lookup is None:
+        return cast(Drafter, model)
+    return PairDrafter(model, lookup.make(replace(context, shape=lookup.tree)), context.shape, lookup.tree)
+
+
+def _of_second(context: DraftContext, part: DrafterSpec) -> DraftContext:
+    """Returns what there is to know when the second head is made: of the target's own layers where it has no folder."""
+    options = context.options
+    name = options.speculative_second_draft_model_path
+    if name is None and part.draft_model == "required":
+        raise ConfigError(f"speculative_algorithm {options.drafter} needs {SECOND}, the folder of the {part.name} head")
+    path = resolve_model(options.model, options.revision) if name is None else resolve_model(name, None)
+    own = None if name is None else str(path)
+    options = replace(options, speculative_algorithm=part.name, speculative_draft_model_path=own)
+    shape = carried_shape(path, context.device.type, context.shape) if part.heads else None
+    return replace(context, options=options, draft_path=path, shape=shape or context.shape)
+
+
+def _shape_of(drafter: HeadDrafter, shape: TreeShape) -> TreeShape:
+    """Returns the largest tree of a drafter: none deeper than its block."""
+    head = drafter.head
+    depth = min(shape.depth, head.config_of_block.steps) if isinstance(head, BlockHead) else shape.depth
+    return TreeShape(depth, shape.topk, min(shape.nodes, max_nodes(depth, shape.topk)))
 
 
 def _check_vocabulary(context: DraftContext, size: int) -> None:

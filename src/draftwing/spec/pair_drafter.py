@@ -1,4 +1,4 @@
-"""A drafter with a model and a lookup, which draft one tree together."""
+"""A drafter with a model, or two heads, and a lookup, which draft one tree together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from draftwing.ops.assign.spec import new_calibration
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
+from draftwing.spec.heads_drafter import HeadsDrafter
 from draftwing.spec.model_drafter import HeadDrafter
 
 
@@ -24,7 +25,7 @@ class PairDrafter(Drafter):
     fixed_confidence = False
     initial_confidence = 1
 
-    def __init__(self, model: HeadDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape) -> None:
+    def __init__(self, model: HeadDrafter | HeadsDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape) -> None:
         """lookup: a drafter without KV layers, with a confidence of its own; grown, copied: the largest tree of the
         model and of the lookup."""
         assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
@@ -60,7 +61,7 @@ class PairDrafter(Drafter):
 
     def propose(self, step: DraftStep) -> Draft:
         """Returns a draft of both, where the lookup may propose deeper trees than the model grows."""
-        shape = step.shape
+        shape, self.model.calibration = step.shape, self.calibration
         if shape.proposer == MODEL_ALONE:
             return self.model.propose(step)
         if shape.proposer == LOOKUP_ALONE:
