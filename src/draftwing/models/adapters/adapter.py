@@ -17,7 +17,7 @@ from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.weight_map import checkpoint_names
-from draftwing.ops.adapters.spec import FEW_ROWS, AdapterWeights
+from draftwing.ops.adapters.spec import SIZES, AdapterWeights
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
@@ -216,7 +216,7 @@ class AdapterSlots:
         """Runs each kind of products with few rows and with many, so that their kernels are there."""
         kinds = {(one.down.shape, one.up.shape): one for one in self.weights.values()}
         for (down, up), weights in kinds.items():
-            for rows in (1, FEW_ROWS + 1):
+            for rows in SIZES:
                 x, y = weights.down.new_zeros(rows, down[-1]), weights.up.new_zeros(rows, up[-1])
                 ops.adapt(y, x, weights, weights.ranks.new_zeros(rows))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEW_ROWS = 64  # up to which a row may have work of its own, where more rows have other kernels
+SIZES = (1, 5, 9, 33)  # rows of batches that devices may have different kernels for
 
 
 class AdapterWeights(NamedTuple):
@@ -66,8 +66,8 @@ class AdapterOps:
         self.adapter_up(y, self.adapter_down(x, weights, slots), weights, slots)
 
     def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Tensor:
-        """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank], in float32 or wider; of rows without an
-        adapter anything that is finite."""
+        """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank] or several such parts, in float32 or wider;
+        of rows without an adapter anything."""
         wide = torch.promote_types(x.dtype, torch.float32)
         at = (slots - 1).clamp(min=0)
         made = torch.zeros(len(x), *weights.down.shape[1:3], dtype=wide, device=x.device)
