@@ -85,6 +85,7 @@ def test_what_transformers_writes_has_no_key_that_is_unknown(name: str) -> None:
         "Glm4MoeForCausalLM": {"head_dim": 128},
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
         "Dots1ForCausalLM": some,
+        "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
         "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     }
     theirs = kinds[FAMILIES[name].model_type](architectures=[name], **own.get(name, {}))
@@ -96,7 +97,7 @@ def test_published_configs_with_a_key_too_many() -> None:
         if row.missing is not None:
             continue
         config = published(name)
-        inner = config.get("text_config", config)
+        inner = config.get("text_config", config.get("llm_config", config))
         inner["attention_of_tomorrow"] = 2
         with pytest.raises(CheckpointError, match="'attention_of_tomorrow' = 2 is not supported"):
             from_hf(config)

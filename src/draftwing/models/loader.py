@@ -58,7 +58,7 @@ _MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quanti
 _OTHER_SENSES = (
     "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
     "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
-    "model.connector.",
+    "model.connector.", "model.mlp1.",
 )  # fmt: skip
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

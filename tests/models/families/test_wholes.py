@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,26 @@ def test_text_alone_equals_transformers(name: str, tmp_path: Path) -> None:
     if name == "qwen3-vl-moe":  # published files have the transpose
         file = tmp_path / "model.safetensors"
         save_file({k: v.mT.contiguous() if ".experts." in k else v for k, v in load_file(file).items()}, file)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    ids = torch.randint(1, 101, (100,))
+    torch.testing.assert_close(whole_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+@torch.inference_mode()
+def test_text_of_internvl_as_its_authors_publish_it(kind: str, tmp_path: Path) -> None:
+    """Its language model is `llm_config`, and its tensors lie behind those of the tower."""
+    text = getattr(transformers, f"{kind}Config")(**TEXT | {"tie_word_embeddings": False})
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{kind}ForCausalLM")(text).float().eval()
+    for key, param in reference.named_parameters():
+        param.uniform_(0.5, 1.5) if "norm" in key else param.normal_(0, 0.15)
+    sight = {"vision_model.embeddings.class_embedding": torch.zeros(1, 1, 32), "mlp1.0.weight": torch.zeros(128)}
+    own = {f"language_model.{name}": value for name, value in reference.state_dict().items()}
+    save_file({**sight, **own}, tmp_path / "model.safetensors")
+    inner = {key: value for key, value in text.to_dict().items() if key != "architectures"}
+    config = {"architectures": ["InternVLChatModel"], "llm_config": inner, "vision_config": INTERN, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, torch.float32, "cpu")
     ids = torch.randint(1, 101, (100,))
     torch.testing.assert_close(whole_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)

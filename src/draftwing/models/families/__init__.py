@@ -61,6 +61,7 @@ _MODULES = (
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 PLAIN_FAMILY = "LlamaForCausalLM"  # whose layers draft heads have
+_INNER = "text_config", "llm_config"
 _OF_BOTH = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
 
@@ -70,7 +71,8 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     fields, found = Fields(config, "config"), _wholes(config)
     if not found:
         return config
-    inner = fields.inner("text_config") if fields.has("text_config") else fields  # older ones have no other
+    key = next((key for key in _INNER if fields.has(key)), None)
+    inner = fields if key is None else fields.inner(key)  # older ones have no other
     text = inner.get("model_type") if inner is not fields else None  # None: it is the first of several
     for architecture, _, whole in found:
         if not whole.text or text in (None, whole.text):
@@ -78,7 +80,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
             outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
             return {**whole.defaults, **own, **outer, "architectures": [architecture]}
     served = ", ".join(whole.text for _, _, whole in found)
-    raise CheckpointError(f"{found[0][1]}: text_config.model_type: expected one of {served}; found {show(text)}")
+    raise CheckpointError(f"{found[0][1]}: {key}.model_type: expected one of {served}; found {show(text)}")
 
 
 def sight(config: Mapping[str, Any]) -> tuple[TowerConfig | None, tuple[int, ...]]:

@@ -54,6 +54,7 @@ FAMILIES = {
             "Qwen2VLForConditionalGeneration": Whole("qwen2_vl", _OF_QWEN2),
             "Qwen2_5_VLForConditionalGeneration": Whole("qwen2_5_vl", _OF_QWEN2),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen2"),
+            "InternVLChatModel": Whole("internvl_chat", {}, "qwen2"),
         },
         gguf=InGGUF("qwen2"),
     ),
@@ -67,6 +68,7 @@ FAMILIES = {
         wholes={
             "Qwen3VLForConditionalGeneration": Whole("qwen3_vl", {"rope_theta": 5e5}, **_SEES),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3"),
+            "InternVLChatModel": Whole("internvl_chat", {}, "qwen3"),
         },
         gguf=InGGUF("qwen3"),
     ),
@@ -99,6 +101,7 @@ FAMILIES = {
                 "qwen3_vl_moe", {"norm_topk_prob": True, "rope_theta": 5e5}, **_SEES
             ),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3_moe"),
+            "InternVLChatModel": Whole("internvl_chat", {}, "qwen3_moe"),
         },
         gguf=InGGUF("qwen3moe", experts=ExpertMetadata()),
     ),
