@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pydantic import TypeAdapter, ValidationError
 
 from draftwing.errors import RequestError
+from draftwing.images.fetch import Fetcher
 from draftwing.images.parts import content_of, pictures_of, shown
 from draftwing.images.reader import Picture, Prompt, filled, placed
 from draftwing.requests.images import RequestImage
@@ -76,6 +77,7 @@ class Inputs:
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
         self._info, self._tokenizer = info, tokenizer
         self._reasoning = Reasoning(info.options, tokenizer)
+        self._fetch = Fetcher(info.options.allow_image_urls)
 
     def token_texts(self, asked: RequestOptions) -> TokenTexts | None:
         """Returns texts of tokens, where a call asks for them in log probabilities."""
@@ -111,7 +113,7 @@ class Inputs:
         render = tokenizer.render_continued if continue_final_message else tokenizer.render_chat
         every = list(map(read_messages, several))
         prompts = [
-            filled(render(shown(messages), **extra), pictures_of(messages), self._info.images) for messages in every
+            filled(render(shown(messages), **extra), self._fetched(messages), self._info.images) for messages in every
         ]
         texts = [prompt.text for prompt in prompts]
         ids = [self._placed(prompt) for prompt in prompts]
@@ -136,7 +138,7 @@ class Inputs:
         prompts, ids, read = self._prompts, [], []
         for conversation in several:
             chat = Chat(_called(read_messages(conversation)), functions, choice, template=dict(template or {}))
-            prompt = prompts.filled(chat, CALLED)
+            prompt = prompts.filled(chat, CALLED, list(map(self._fetch, chat.pictures)))
             ids.append(self._placed(prompt))
             read.append((chat, prompts.message_style(chat, prompt.text)))
         requests = self._requests(ids, params, request_options, [style.start for _, style in read], True)
@@ -146,6 +148,9 @@ class Inputs:
             shown = wanted.skip_special_tokens and not prompts.hidden(style)
             made.append(request._replace(params=wanted.replace(skip_special_tokens=shown)))
         return made
+
+    def _fetched(self, messages: Sequence[Message]) -> list[Picture]:
+        return list(map(self._fetch, pictures_of(messages)))
 
     def _placed(self, prompt: Prompt) -> Placed:
         return placed(self._tokenizer.encode(prompt.text, add_special_tokens=False), prompt, self._info.images)

@@ -6,15 +6,18 @@ import base64
 import dataclasses
 import io
 from typing import Any
+from urllib.parse import SplitResult
 
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from image_models import encoded, picture
 from PIL import Image, ImageCms, ImageOps
+from scripted import client_of
 from starlette.testclient import TestClient
 from tiny_tokenizers import byte_level
 
+from draftwing.images.fetch import Fetcher
 from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS, PatchProcessor
 from draftwing.requests.images import RequestImage
 from draftwing.text.tokenizer import Tokenizer
@@ -194,6 +197,35 @@ def bomb() -> bytes:
 def test_what_is_no_picture_is_refused(client: TestClient, url: str, words: str) -> None:
     message = refusal(client, url)
     assert words in message and "\n" not in message
+
+
+def test_pictures_of_addresses(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(fetcher: Fetcher, url: SplitResult, where: str, until: float) -> tuple[bytes, str]:
+        asked.append(url.geturl())
+        return encoded(SHOWN), ""
+
+    monkeypatch.setattr(Fetcher, "_asked", answer)
+    seeing = Seeing()
+    seeing.info = dataclasses.replace(
+        seeing.info, options=dataclasses.replace(seeing.info.options, allow_image_urls=("a.example",))
+    )
+    seeing.options = seeing.info.options
+    url = "https://a.example/b.png"
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": url}}]}]}),
+        ("/v1/messages", {"messages": [USER | {"content": [ANTHROPIC | {"source": {"type": "url", "url": url}}]}],
+                          "max_tokens": 2, "model": "m"}),
+        ("/v1/responses", {"input": [USER | {"content": [{"type": "input_image", "image_url": url}]}]}),
+        ("/generate", {"text": "<|image_pad|>", "image_data": url}),
+    ]  # fmt: skip
+    with client_of(seeing) as client:
+        for path, body in bodies:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, (path, response.text)
+    assert asked == [url] * len(bodies)
+    assert len({request.images[0].digest for request in seeing.requests}) == 1
 
 
 def test_a_bomb_is_refused_by_its_header(client: TestClient) -> None:

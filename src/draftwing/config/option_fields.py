@@ -64,6 +64,12 @@ class OptionFields:
         False, MODEL, "serve a model that reads images without what reads them, which takes memory",
         aliases=("language_model_only", "language_only"),
     )  # fmt: skip
+    allow_image_urls: tuple[str, ...] = option(
+        (),
+        SERVER,
+        "hosts from which pictures may be fetched that requests have the addresses of; *: any. Private "
+        "networks and this machine never",
+    )
     dtype: str = option(
         "auto", MODEL,
         "type of activations and of unquantised weights; auto: on CUDA the checkpoint's 16-bit type, on a CPU bfloat16 "

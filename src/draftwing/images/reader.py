@@ -46,8 +46,8 @@ def _of_url(url: str, where: str) -> bytes:
     scheme, _, rest = url.partition(":")
     if scheme.lower() != "data":
         raise RequestError(
-            f"{where}: addresses are not followed; send the picture itself, as data:image/png;base64,... "
-            f"(found {show(url)})",
+            f"{where}: addresses are not followed (--allow-image-urls HOST does); send the picture itself, as "
+            f"data:image/png;base64,... (found {show(url)})",
             where,
         )
     kind, found, text = rest.partition(",")

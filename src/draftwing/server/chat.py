@@ -130,10 +130,9 @@ class Prompts:
         """Reads one answer."""
         return (HarmonyReader if style.harmony else MessageReader)(style, self._tokenizer)
 
-    def filled(self, chat: Chat, names: Mapping[str, str]) -> Prompt:
+    def filled(self, chat: Chat, names: Mapping[str, str], pictures: Sequence[Picture]) -> Prompt:
         """Returns the prompt with its pictures; blocks as `render`, and while they are decoded."""
-        text = self.render(chat, names)
-        return filled(text, chat.pictures, self._images)
+        return filled(self.render(chat, names), pictures, self._images)
 
     def placed(self, ids: list[int], prompt: Prompt) -> tuple[list[int], tuple[RequestImage, ...]]:
         """Returns the tokens of a prompt with all of those of its images, and these."""
@@ -343,7 +342,8 @@ class Chats(Prompts):
         return await self._filled(chat, CALLED, size), chat.ignored
 
     async def _filled(self, chat: Chat, names: Mapping[str, str], size: int) -> Prompt:
-        return await self._service.pools.run(size, lambda gone: self.filled(chat, names))
+        pictures = await self._service.fetched(chat.pictures) if chat.pictures else []
+        return await self._service.pools.run(size, lambda gone: self.filled(chat, names, pictures))
 
     async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
         """Raises RequestError for the first function that a call of it is held to, and cannot be."""

@@ -278,7 +278,8 @@ async def _with_images(
     service: Service, body: GenerateRequest, count: int, batched: bool
 ) -> tuple[list[list[int]], list[tuple[RequestImage, ...]]]:
     """Returns tokens and images of each prompt. Raises RequestError."""
-    pictures, processor = body.pictures(count, batched), service.engine.info.images
+    processor = service.engine.info.images
+    pictures = [await service.fetched(some) for some in body.pictures(count, batched)]
     texts = [body.text] if isinstance(body.text, str) else body.text or []
     size = sum(len(one.data) for some in pictures for one in some)
 

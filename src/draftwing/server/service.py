@@ -18,6 +18,8 @@ from draftwing.engine.receipts import make_receipt
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, NotFound, RequestError, listed
 from draftwing.grammar.compiler import Translator
+from draftwing.images.fetch import Fetcher, is_address
+from draftwing.images.reader import Picture
 from draftwing.learn.traffic import ANONYMOUS, names_of
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams
@@ -137,6 +139,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.reasoning = Reasoning(self.options, tokenizer)
         self.pools = WorkerPools()
+        self._fetch = Fetcher(self.options.allow_image_urls)
         self._translator = Translator.of(engine.info.options, tokenizer)
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
         self._draw = random.Random(self.options.random_seed)
@@ -155,6 +158,12 @@ class Service:
         if not all(ids):
             raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
+
+    async def fetched(self, pictures: Sequence[Picture]) -> list[Picture]:
+        """Returns pictures with those that are somewhere else fetched, where that is allowed. Raises RequestError."""
+        if not self.options.allow_image_urls or not any(map(is_address, pictures)):
+            return list(pictures)
+        return [await self.pools.fetch(partial(self._fetch, picture)) for picture in pictures]
 
     @property
     def max_body_size(self) -> int:
