@@ -43,7 +43,8 @@ class Tiling(NamedTuple):
     short: int = 128  # positions of a split below `tier`
     tier: int = 2048
     long: int = 512  # positions of a split from `tier` on
-    rows: int = 16  # rows (nodes x group) of a tile of decode, chains, and the second launch of trees
+    rows: int = 16  # rows (nodes x group) of a tile of decode and chains
+    own_rows: int = 16  # of the second launch of trees
     warps: int = 4  # of tiles up to 64 rows
     stages: int = 3  # units under way, of decode, chains and masked trees
     own: int = 64  # most keys that a tile gathers at a time for its nodes alone

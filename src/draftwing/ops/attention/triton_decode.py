@@ -107,14 +107,15 @@ def split_count(length: int, tiling: Tiling) -> int:
 
 
 @functools.cache
-def _own_tiling(queries: int, lanes: int, group: int, rows: int, tiling: Tiling) -> tuple[int, int, int]:
-    """(FRONT, STEP, STEPS): lanes of a group in a unit, subsets gathered at a time, and how often. rows: of a tile."""
+def _own_tiling(queries: int, lanes: int, group: int, rows: int, tiling: Tiling) -> tuple[int, int, int, int]:
+    """(FRONT, STEP, TURNS, STEPS): lanes of a group in a unit, subsets that are gathered at a time, groups of each, and
+    how often for all subsets. rows: of a tile."""
     tiles = range(-(-queries * group // rows))
     nodes = [(tile * rows // group, min((tile * rows + rows - 1) // group, queries - 1)) for tile in tiles]
     subsets = max(last // NODES - first // NODES + 1 for first, last in nodes)
     front = min(tiling.unit, lanes)
     step = min(triton.next_power_of_2(subsets), max(1, tiling.own // front))
-    return front, step, -(-subsets // step)
+    return front, step, min(NODES, max(1, tiling.own // (front * step))), -(-subsets // step)
 
 
 def tree_attention(
@@ -182,17 +183,17 @@ def tree_attention(
 
     def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
         tiles, times = grid(tile)
-        front, step, steps = (padded(window), 1, 1)
+        front, step, turns, steps = (padded(window), 1, 1, 1)
         if how.exact:
-            front, step, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
+            front, step, turns, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
             WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
-            LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, CAP=kind.cap,
-            PHASE=phase,
+            LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, TURNS=turns, STEPS=steps, EXACT=how.exact,
+            CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
@@ -201,6 +202,6 @@ def tree_attention(
 
     if how.two_launches:
         launch(1, how.lanes, how.rows, tiling.context_stages)
-        launch(2, 1, tiling.rows, tiling.stages)
+        launch(2, 1, min(tiling.own_rows, how.rows), tiling.stages)
     else:
         launch(0, how.lanes, how.rows, tiling.stages)

@@ -138,24 +138,24 @@ def _load_own(
 
 @triton.jit
 def _group_keys(
-    kv, table_row, columns, places, seen, head, member, first_subset, turn, low, dim, start_at, offset, stop, queries,
-    node,
+    kv, table_row, columns, places, seen, head, own_turn, first_subset, first_turn, low, dim, start_at, offset, stop,
+    queries, node,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
-    FRONT: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, TURNS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Of STEP subsets from `first_subset` on, each one's group `turn` (`TreeGroups`, of LANES lanes): its FRONT keys
-    from lane `offset` on, which is position start_at, below `stop` -> keys, values [STEP * FRONT, ..], as load_kv has
-    them, whose they are [ROWS, STEP * FRONT]. columns, places, seen: of the batch row. member [ROWS]: the subset of a
-    row whose group this is, else -1. low [ROWS]: the first position that a row sees"""
-    lane = tl.arange(0, STEP * FRONT)
-    subset, within = first_subset + lane // FRONT, offset + lane % FRONT
-    leader = subset * _NODES + turn
-    ok = (leader < queries) & (within < LANES) & (start_at + lane % FRONT // 16 * 16 < stop)
+    """Of STEP subsets from `first_subset` on, TURNS groups of each from `first_turn` on (`TreeGroups`, of LANES lanes):
+    their FRONT keys from lane `offset` on, which is position start_at, below `stop` -> keys, values [KEYS, ..], KEYS =
+    STEP * TURNS * FRONT, as load_kv has them, whose they are [ROWS, KEYS]. columns, places, seen: of the batch row.
+    own_turn [ROWS]: which of its subset's groups a row belongs to. low [ROWS]: the first position that a row sees"""
+    lane = tl.arange(0, STEP * TURNS * FRONT)
+    subset, turn = first_subset + lane // (TURNS * FRONT), first_turn + lane // FRONT % TURNS
+    within, leader = offset + lane % FRONT, subset * _NODES + turn
+    ok = (turn < _NODES) & (leader < queries) & (within < LANES) & (start_at + lane % FRONT // 16 * 16 < stop)
     column = tl.load(columns + leader * LANES + within, mask=ok, other=-1)
     ok = column >= 0
     slot = tl.load(table_row + column, mask=ok, other=0)
     k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
-    mine = (member[:, None] == subset[None, :]) & ok[None, :]
+    mine = ((node // _NODES)[:, None] == subset[None, :]) & (own_turn[:, None] == turn[None, :]) & ok[None, :]
     bits = tl.load(seen + node[:, None] * (LANES // 16) + (within // 16)[None, :], mask=mine, other=0)
     mine = mine & ((bits >> (within % 16)[None, :]) & 1 != 0)
     if WINDOW > 0:
@@ -203,7 +203,7 @@ def _with_mixed_unit(
     low, valid, dim, scale, window, queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    STEP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
@@ -224,31 +224,29 @@ def _with_mixed_unit(
         front, stop = tl.maximum(at, shared), at + UNIT
         first = tile * ROWS // GROUP // _NODES
         own_turn = tl.load(turn + node, mask=valid, other=-1)
-        rounds = tl.max(tl.load(turns + node, mask=valid, other=1), 0) * STEPS
-        subset = node // _NODES
+        rounds = (tl.max(tl.load(turns + node, mask=valid, other=1), 0) + TURNS - 1) // TURNS * STEPS
         if rounds == 1:
             own_k, own_v, mine = _group_keys(
-                kv, table_row, columns, places, seen, head, tl.where(own_turn == 0, subset, -1), first, 0, low, dim,
-                front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP,
-                q_tile[0].dtype,
+                kv, table_row, columns, places, seen, head, own_turn, first, 0, low, dim, front, front - shared, stop,
+                queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP, TURNS, q_tile[0].dtype,
             )  # fmt: skip
             top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
         else:
             best = tl.max(s, 1)
             for i in range(rounds):
                 own_k, _, mine = _group_keys(
-                    kv, table_row, columns, places, seen, head, tl.where(own_turn == i // STEPS, subset, -1),
-                    first + i % STEPS * STEP, i // STEPS, low, dim, front, front - shared, stop, queries, node, WINDOW,
-                    KV_HEADS, DIM, MORE, LANES, FRONT, STEP, q_tile[0].dtype,
+                    kv, table_row, columns, places, seen, head, own_turn, first + i % STEPS * STEP, i // STEPS * TURNS,
+                    low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT,
+                    STEP, TURNS, q_tile[0].dtype,
                 )  # fmt: skip
                 best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
             top, base, fade = raised(top, best, scale)
             den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
             for i in range(rounds):
                 own_k, own_v, mine = _group_keys(
-                    kv, table_row, columns, places, seen, head, tl.where(own_turn == i // STEPS, subset, -1),
-                    first + i % STEPS * STEP, i // STEPS, low, dim, front, front - shared, stop, queries, node, WINDOW,
-                    KV_HEADS, DIM, MORE, LANES, FRONT, STEP, q_tile[0].dtype,
+                    kv, table_row, columns, places, seen, head, own_turn, first + i % STEPS * STEP, i // STEPS * TURNS,
+                    low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT,
+                    STEP, TURNS, q_tile[0].dtype,
                 )  # fmt: skip
                 own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
                 den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -276,8 +274,8 @@ def tree_kernel(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, LANES: tl.constexpr,
-    FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
-    PHASE: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
+    CAP: tl.constexpr, PHASE: tl.constexpr,
     ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
     INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -297,8 +295,8 @@ def tree_kernel(
     WINDOW, CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
     EXACT: nodes read their own chunks in groups, columns, places, seen, turn and turns (`TreeGroups`, of LANES lanes):
-    FRONT lanes of STEP subsets at a time, STEPS times for all of a tile. Else FRONT is the window, padded, whose keys
-    all rows read under a mask, as part of the unit that the committed positions end in.
+    FRONT lanes of TURNS groups of STEP subsets at a time, STEPS times for all subsets of a tile. Else
+    FRONT is the window, padded, whose keys all rows read under a mask, as part of the unit that the committed positions end in.
     """
     let_next_come(PDL)
     if not INPUTS_READY:
@@ -427,7 +425,7 @@ def tree_kernel(
             top, den, acc = _with_mixed_unit(
                 q_tile, kv, table_row, path, path_len, columns, places, seen, turn, turns, prefix, shared, at, head,
                 tile, node, low, valid, dim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM,
-                MORE, ROWS, UNIT, LANES, FRONT, STEP, STEPS, EXACT, CAP,
+                MORE, ROWS, UNIT, LANES, FRONT, STEP, TURNS, STEPS, EXACT, CAP,
             )  # fmt: skip
 
     if PHASE == 1:
