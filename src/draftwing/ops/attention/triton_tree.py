@@ -296,7 +296,8 @@ def tree_kernel(
 
     EXACT: nodes read their own chunks in groups, columns, places, seen, turn and turns (`TreeGroups`, of LANES lanes):
     FRONT lanes of TURNS groups of STEP subsets at a time, STEPS times for all subsets of a tile. Else
-    FRONT is the window, padded, whose keys all rows read under a mask, as part of the unit that the committed positions end in.
+    FRONT is the window, padded, whose keys all rows read under a mask, as part of the unit that the committed positions
+    end in.
     """
     let_next_come(PDL)
     if not INPUTS_READY:
