@@ -116,7 +116,8 @@ SWITCHED = [
     "ernie-4.5-21b-a3b", "exaone-3.5-7.8b-instruct", "exaone-4.0-32b", "falcon-h1-7b-instruct", "gemma-2-9b-it",
     "glm-5", "granite-3.3-8b-instruct", "granite-3.1-1b-a400m-instruct", "granite-4.0-h-tiny", "hunyuan-7b-instruct",
     "hunyuan-a13b-instruct", "kimi-linear-48b-a3b", "minicpm3-4b", "minitron-4b-base", "nemotron-3-nano-30b-a3b",
-    "nemotron-3-super-120b-a12b", "nemotron-h-56b", "olmo-3.1-32b-instruct", "phi-2", "pythia-1.4b", "solar-open-100b",
+    "nemotron-3-super-120b-a12b", "nemotron-h-56b", "olmo-3.1-32b-instruct", "phi-2", "phi-3.5-moe",
+    "pythia-1.4b", "solar-open-100b",
     "stablelm-2-1_6b", "starcoder2-7b",
 ]  # fmt: skip
 QUICK = {"gemma-2-9b-it", "granite-3.1-1b-a400m-instruct", "hunyuan-a13b-instruct", "kimi-linear-48b-a3b",

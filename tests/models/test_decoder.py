@@ -158,6 +158,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite-defaults": ("Granite", {}),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    ),
     "granite-moe": (
         "GraniteMoe",
         {

@@ -46,8 +46,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 PUBLISHED["MIMO"] = hf_configs.QWEN25_7B | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 PUBLISHED |= {
     name: published(name)
-    for name in ("bamba-9b-v2", "internlm3-8b-instruct", "llama-3.3-nemotron-super-49b", "minicpm4-8b")
+    for name in ("bamba-9b-v2", "internlm3-8b-instruct", "llama-3.3-nemotron-super-49b", "minicpm4-8b", "phi-3.5-moe")
 }
+PUBLISHED["PHIMOE"] = published("phi-3.5-moe") | {"architectures": ["PhimoeForCausalLM"]}
 RELATIVES = [  # of others among them
     "LLAMA2_7B", "LLAMA32_1B", "MISTRAL_7B_V01", "QWEN25_7B", "QWEN25_15B_TRANSFORMERS5", "QWEN3_30B", "GEMMA4_E2B",
 ]  # fmt: skip

@@ -146,7 +146,7 @@ class Family:
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = "mlp_bias"
-    head_bias: bool = False  # whether the head has one
+    head_bias: bool | str = False  # of the head
     qk_norm: bool | Literal["key", "whole"] = False  # "key": `use_qk_norm`, "whole": of whole projections
     norms_after: bool = False  # whether heads are normed when they are turned
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads

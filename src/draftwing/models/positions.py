@@ -121,6 +121,8 @@ def _check_beside(fields: Fields, given: Fields) -> None:
     for key, _ in beside.items() if beside.inside != given.inside else ():
         if beside.get(key) != said.get(kinds.get(key, key)):
             raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
+        if fields.get("rope_theta") not in (None, said.get("rope_theta")):  # which others read with it
+            raise fields.unlike("rope_theta", "none beside both, or that of rope_parameters")
     trained, key = said.get("original_max_position_embeddings"), "original_max_position_embeddings"
     if said.get("rope_type") in ("llama3", "yarn") and fields.get(key) not in (None, trained):
         raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")

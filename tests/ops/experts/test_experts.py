@@ -70,6 +70,23 @@ def test_routes(ops: TorchOps, rows: int, count: int, routing: Routing) -> None:
     assert torch.equal(torch.cat([one.weights for one in alone]), routed.weights)
 
 
+@pytest.mark.parametrize(("rows", "count", "near"), [(1, 16, 0.02), (40, 16, 0.7), (7, 6, 2.0)])
+def test_weights_are_among_those_that_are_near(ops: TorchOps, rows: int, count: int, near: float) -> None:
+    """SparseMixer, also of rows whose largest logits are below 0."""
+    logits = made(ops, rows, count) * 3
+    logits[rows // 2 :] -= 4
+    routed = ops.route(logits, Routing(2, near=near))
+    for row, experts, weights in zip(logits.double().cpu(), routed.experts.tolist(), routed.weights.cpu(), strict=True):
+        assert experts == row.argsort(descending=True)[:2].tolist()
+        for choice, expert in enumerate(experts):
+            its, left = row[expert], [e for e in range(count) if e not in experts[:choice]]
+            close = [e for e in left if not (its - row[e]) / max(abs(row[e]), its) > near]
+            expected = 1 / sum((row[e] - its).exp() for e in close)
+            torch.testing.assert_close(weights[choice].double(), expected, atol=1e-6, rtol=1e-5)
+    alone = [ops.route(row, Routing(2, near=near)) for row in logits.split(1)]
+    assert torch.equal(torch.cat([one.weights for one in alone]), routed.weights)
+
+
 @pytest.mark.parametrize(
     ("rows", "sigmoid", "more", "shared"),
     [

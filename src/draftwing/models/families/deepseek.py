@@ -67,6 +67,7 @@ def indexed_layers(
         fields.whole("index_topk"),
         fields.flag("indexer_rope_interleave", interleaved),
     )
+    fields.check("rope_interleave", (True,))  # which nobody reads of these
     chosen = fields.whole("n_routed_experts")
     if fields.whole("num_experts", default=chosen) != chosen:
         raise fields.unlike("num_experts", f"{chosen}, as n_routed_experts says")
@@ -99,6 +100,7 @@ def experts(fields: Fields, layers: int) -> ExpertConfig:
 def _experts_by_softmax(fields: Fields, layers: int) -> ExpertConfig:
     """Returns those of V2: by a softmax of all, which is not renormalised."""
     fields.check("scoring_func", ("softmax",))
+    fields.check("rope_interleave", (True,))  # which nobody reads of V2
     if fields.flag("norm_topk_prob"):  # libraries differ in what it does
         raise fields.unsupported("norm_topk_prob", True)
     method, groups, top_groups = fields.text("topk_method", "greedy"), 1, 1

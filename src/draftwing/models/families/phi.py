@@ -1,13 +1,16 @@
-"""Phi-3 and Phi-4: Llama with fewer, larger matrices, and two rotary embeddings, for short and for long contexts. Phi-1
-to Phi-2: LayerNorm, biases everywhere, and an MLP without a gate beside attention."""
+"""Phi-3 and Phi-4: Llama with fewer, larger matrices, and two rotary embeddings, for short and for long contexts.
+Phi-3.5-MoE: the same embeddings, LayerNorm, and experts by SparseMixer. Phi-1 to Phi-2: LayerNorm, biases everywhere,
+and an MLP without a gate beside attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF
-from draftwing.models.fields import Fields
+from draftwing.layers.config import ExpertConfig
+from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.models.positions import rope_fields
+from draftwing.ops.experts.routing import Routing
 
 _TRAINED = 4096  # positions, where a config does not say
 
@@ -21,10 +24,35 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {key: next(one for one in found if one is not None)}
 
 
+def _moe_keys(fields: Fields) -> dict[str, Any]:
+    """Reads the factor of cosines and sines, one for short and long texts, under the name that it has elsewhere."""
+    scaling = rope_fields(fields)
+    if scaling.text("rope_type", scaling.text("type", "default")) == "default":
+        return {}
+    factor = scaling.number("long_mscale", 0, 1e3)
+    scaling.check("short_mscale", (factor,))
+    own = {key: value for key, value in scaling.items() if key not in ("long_mscale", "short_mscale")}
+    return {scaling.inside.rstrip("."): {**own, "attention_factor": factor}}
+
+
+def _sparse_experts(fields: Fields, layers: int) -> ExpertConfig:
+    count = fields.whole("num_local_experts", high=max_experts(layers), default=16)
+    fields.check("num_experts_per_tok", (2,))
+    routing = Routing(2, near=2 * fields.number("router_jitter_noise", 1e-6, 1, 0.01))
+    return ExpertConfig(count, routing, fields.whole("intermediate_size", high=WIDEST, default=6400))
+
+
 _OLDER = {  # what Llama calls otherwise
     "self_attn.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2",
 }  # fmt: skip
+_MOE: dict[str, Any] = {
+    "head_bias": "lm_head_bias", "eps": 1e-5, "theta": 1e6, "centred": True, "norm_bias": True, "sliding_window": 0,
+    "keys": _moe_keys,
+    "experts": _sparse_experts, "neutral": {"input_jitter_noise": None, "original_max_position_embeddings": None},
+    "expert_names": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}  # fmt: skip
 FAMILIES = {
+    **{name: Family("phimoe", **_MOE) for name in ("PhiMoEForCausalLM", "PhimoeForCausalLM")},
     "PhiForCausalLM": Family(
         "phi",
         qkv_bias=True,

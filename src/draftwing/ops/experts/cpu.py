@@ -100,6 +100,7 @@ class CpuExpertOps(ExpertOps):
         self._runtime = runtime
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
-        """Returns the mixture in one call; None for weights that are not all of `GemmOps.block_gemm`."""
-        runtime = self._runtime
-        return NativeMixture(weights, runtime.spare, runtime.workers) if can_mix(weights) else None
+        """Returns the mixture in one call; None for weights that are not all of `GemmOps.block_gemm`, and for a routing
+        that C does not know."""
+        runtime, known = self._runtime, can_mix(weights) and not weights.routing.near
+        return NativeMixture(weights, runtime.spare, runtime.workers) if known else None

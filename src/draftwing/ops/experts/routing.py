@@ -25,7 +25,8 @@ class Routing:
     lie in.  top_groups: those that a row chooses among, which have the largest sums of their two best sigmoids, or the
     largest best logits.  scale: of weights.  shared: whether more experts behind all others get every row, as its last
     choices: with weight 1 (`whole`), or with the sigmoid of one more logit behind theirs (`gated`).  shared_count: how
-    many these are.
+    many these are.  near: of weights by SparseMixer (arXiv 2409.12136): each expert's is its part of a softmax of those
+    not chosen before it whose logits are less than this share below its own; 0: they are not.
     """
 
     top_k: int
@@ -37,6 +38,7 @@ class Routing:
     shared: Literal["none", "whole", "gated"] = "none"
     shared_count: int = 1
     corrected: bool = False
+    near: float = 0.0
 
     @property
     def has_correction(self) -> bool:

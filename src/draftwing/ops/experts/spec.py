@@ -43,6 +43,17 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
+def _of_near(logits: Tensor, experts: Tensor, near: float) -> Tensor:
+    """logits [M, count], experts [M, k] -> weights of `Routing.near`, [M, k]"""
+    found, left = [], logits
+    for expert in experts.split(1, -1):
+        its = logits.gather(-1, expert)
+        far = (its - logits) / logits.abs().clamp(min=its) > near
+        found.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, expert))
+        left = left.scatter(-1, expert, float("-inf"))
+    return torch.cat(found, -1)
+
+
 def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
     """rows [pairs, in], weight [count, out, in], bias [count * out] -> [pairs, out]"""
     flat = routed.experts.flatten()
@@ -103,6 +114,8 @@ class ExpertOps:
         if correction is not None:
             weights = scores.gather(-1, experts)
             weights = weights / (_sum_in_order(weights) + TINY) if routing.renormalise else weights
+        elif routing.near:
+            weights = _of_near(wide, experts, routing.near)
         else:
             weights = by.gather(-1, experts).softmax(-1) if routing.renormalise else by.softmax(-1).gather(-1, experts)
         weights = weights * routing.scale if routing.scale != 1 else weights

@@ -82,13 +82,14 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
+    NEAR: tl.constexpr,
     LANES: tl.constexpr,
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A row. Of equal scores the first counts; the experts are different ones whatever the logits are. SIGMOID: scores
     are sigmoids. first, end: the experts that are here; others become -1. SHARED: `Routing.shared_choices`. GATED: as
-    `Routing.shared`. tiles: to be filled, where there is but one row."""
+    `Routing.shared`. NEAR: `Routing.near`. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -124,12 +125,19 @@ def _route_kernel(
         expert = tl.min(tl.where(key == tl.max(key, 0), lane, LANES), 0)
         its_bits = tl.max(tl.where(lane == expert, bits, -0x80000000), 0)
         chosen = tl.where(place == choice, expert, chosen)
-        found = tl.where(place == choice, its_bits.to(tl.float32, bitcast=True), found)
+        its = its_bits.to(tl.float32, bitcast=True)
+        if NEAR > 0:
+            far = (its - score) / tl.maximum(tl.abs(score), its) > NEAR
+            its = 1.0 / tl.sum(tl.where((key == -0x80000000) | far, 0.0, tl.exp(score - its)), 0)
+        found = tl.where(place == choice, its, found)
         key = tl.where(lane == expert, -0x80000000, key)
     there = place < TOP
     if correction is not None:
         weight = tl.where(there, found, 0.0)
         total = tl.sum(weight, 0) + SMALL if RENORMALISE else 1.0
+    elif NEAR > 0:
+        weight = found
+        total = 1.0
     else:
         weight = tl.exp(found - largest)
         total = tl.sum(weight if RENORMALISE else tl.exp(score - largest), 0)
@@ -270,7 +278,8 @@ def route(
             experts, weights, logits, logits.stride(0), correction, scatter, tiles, routing.scale,
             here.start, here.stop, COUNT=count, TOP=top_k, RENORMALISE=routing.renormalise, GROUPS=routing.groups,
             TOP_GROUPS=routing.top_groups, SIGMOID=routing.sigmoid, SHARED=shared, GATED=routing.shared == "gated",
-            LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1, **launch_options(logits.device),
+            NEAR=routing.near, LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1,
+            **launch_options(logits.device),
         )  # fmt: skip
     tile, held = tile_rows(rows, top_k, count, exact and not is_hopper()), len(here) + shared
     made = tiles_of(experts, held, tile, exact) if tiles is None else ExpertTiles(None, tiles, tile, exact)
