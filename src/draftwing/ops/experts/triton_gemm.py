@@ -26,7 +26,7 @@ from draftwing.ops.gemm.cuda_many import in_sets
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
-from draftwing.ops.triton.common import INTERPRETED, IS_INTERPRETED, keep_cache, launch_options, let_next_come, wait
+from draftwing.ops.triton.common import INTERPRETED, fast_divided, keep_cache, launch_options, let_next_come, wait
 
 # How a weight is stored, and what becomes of a product.
 DENSE = 0
@@ -233,14 +233,6 @@ def _with_step(
     return total, other
 
 
-@triton.jit
-def _divided(x, y):
-    """x / y as CUDA's __fdividef gives it"""
-    if IS_INTERPRETED:
-        return x / y
-    return tl.inline_asm_elementwise("div.approx.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-
-
 @triton.jit(do_not_specialize=["tile_count"])
 def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit, weight_rows,
@@ -302,7 +294,7 @@ def _expert_gemm_kernel(
                 up = tl.load(bias + row + WIDTH + tl.arange(0, FEATURES), mask=col < WIDTH, other=0.0)
                 other += up.to(tl.float32)[None, :]
             if ACT == _SILU:
-                total = _divided(total, 1.0 + tl.exp(-total)) * other
+                total = fast_divided(total, 1.0 + tl.exp(-total)) * other
             else:
                 total = clamped_swiglu_of(total, other, limit, ALPHA)
         mask = (lane < count)[:, None] & (col < WIDTH)[None, :]

@@ -7,7 +7,7 @@ gemm.cu, which cut it into shares.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from draftwing.ops.gemm import cuda_wgmma
 from draftwing.ops.gemm.cuda import options_for
 from draftwing.ops.gemm.cuda_wgmma import PANEL
 from draftwing.ops.gemm.shapes import SHARES
+
+if TYPE_CHECKING:
+    from draftwing.ops.gemm.triton_shares import TritonSharesGemm
 
 RANGES = (*sorted(cuda_wgmma.RANGES), SHARES)
 _INSTRUCTIONS = {torch.bfloat16: "k16.f32.bf16.bf16", torch.float16: "k16.f32.f16.f16"}
@@ -133,7 +136,7 @@ class SharesGemm:
     here."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, weights_in_sets: bool) -> None:
-        self._gemm, self._weights_in_sets = many_gemm(device, dtype, SHARES), weights_in_sets
+        self._gemm, self.weights_in_sets = many_gemm(device, dtype, SHARES), weights_in_sets
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -147,7 +150,7 @@ class SharesGemm:
         return self._gemm.run(in_sets(x), self._ordered(weight), bias, None, True, True)
 
     def _ordered(self, weight: Tensor) -> Tensor:
-        return weight if self._weights_in_sets else in_sets(weight)
+        return weight if self.weights_in_sets else in_sets(weight)
 
 
 def in_sets(x: Tensor) -> Tensor:
@@ -185,10 +188,14 @@ def many_gemm(device: torch.device, dtype: torch.dtype, ranges: int) -> ManyGemm
 
 def shares_gemm(
     device: torch.device, shape: tuple[int, int], dtype: torch.dtype, weights_in_sets: bool
-) -> SharesGemm | None:
+) -> SharesGemm | TritonSharesGemm | None:
     """Returns kernels for a matrix of this shape, also for its halves as gates and ups, where there are some."""
     rows, columns = shape
-    if device.type != "cuda" or not cuda_wgmma.runs_on(torch.cuda.get_device_capability(device)):
+    if device.type != "cuda":
         return None
+    if not cuda_wgmma.runs_on(torch.cuda.get_device_capability(device)):
+        from draftwing.ops.gemm.triton_shares import TritonSharesGemm  # of Triton, which other devices go without
+
+        return TritonSharesGemm() if dtype in _INSTRUCTIONS and columns % PANEL == 0 else None
     fits = dtype in _INSTRUCTIONS and rows % (2 * _STEP) == 0 and takes(rows, columns, SHARES)
     return SharesGemm(device, dtype, weights_in_sets) if fits else None

@@ -58,7 +58,8 @@ class GpuGemmOps(GemmOps):
         found: list[Gemm] = [GroupGemm(kernels, weight, GROUP_ROWS)]
         if exact is None and (tall := cuda_tall.tall_gemm(device, dtype, width)) is not None:
             found.append(GroupGemm(tall, weight))
-        return [*found, DequantisedGemm(kernels, weight, exact, side, in_sets=deterministic and many is not None)]
+        in_sets = deterministic and many is not None and many.weights_in_sets
+        return [*found, DequantisedGemm(kernels, weight, exact, side, in_sets=in_sets)]
 
     def keeps_bits(self, weight: Tensor) -> bool:
         return gemm.takes(weight) or super().keeps_bits(weight)
