@@ -356,3 +356,18 @@ class Output:
     # Of the prompt's tokens from `LogprobParams.start` on, None for position 0; comes once, with the first token.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     trace: list[TracedStep] = field(default_factory=list)  # the steps of these tokens, where they were asked for
+
+
+# ---- where in an answer ----------------------------------------------------------------------------------------------
+
+STRETCH = 256  # tokens of an answer that are counted together first; then twice as many each time
+
+
+def stretch_of(position: int) -> int:
+    """Returns which stretch of an answer its token at a position is in."""
+    return (position // STRETCH).bit_length()
+
+
+def stretch_start(stretch: int) -> int:
+    """Returns the position of its first token."""
+    return STRETCH << stretch - 1 if stretch else 0

@@ -29,7 +29,10 @@ class Clock:
 def scheduler(*running, shape=CHAIN):
     """As much of one as a reporter sees; running: admission numbers."""
     return SimpleNamespace(
-        running=[SimpleNamespace(admission=number, request=SimpleNamespace(prediction=())) for number in running],
+        running=[
+            SimpleNamespace(admission=number, request=SimpleNamespace(prediction=()), completion_tokens=100 * number)
+            for number in running
+        ],
         waiting=[],
         config=SimpleNamespace(slots=100),
         kv=SimpleNamespace(obtainable=75),
@@ -92,6 +95,15 @@ def test_a_chain_by_depth():
     assert (reporter.total_rows, reporter.total_tokens) == (6, 10) and reporter.accept_length == 10 / 6
     assert stats["steps"] == {"prefill": 0, "plain": 1, "speculative": 2}
     assert (stats["retractions"], stats["stale_rows"]) == (2, 1)
+
+
+def test_acceptance_by_output_position():
+    reporter = Reporter(scheduler(0, 2, 3, 6), credited=credited("NGRAM"))  # 0, 200, 300 and 600 tokens into an answer
+    reporter.watch(plan(CHAIN, 0, 2, 3, 6), result(count=[4, 2, 3, 1], proposed=[3, 3, 3, 3]))
+    reporter.watch(plan(CHAIN, 3), result(count=[1], proposed=[3]))
+    stats = reporter.stats()
+    assert stats["output_steps"] == {"0": 2, "256": 2, "512": 1}
+    assert stats["output_accepted"] == {"0": 4, "256": 2, "512": 0}
 
 
 def test_a_tree_by_depth():

@@ -583,6 +583,20 @@ def test_spec_counters_count_what_was_really_proposed_and_accepted():
     assert (meta["spec_verify_ct"], meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (3, 9, 5)
     assert meta["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
     assert meta["spec_accept_length"] == pytest.approx(8 / 3) and meta["spec_accept_rate"] == pytest.approx(5 / 9)
+    assert meta["spec_by_output_position"] == [[0, 3, 5]]
+
+
+def test_drafts_are_counted_by_where_in_the_answer_they_are():
+    """A step counts where its first token is: in the first 256 tokens of the answer, the next 256, the next 512."""
+    sched = make(shape=TreeShape(3, 1, 4), slots=2000)
+    sched.submit(req("a", new=520))
+    turn(sched)
+    for _ in range(65):
+        turn(sched, count=4)  # from 1, 5, ... 257
+    for _ in range(259):
+        turn(sched, count=1)  # from 261 on
+    meta = sched.take_outputs()[-1].meta
+    assert meta["spec_by_output_position"] == [[0, 64, 192], [256, 252, 3], [512, 8, 0]]
 
 
 def test_drafts_count_for_who_proposed_them():

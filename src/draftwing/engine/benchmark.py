@@ -173,6 +173,7 @@ def record_of(target: Target, concurrency: int, samples: Sequence[Sample], secon
         "accept_rate": correct / proposed if proposed else 0.0,
     }
     record["accept_by_depth"] = _by_depth([sample.meta.get("spec_correct_drafts_histogram", ()) for sample in samples])
+    record["accept_by_output"] = _by_output([sample.meta.get("spec_by_output_position", ()) for sample in samples])
     weights = target.weight_bytes()
     record |= {"weight_bytes": weights} if weights else {}
     bound, between = 1e3 * target.min_step_seconds(), record["tbt_ms"].get("p50", 0.0)
@@ -188,6 +189,16 @@ def _by_depth(histograms: Sequence[Sequence[int]]) -> list[float]:
     """Shares of the steps that accepted at least 1, 2, ... drafts. histograms: steps by accepted drafts."""
     steps = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
     return [sum(steps[depth:]) / sum(steps) for depth in range(1, len(steps))] if sum(steps) else []
+
+
+def _by_output(counts: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+    """Returns acceptance lengths by the first output position of the stretch that they are of. counts: of answers."""
+    sums: dict[int, list[int]] = {}
+    for start, steps, correct in (one for answer in counts for one in answer):
+        found = sums.setdefault(start, [0, 0])
+        found[0] += steps
+        found[1] += correct
+    return {str(start): 1 + correct / steps for start, (steps, correct) in sorted(sums.items()) if steps}
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -14,7 +14,16 @@ import numpy as np
 
 from draftwing.config.drafters import NO_DRAFTER
 from draftwing.config.trees import PLAIN, SOURCES
-from draftwing.core import FEW_MARKS, MARK_DEPTH, MARK_SOURCE, MARK_VERIFIED, Plan, StepResult
+from draftwing.core import (
+    FEW_MARKS,
+    MARK_DEPTH,
+    MARK_SOURCE,
+    MARK_VERIFIED,
+    Plan,
+    StepResult,
+    stretch_of,
+    stretch_start,
+)
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")
@@ -196,6 +205,7 @@ class Reporter:
         self.queried_tokens = self.hit_tokens = self.prefilled_tokens = 0
         self.drafted = DraftCounts()  # by whomever
         self.drafters: dict[str, DraftCounts] = {}
+        self.by_stretch: dict[int, list[int]] = {}  # of answers (`stretch_of`): steps of rows, accepted drafts
         names = [name for names in credited for name in names]
         # By name: the sources whose nodes count.
         self._credited = {name: [i for i, names in enumerate(credited) if name in names] for name in names}
@@ -236,6 +246,8 @@ class Reporter:
             "retractions": sched.retractions,
             "stale_rows": sched.results.stale,
             "drafted": asdict(self.drafted),
+            "output_steps": {str(stretch_start(i)): steps for i, (steps, _) in sorted(self.by_stretch.items())},
+            "output_accepted": {str(stretch_start(i)): count for i, (_, count) in sorted(self.by_stretch.items())},
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
             "plain_seconds": self.plain_seconds,
@@ -296,6 +308,12 @@ class Reporter:
             return 0.0
         count = result.count.tolist()
         tokens = sum([count[i] for i in live])
+        for i in live:
+            req = reqs[i]
+            assert req is not None
+            found = self.by_stretch.setdefault(stretch_of(req.completion_tokens), [0, 0])
+            found[0] += 1
+            found[1] += count[i] - 1
         for sums in self._sums():
             sums.rows += len(live)
             sums.tokens += tokens

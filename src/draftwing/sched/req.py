@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftwing.config.trees import SOURCES
-from draftwing.core import IntArray, TokenLogprobs
+from draftwing.core import IntArray, TokenLogprobs, stretch_of
 from draftwing.errors import RequestError
 from draftwing.grammar.state import GrammarState
 from draftwing.requests.images import with_keys
@@ -109,6 +109,7 @@ class Req:
     proposed_by: list[int] = field(default_factory=lambda: [0] * len(SOURCES))  # drafts that were verified, by source
     accepted_by: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
+    by_stretch: list[list[int]] = field(default_factory=list)  # of the answer (`stretch_of`): steps, accepted drafts
     confidence: int = 0  # the drafter's confidence, as of the last commit
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
 
@@ -246,8 +247,12 @@ class Req:
         for source, drafts in enumerate(by_source):
             self.proposed_by[source] += drafts
 
-    def note_accepted(self, sources: Sequence[int]) -> None:
-        """Takes note of a step's accepted drafts."""
+    def note_accepted(self, sources: Sequence[int], kept: int) -> None:
+        """Takes note of a step's accepted drafts. kept: tokens of the step, which the answer has by now."""
+        stretch = stretch_of(self.completion_tokens - kept)
+        self.by_stretch.extend([0, 0] for _ in range(stretch + 1 - len(self.by_stretch)))
+        self.by_stretch[stretch][0] += 1
+        self.by_stretch[stretch][1] += len(sources)
         self.accepted.extend([0] * (len(sources) + 1 - len(self.accepted)))
         self.accepted[len(sources)] += 1
         for source in sources:

@@ -9,7 +9,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from draftwing.config.trees import TreeShape
-from draftwing.core import FORBIDDEN, NOT_FINITE, Chunk, Output, Plan, StepResult, TokenLogprobs, TracedNode, TracedStep
+from draftwing.core import (
+    FORBIDDEN,
+    NOT_FINITE,
+    Chunk,
+    Output,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+    TracedNode,
+    TracedStep,
+    stretch_start,
+)
 from draftwing.errors import RequestError
 from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import Guidance
@@ -193,7 +204,7 @@ class Results:
         first tokens, which are accepted drafts; None for the token of a prefill."""
         kept, reason = append_until_stop(req, new)
         if drafts is not None:
-            req.note_accepted(drafts[: len(kept)])
+            req.note_accepted(drafts[: len(kept)], len(kept))
         first = req.completion_tokens == len(kept)
         if first:
             self._prompt_logprobs.add(req)
@@ -288,6 +299,7 @@ def finish_meta(req: Req, credited: Sequence[Sequence[str]]) -> dict[str, Any]:
         "spec_accept_length": 1 + correct / req.verify_steps if req.verify_steps else 1.0,
         "spec_accept_rate": correct / req.proposed if req.proposed else 0.0,
         "spec_correct_drafts_histogram": list(req.accepted),
+        "spec_by_output_position": [[stretch_start(i), *counts] for i, counts in enumerate(req.by_stretch)],
         "spec_drafters": _by_drafter(req, credited),
     }
 

@@ -28,7 +28,8 @@ ENGINE = FakeEngine  # whose server has counted nothing yet
 
 # As `Engine.stats` of an engine that has drafted with two drafters.
 STATS: dict[str, Any] = {
-    "running": 3, "waiting": 2, "free_tokens": 500, "cached_tokens": 300, "accept_length": 2.5, "verified_rows": 40,
+    "running": 3, "waiting": 2, "free_tokens": 500, "cached_tokens": 300, "accept_length": 2.5,
+    "output_steps": {"0": 30, "256": 10}, "output_accepted": {"0": 50, "256": 10}, "verified_rows": 40,
     "committed_tokens": 100, "steps": {"prefill": 4, "plain": 5, "speculative": 6},
     "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9}, "host_seconds": 0.125,
     "stage_seconds": {"draft": 0.1, "verify": 0.6, "commit": 0.2}, "staged_steps": 6, "queried_tokens": 80,
@@ -178,6 +179,9 @@ def test_what_the_engine_counts() -> None:
             assert page(name, drafter=drafter, position=str(i)) == count
     per_depth = {dict(labels)["drafter"] for name, labels in page.samples if "proposed_tokens_per_pos" in name}
     assert per_depth == {"prediction"}, "of EAGLE's trees the depths are not known"
+    for start, steps, accepted in (("0", 30, 50), ("256", 10, 10)):
+        assert page("draftwing:output_verifications_total", **{"from": start}) == steps
+        assert page("draftwing:output_accepted_tokens_total", **{"from": start}) == accepted
     assert page("draftwing:steps_total", kind="speculative") == 6
     assert page("draftwing:step_seconds_total", kind="plain") == 0.5
     assert page("draftwing:stage_seconds_total", stage="verify") == 0.6

@@ -99,6 +99,9 @@ tokens that both parts of a pair proposed count for both
 draftwing:spec_accepted_tokens_total{drafter} accepted_by: accepted drafts
 draftwing:spec_proposed_tokens_per_pos_total{drafter,position} proposed_at_by: proposed tokens by depth, from 0
 draftwing:spec_accepted_tokens_per_pos_total{drafter,position} accepted_at_by: accepted drafts by depth, from 0
+draftwing:output_verifications_total{from} output_steps: verifications by where in the answer they are: from the token \
+of this number to that of the next label
+draftwing:output_accepted_tokens_total{from} output_accepted: drafts that these accepted
 draftwing:verified_rows_total verified_rows: verifications: one per request and decode step
 draftwing:committed_tokens_total committed_tokens: tokens committed by decode steps, those past the end of \
 an answer included
