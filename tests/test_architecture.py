@@ -46,6 +46,7 @@ MAY_NAME = {
     "config.options": "which of these trees",
     "layers.rope": "the name of a way to scale, in `rope_type`",
     "models.fields": "keys of configs of many",
+    "models.towers.projector_file": "the name of a projector in GGUF files",
     "models.positions": "the name of a way to scale, in `rope_type`",
     "server.parsers.reasoning": "values of options, as other servers have them",
     "server.parsers.tools": "values of options, and marks of chat templates",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import operator
 import pickle
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -87,15 +88,28 @@ def read(picture: Picture, processor: ImageProcessor) -> list[Piece]:
     kind, made = _sandbox.ask(pickle.dumps((processor, picture.encoded())))
     if kind != DONE:
         raise RequestError(f"{picture.where}: the picture cannot be read: {made.decode()}", picture.where)
-    head, _, pixels = made.partition(b"\n")  # no pickle: whoever sent the picture may have taken over the process
+    try:
+        return _pieces(made)
+    except (ValueError, TypeError):
+        raise RequestError(f"{picture.where}: the picture cannot be read", picture.where) from None
+
+
+def _pieces(made: bytes) -> list[Piece]:
+    """Reads no pickle and believes nothing: whoever sent the picture may have taken over the process. Raises ValueError
+    or TypeError for what `images.sandbox` never answers."""
+    head, _, pixels = made.partition(b"\n")
     pieces: list[Piece] = []
     for piece in json.loads(head):
         if isinstance(piece, str):
             pieces.append(piece)
             continue
-        width, height, (rows, columns) = piece
-        pieces.append(Tile(width, height, pixels[: 3 * width * height], (rows, columns)))
-        pixels = pixels[3 * width * height :]
+        width, height, grid = piece
+        width, height, rows, columns = map(operator.index, (width, height, *grid))
+        size = 3 * width * height
+        if min(width, height, rows, columns) < 1 or size > len(pixels) or rows * columns > width * height:
+            raise ValueError("an image without its pixels")
+        pieces.append(Tile(width, height, pixels[:size], (rows, columns)))
+        pixels = pixels[size:]
     return pieces
 
 
