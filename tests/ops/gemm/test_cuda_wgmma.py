@@ -44,9 +44,9 @@ def test_dense_cuts(gated: bool) -> None:
             assert (cut.grid[1] - 1) * own < features <= cut.grid[1] * own
             assert cut.x_rows % 8 == 0 and cut.ranges == cuda_dense.ranges_of(rows, columns)
             held = cut.size.groups * cuda_dense.TOKENS
-            assert (
-                min(tokens, held) <= cut.x_rows <= held and cut.grid[0] == -(-tokens // held) * cut.ranges // cut.chain
-            )
+            blocks = cut.grid[0] * cut.chain // cut.ranges
+            assert blocks == -(-tokens // held) and cut.x_rows <= held
+            assert (blocks - 1) * cut.x_rows < tokens <= blocks * cut.x_rows
             assert cut.stages >= 2 or columns // cuda_dense.PANEL // cut.ranges == 1
             ring, sums = (
                 cut.stages * (cut.rows + cut.x_rows) * cuda_dense.PANEL * 2,

@@ -90,7 +90,8 @@ def make_cut(
     multiprocessor as there may be."""
     all_groups = -(-rows // TOKENS)
     groups = -(-all_groups // -(-all_groups // GROUPS[-1]))  # each block has as many
-    token_blocks, x_rows = -(-rows // (groups * TOKENS)), min(groups * TOKENS, -(-rows // 8) * 8)
+    token_blocks = -(-rows // (groups * TOKENS))
+    x_rows = -(-rows // (token_blocks * 8)) * 8  # rows that are not there cost time if they are asked for
     chains = (1, 2) if ranges > 1 and token_blocks > 1 else (1,)
 
     def tiles(taken: int) -> int:

@@ -46,7 +46,7 @@ struct DenseTask {
     const TensorMap *x, *w;  // x [1][M][K], w [1, or 2 of gates and ups][features][K]
     Result result;
     int K;
-    int x_rows;  // that come of x; rows behind them are not stored
+    int x_rows;  // that a block takes of x: rows behind them are not stored
     int rows;    // of weights that a block takes, in two halves
     int stages;  // of the ring
     int ahead;   // stages behind these, which come to the L2 cache while earlier kernels end
@@ -60,7 +60,7 @@ template <int GROUPS, int FEATURES>
 __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     constexpr int TOKENS = GROUPS * 64, CONSUMERS = (GROUPS > 1 ? GROUPS : 2) * 128, PARTS = GROUPS == 3 ? 2 : 1;
     extern __shared__ float sums[];  // barriers, then rings: [stages] of x and weights, then sums of a first range of two
-    const Place place(task.result, TOKENS, task.rows, task.K, PANEL, task.chain);
+    const Place place(task.result, task.x_rows, task.rows, task.K, PANEL, task.chain);
     Barrier* const full = (Barrier*)sums;
     Barrier* const empty = full + task.stages;
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
@@ -150,8 +150,8 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
                     *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
                 }
         }
-        if (task.chain == 1) finish_sums<CONSUMERS>(task.result, place, last, pitch, TOKENS);
-        else finish_sums<CONSUMERS, 2>(task.result, place, last, pitch, TOKENS, before - last);
+        if (task.chain == 1) finish_sums<CONSUMERS>(task.result, place, last, pitch, task.x_rows);
+        else finish_sums<CONSUMERS, 2>(task.result, place, last, pitch, task.x_rows, before - last);
     }
 }
 
