@@ -79,6 +79,7 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
 FAMILIES = {
     "MiniCPMForCausalLM": Family(
         "minicpm",
+        tied=True,
         multipliers=True,
         sliding_window=None,
         keys=lambda fields: _factors(fields, 1.0, 1.0, 1),
