@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hybrid_gguf import write
 from image_models import PAD, SPECIAL, VISION, encoded, picture, reference, write_model
+from tiny_gguf import finish
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
@@ -68,10 +70,7 @@ def write_projector(path: Path, kind: str, **changes: Any) -> Path:
             values = {first: value[:, :, 0], f"{first}.1": value[:, :, 1]}
         for name, one in values.items():
             writer.add_tensor(name, one.contiguous().numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -130,6 +129,48 @@ def test_features_that_layers_add(model: Path, tmp_path: Path) -> None:
     )
     pixels = torch.randint(0, 255, (16, 24, 3), dtype=torch.uint8)
     assert torch.equal(ours.features(pixels, 6), theirs.features(pixels, 6))
+
+
+def write_dense(path: Path) -> Path:
+    """The language model of a Qwen3-VL, by the package's own names of tensors."""
+    theirs = reference("qwen3-vl")
+    text, arch = theirs.config.text_config, gguf_package.MODEL_ARCH.QWEN3VL
+    own = gguf_package.get_tensor_name_map(arch, text.num_hidden_layers)
+    writer = gguf_package.GGUFWriter(path, gguf_package.MODEL_ARCH_NAMES[arch])
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    writer.add_key_length(text.head_dim)
+    writer.add_value_length(text.head_dim)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_rope_freq_base(text.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_sections([6, 5, 5, 0])
+    writer.add_num_deepstack_layers(2)
+    writer.add_token_list([*(f"t{i}" for i in range(256)), *SPECIAL, *(f"u{i}" for i in range(text.vocab_size - 261))])
+    writer.add_eos_token_id(text.eos_token_id)
+    inner = {f"model.{name}": value for name, value in theirs.model.language_model.state_dict().items()}
+    for name, value in {**inner, "lm_head.weight": theirs.lm_head.weight.detach()}.items():
+        made = own.get_name(name, try_suffixes=(".weight",))
+        assert made is not None, name
+        writer.add_tensor(made, value.contiguous().numpy().astype(np.float32))
+    finish(writer)
+    return path
+
+
+@torch.inference_mode()
+def test_a_dense_model_with_features_that_layers_add(tmp_path: Path) -> None:
+    model = write_dense(tmp_path / "model.gguf")
+    config = seeing(model, write_projector(tmp_path / "mmproj.gguf", "qwen3-vl"))
+    whole = load_config(write_model(tmp_path / "folder", "qwen3-vl"))
+    assert config.tower == whole.tower and config.ropes == whole.ropes
+    norm = config.layers[0].norm  # a file has its eps in 32 bits
+    assert config.layers == tuple(dataclasses.replace(layer, norm=norm) for layer in whole.layers)
+    assert config.architecture == whole.architecture
+    with pytest.raises(CheckpointError, match="expected 2 layers that add features"):
+        seeing(model, write_projector(tmp_path / "other.gguf", "qwen3.5"))
 
 
 def test_what_is_not_served(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,7 +70,7 @@ FAMILIES = {
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3"),
             "InternVLChatModel": Whole("internvl_chat", {}, "qwen3"),
         },
-        gguf=InGGUF("qwen3"),
+        gguf=InGGUF("qwen3", ("qwen3vl",)),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",
@@ -103,6 +103,6 @@ FAMILIES = {
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen3_moe"),
             "InternVLChatModel": Whole("internvl_chat", {}, "qwen3_moe"),
         },
-        gguf=InGGUF("qwen3moe", experts=ExpertMetadata()),
+        gguf=InGGUF("qwen3moe", ("qwen3vlmoe",), experts=ExpertMetadata()),
     ),
 }

@@ -88,6 +88,10 @@ def _read(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> tuple[TowerCo
         raise CheckpointError(f"{model.path}: expected a token {_IMAGE}, found none")
     sections = _sections(model)
     taps = tuple(np.flatnonzero(_array(file, "clip.vision.is_deepstack_layers")).tolist())
+    key = f"{model.metadata.get('general.architecture')}.n_deepstack_layers"
+    deep = model.metadata.get(key, len(taps))
+    if deep != len(taps):
+        raise CheckpointError(f"{file.path}: expected {deep} layers that add features, as {key}, found {len(taps)}")
     positions = file.tensors.get("v.position_embd.weight")
     side = round(positions.shape[0] ** 0.5) if positions is not None else 48
     defaults = PatchMergerConfig(0, 0)
