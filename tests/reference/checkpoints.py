@@ -169,7 +169,8 @@ def eagle3_head(
 ) -> Checkpoint:  # fmt: skip
     """An EAGLE-3 head: style "midlayer" (official), "layers" or "speculators".
 
-    rows: draft vocabulary, None to share the target's head.  prefix: "model." for the exports that have it.
+    rows: draft vocabulary, None to share the target's head.  aux: hidden states that fc reads, 0: there is no fc.
+    prefix: "model." for the exports that have it.
     embedding: also stores one of random values, as some exports do, for which the target's must be used.
     changes: config keys, among them norm_before_residual, fc_norm, norm_before_fc, norm_output, target_hidden_size,
     head_dim, eagle_aux_hidden_state_layer_ids.
@@ -186,7 +187,8 @@ def eagle3_head(
     body |= make.layer(first, config, 2 * hidden, norms=norms)
     for i in range(1, layers):
         body |= make.layer(f"layers.{i}", config, norms=(later_norm, "post_attention_layernorm"))
-    body["fc.weight"] = make.matrix(hidden, aux * target_hidden, 1.4)
+    if aux:
+        body["fc.weight"] = make.matrix(hidden, aux * target_hidden, 1.4)
     body["norm.weight"] = make.norm(hidden)
     if config.get("fc_norm"):
         for i in range(aux):

@@ -82,6 +82,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "eagle3 aux norm": lambda: eagle3(use_aux_norm=True),
     "eagle3 norm before fc": lambda: eagle3(norm_before_fc=True),
     "eagle3 five aux": lambda: eagle3(aux=5, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]),
+    "eagle3 last state": lambda: eagle3(aux=0, eagle_config={"use_aux_hidden_state": False}),
+    "eagle3 window": lambda: eagle3(layers=2, sliding_window=3, layer_types=["full_attention", "sliding_attention"]),
     "eagle3 forced ids": forced_ids,
     "eagle3 two layers": lambda: eagle3(layers=2),
     "eagle3 two layers, input norm": lambda: eagle3(layers=2, later_norm="input_layernorm"),

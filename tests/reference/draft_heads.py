@@ -82,6 +82,9 @@ def attention(x: Tensor, positions: Tensor, tensors: Tensors, name: str, config:
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(head_dim)
     past = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    kinds = config.get("layer_types")
+    if kinds and kinds[int(name.split("layers.")[1].split(".")[0])] == "sliding_attention":
+        past &= positions[:, None] - positions < config["sliding_window"]
     weights = scores.masked_fill(~past, -math.inf).softmax(-1)
     mixed = torch.einsum("hqk,khd->qhd", weights, values).reshape(len(x), heads * head_dim)
     return linear(mixed, tensors, f"{name}.o_proj"), (k, v)
@@ -272,14 +275,14 @@ def eagle3(
     w, t, c = own_names(cast(head, torch.float64)), cast(target, torch.float64), flat_config(config)
     eps = c["rms_norm_eps"]
     nested = c.get("eagle_config") or {}
-    streams = run_target(target, target_config, tokens[:-1]).streams
-    chosen = [streams[k] for k in aux_boundaries(c, target_config["num_hidden_layers"], convention)]
+    ran = run_target(target, target_config, tokens[:-1])
+    chosen = [ran.streams[k] for k in aux_boundaries(c, target_config["num_hidden_layers"], convention)]
     if c.get("fc_norm") or c.get("use_aux_norm"):
         chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
     aux = torch.cat(chosen, -1)
     if c.get("norm_before_fc") or nested.get("norm_before_fc"):
         aux = rms_norm(aux, w["input_norm.weight"], eps)
-    features = linear(aux, w, "fc")
+    features = ran.hidden if nested.get("use_aux_hidden_state") is False else linear(aux, w, "fc")
     rows = c.get("draft_vocab_size") or target_config["vocab_size"]
     ids = torch.arange(rows) + w.get("d2t", 0)
     head_weight = w["lm_head.weight"] if "lm_head.weight" in w else lm_head_weight(t)

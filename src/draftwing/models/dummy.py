@@ -146,7 +146,9 @@ def draft_weights(
             weights["fc.bias"] = meta(hidden)
         return weights
     aux_hidden = raw.get("num_aux_hidden_states") or len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    weights["fc.weight"] = meta(hidden, aux_hidden * target.hidden_size)
+    weights["norm.weight"] = meta(hidden)
+    if raw.get("use_aux_hidden_state") is not False:
+        weights["fc.weight"] = meta(hidden, aux_hidden * target.hidden_size)
     rows = raw.get("draft_vocab_size") or vocab
     weights["lm_head.weight"] = meta(rows, hidden)
     if rows != vocab:

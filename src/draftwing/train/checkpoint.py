@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.files import replace_file, write_json
+from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES
@@ -84,7 +85,7 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     # The class names that engines look for: of EAGLE's two, some know the first and some the second.
     classes = ["LlamaForCausalLMEagle3"] if isinstance(head, Eagle3Head) else _EAGLE_CLASSES
     keys = {"architectures": classes, "model_type": "llama", **_sizes(config, dtype)}
-    keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc.bias is not None}
+    keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc is not None and head.fc.bias is not None}
     if isinstance(head, EagleHead):
         return keys | ({"qkv_bias": True} if config.attention.qkv_bias else {})
     eagle, layers = head.eagle, head.target.config.num_layers
@@ -92,7 +93,13 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     keys["target_hidden_size"] = eagle.aux_size
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     keys |= {key: True for key in switches if getattr(eagle, key)}
-    ids = aux_layer_ids(eagle.aux_layers, layers)
+    windows = [mixer.window for mixer in (one.mixer for one in config.layers) if isinstance(mixer, AttentionConfig)]
+    if any(windows):
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        keys |= {"layer_types": kinds, "sliding_window": max(windows)}
+    ids = aux_layer_ids(eagle.aux_layers, layers) if eagle.fused else None
+    if not eagle.fused:
+        keys["eagle_config"] = {"use_aux_hidden_state": False}
     if ids is not None:
         keys["num_aux_hidden_states"] = len(ids)
         keys["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}

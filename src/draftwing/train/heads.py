@@ -92,6 +92,7 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
     where its layers begin without a norm."""
     last, layer, hidden = target.layers[-1], head.fusion, head.config.hidden_size
     assert isinstance(last, DecoderLayer)
+    assert head.fc is not None
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
     if last.attn_norm is None or last.mlp_norm is None:  # whose parts read what no norm has seen

@@ -19,6 +19,7 @@ from draftwing.models.heads.base import DraftHead
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head
+from draftwing.train.checkpoint import save_head
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +206,72 @@ def test_aux_layer_ids_refused() -> None:
         ({key: [1, 4, 8]}, 3, "output", "expected 0 to 7"),  # would be the stream after the final norm
         ({key: [-1, 4, 7]}, 3, "boundary", "expected 0 to 8"),
         ({key: "1,2,3"}, 3, "auto", "list of integers"),
-        ({"use_aux_hidden_state": False}, 3, "auto", "use_aux_hidden_state"),
         ({}, 4, "auto", "columns for 4"),
     ):
         with pytest.raises(CheckpointError, match=expected):
             resolve_aux_layers(raw, count, 8, convention)  # type: ignore[arg-type]
+
+
+# ---- forms of EAGLE-3 ------------------------------------------------------------------------------------------------
+
+Form = tuple[dict[str, Any], dict[str, tuple[int, ...] | None], str]
+_LATENT = {"q_a_proj": (24, 64), "q_b_proj": (64, 24), "kv_a_proj_with_mqa": (24, 64), "kv_b_proj": (64, 16)}
+_SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", *["full_attention"] * 7]}
+FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or (None) missing, what a refusal names
+    "the last state alone": ({"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None}, ""),
+    "the last state and fc": ({"use_aux_hidden_state": False}, {}, "use_aux_hidden_state = false"),
+    "layer types of the target": ({"layer_types": ["full_attention"] * 8}, {}, ""),
+    "a window": (_SLIDING, {}, ""),
+    "a window without a length": ({"layer_types": ["sliding_attention"]}, {}, "sliding_window"),
+    "no layer type that is known": ({"layer_types": ["linear_attention"]}, {}, "layer_types"),
+    "a switched window": ({"use_sliding_window": True, "sliding_window": 8}, {}, "use_sliding_window"),
+    "mrope of a model that sees": ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, {}, ""),
+    "yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}}, {}, "",
+    ),
+    "fewer dimensions are turned": ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor"),
+    "latent attention": (
+        {"model_type": "kimi_k2", "q_lora_rank": 24, "kv_lora_rank": 16},
+        {f"midlayer.self_attn.{name}.weight": shape for name, shape in _LATENT.items()}, "q_lora_rank",
+    ),
+    "experts": ({"num_experts": 4}, {"midlayer.mlp.gate.weight": (4, 32)}, "num_experts"),
+    "experts that the config hides": ({}, {"midlayer.mlp.experts.0.up_proj.weight": (40, 32)}, "mlp.experts.0.up_proj"),
+    "heads for later tokens": ({}, {"parallel_draft_heads.medusa_heads.0.0.linear.weight": (32, 32)}, "medusa_heads"),
+    "drafting in parallel": ({}, {"mask_hidden": (1, 1, 96)}, "mask_hidden"),
+    "no norm of embeddings": ({}, {"midlayer.input_layernorm.weight": None}, "midlayer.input_layernorm"),
+    "no last norm": ({}, {"norm.weight": None}, "norm.weight"),
+    "a norm of its own": ({}, {"output_norm.weight": (32,)}, "output_norm"),
+    "a norm after attention": ({}, {"midlayer.post_feedforward_layernorm.weight": (32,)}, "post_feedforward_layernorm"),
+    "sinks": ({}, {"midlayer.self_attn.sinks": (4,)}, "sinks"),
+    "layers by another name": ({}, {"additional_layers.0.self_attn.q_proj.weight": (32, 32)}, "additional_layers"),
+    "scales of a cache": ({}, {"midlayer.self_attn.k_scale": (1,)}, ""),
+    "copies of the target's": ({}, {"verifier_norm.weight": (32,), "verifier_lm_head.weight": (50, 32)}, ""),
+    "another activation": ({"hidden_act": "gelu_pytorch_tanh"}, {}, "hidden_act"),
+    "scaled embeddings": ({"embedding_multiplier": 12.0}, {}, "embedding_multiplier"),
+    "scaled logits": ({"logit_scale": 0.5}, {}, "logit_scale"),
+    "capped logits": ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_of_eagle3_is_served_or_refused_by_name(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str
+) -> None:
+    keys, tensors, named = FORMS[name]
+    weights: dict[str, Tensor] = dict(drafts.eagle3_weights())
+    for tensor, shape in tensors.items():
+        if shape is None:
+            del weights[tensor]
+        else:
+            weights[tensor] = torch.ones(shape)
+    folder = drafts.write(tmp_path / "a", weights, **keys)
+    if named:
+        refused(folder, target, "EAGLE3", named)
+        return
+    head = load(folder, target)
+    again = load(save_head(head, tmp_path / "b"), target)
+    assert again.eagle == head.eagle and again.config.layers == head.config.layers
+    assert stored(again).keys() == stored(head).keys()
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,11 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
         qk_norm=f"{first}.self_attn.q_norm.weight" in weights,
     )
     layer = replace(config.layers[0], mixer=attention, mlp_bias=f"{first}.mlp.down_proj.bias" in weights)
-    return replace(config, layers=(layer,) * config.num_layers)
+    windows = [0] * config.num_layers
+    if "mask_token_id" not in raw:  # of blocks: `block_config`
+        kinds = Fields(raw, "config").texts("layer_types")[: config.num_layers]  # perhaps those of the target
+        windows = list(_reach(Fields({**raw, "layer_types": kinds}, "config"), raw, config.num_layers)[0])
+    return replace(config, layers=tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows))
 
 
 def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
@@ -103,8 +107,17 @@ def eagle3_config(
     config: ModelConfig, raw: Mapping[str, Any], weights: Weights, target: DecoderModel, convention: AuxLayerIds
 ) -> Eagle3Config:
     aux_size, vocab = target.config.hidden_size, target.config.vocab_size
-    count = aux_count(weights, aux_size)
-    same("num_aux_hidden_states", count, raw.get("num_aux_hidden_states") or count)
+    # Else what it reads is the target's state after its final norm, as it is.
+    fused = raw.get("use_aux_hidden_state") is not False
+    if fused:
+        count = aux_count(weights, aux_size)
+        same("num_aux_hidden_states", count, raw.get("num_aux_hidden_states") or count)
+        aux_layers = resolve_aux_layers(raw, count, target.config.num_layers, convention)
+    elif "fc.weight" in weights:
+        raise CheckpointError("use_aux_hidden_state = false is not supported beside fc.weight")
+    else:
+        same("hidden_size", aux_size, config.hidden_size)
+        aux_layers = (target.final_aux_layer,)
     own_embedding = aux_size != config.hidden_size
     lm_head, draft_vocab = weights.get("lm_head.weight"), raw.get("draft_vocab_size")
     rows = draft_vocab or (vocab if lm_head is None else lm_head.shape[0])
@@ -120,8 +133,9 @@ def eagle3_config(
         raise CheckpointError("norm_before_fc and fc_norm together are not supported: their order is not defined")
     second = "layers.1.hidden_norm.weight"
     return Eagle3Config(
-        aux_layers=resolve_aux_layers(raw, count, target.config.num_layers, convention),
+        aux_layers=aux_layers,
         aux_size=aux_size,
+        fused=fused,
         draft_vocab=0 if lm_head is None else rows,
         fc_bias="fc.bias" in weights,
         own_embedding=own_embedding,
@@ -143,8 +157,6 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
     """
     key = "eagle_aux_hidden_state_layer_ids"
     ids = layer_ids(raw, key)
-    if raw.get("use_aux_hidden_state") is False:
-        raise CheckpointError("use_aux_hidden_state = false is not supported")
     if not ids:
         ids, boundary = [2, layers // 2, layers - 3], True
     elif convention != "auto":

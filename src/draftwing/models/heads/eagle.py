@@ -77,7 +77,8 @@ class EagleHead(FeatureHead):
 class Eagle3Config:
     """What EAGLE-3 heads differ in besides the sizes of their layers.
 
-    aux_layers: what the target is asked for (`DecoderModel.forward`).  aux_size: hidden size of the target.
+    aux_layers: what the target is asked for (`DecoderModel.forward`).  aux_size: hidden size of the target.  fused:
+    whether fc makes the feature of them; else it is the one that there is.
     draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.  own_embedding: needed where
     aux_size is not the head's hidden size.  norm_before_residual: the residual stream starts from the normed feature.
     norm_before_fc: one norm over all auxiliary hidden states.  fc_norm: one norm per auxiliary layer.  norm_output:
@@ -88,6 +89,7 @@ class Eagle3Config:
     aux_layers: tuple[int, ...]
     aux_size: int
     draft_vocab: int
+    fused: bool = True
     fc_bias: bool = False
     own_embedding: bool = False
     norm_before_residual: bool = False
@@ -148,7 +150,9 @@ class Eagle3Head(FeatureHead):
         count, size = len(eagle.aux_layers), eagle.aux_size
         self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
-        self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device, config.weight_format)
+        self.fc: Linear | None = None
+        if eagle.fused:
+            self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device, config.weight_format)
         first, *later = self.layer_configs
         self.fusion = FusionLayer(first, eagle.norm_before_residual, dtype, device)
         self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i, layer in enumerate(later, 1))
@@ -166,7 +170,7 @@ class Eagle3Head(FeatureHead):
             aux_hidden = self.input_norm(aux_hidden)
         if self.fc_norm is not None:
             aux_hidden = self.fc_norm(aux_hidden)
-        return self.fc(aux_hidden)
+        return aux_hidden if self.fc is None else self.fc(aux_hidden)
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden] before the final norm, unless the head was trained
@@ -194,7 +198,9 @@ class Eagle3Head(FeatureHead):
 
     def names(self) -> dict[str, ParamSlice]:
         config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
-        table = super().names() | named(config.weight_format, "fc", "fc", 0, hidden)
+        table = super().names()
+        if eagle.fused:
+            table |= named(config.weight_format, "fc", "fc", 0, hidden)
         table["norm.weight"] = ParamSlice("norm.weight", 0, hidden)
         if eagle.fc_bias:
             table["fc.bias"] = ParamSlice("fc.bias", 0, hidden)

@@ -87,6 +87,8 @@ _BLOCK_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.wei
     f"{name}.weight": name
     for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 }
+# What layers compute without: rotary tables, scales of a cache in 8 bits, and copies of the target's parts.
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.[kv]_scale$|^verifier_")
 _DFLASH2 = re.compile(r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.")
 
 
@@ -150,7 +152,9 @@ def load_draft_head(
         _fill_from_own(head, weights, device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
-    stored = dtype if weight_format.takes_blocks else weights["fc.weight"].dtype  # blocks are said of by themselves
+    stored = dtype  # blocks are said of by themselves
+    if not weight_format.takes_blocks:
+        stored = weights["fc.weight" if "fc.weight" in weights else "norm.weight"].dtype
     _warn_of_changes(config, stored, dtype, target, context_length)
     return _finish(head, token_ids, started, dummy)
 
@@ -251,8 +255,8 @@ def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | s
     tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
     offsets, kept, names = tensors.pop("d2t", None), tensors.pop("t2d", None), set(head.names())
     shared = {"embed_tokens.weight", "lm_head.weight"} - names
-    if isinstance(head, BlockHead):
-        strange = [name for name in set(tensors) - names - shared if not name.endswith("rotary_emb.inv_freq")]
+    if isinstance(head, BlockHead | Eagle3Head):
+        strange = [name for name in set(tensors) - names - shared if not _HARMLESS.search(name)]
         if strange:
             raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
     for name in shared & set(tensors):  # exports carry frozen copies of these, and some carry random values
