@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import Cycle, Rig, greedy, make_book, seeded
+from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
 from image_models import KINDS, PAD, encoded, picture, write_model
 from image_models import greedy as transformers_greedy
+from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.images.processing import Tile
@@ -162,6 +163,33 @@ def test_several_answers_and_aborts(case: Any) -> None:
     found = answers(rig, [(ids, images)] * 4, params, between=abort)
     assert {uid: found.tokens[uid] for uid in alone.tokens} == alone.tokens
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) > 1
+
+
+def test_grammars(case: Any) -> None:
+    """Half of the requests are held to one; with drafts and without the texts are the same."""
+    _, model, prompts, params, expected = case
+    vocab, found = model.config.vocab_size, []
+    for how in ({"rows": 1, "radix": False}, {"drafter": "ngram", "policy": Cycle(TreeShape(7, 4, 8)), "chunk": 7}):
+        rig = Rig(model, **how)
+        for i, ((ids, images), param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(str(i), ids, param, images=images, grammar=ToyGrammar(i, vocab) if i % 2 == 0 else None)
+        found.append(rig.run().tokens)
+    assert found[0] == found[1] and found[0]["0"] != expected.tokens["0"] and found[0]["1"] == expected.tokens["1"]
+
+
+@pytest.mark.slow
+def test_two_ranks(case: Any) -> None:
+    """Each has the whole tower, and the same features."""
+    kind, model, prompts, params, expected = case
+    if kind == "gemma4":
+        pytest.skip("tables of layers are in no weight map of these threads")
+    ops = make_ops(torch.device("cpu"))
+    share = spread(model, ops)
+    for one in (share, *share.others):
+        one.tower = model.tower
+    rig = spread_rig(share, policy=Cycle(TreeShape(7, 4, 8)), drafter="ngram", lag=1, chunk=7, slots=200)
+    assert answers(rig, prompts, params).tokens == expected.tokens
+    assert answers(rig, prompts, params).tokens == expected.tokens
 
 
 @pytest.mark.exhaustive
