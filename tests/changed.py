@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 # Of tests of training, folders and files; and what they run that no import names.
-TESTS = ("tests/train", "tests/test_train_small_hybrid.py")
-MORE = ("tests/conftest.py", "tests/shared_fixtures.py", "tools/train_small_hybrid.py")
+TESTS = ("tests/train", "tests/test_train_small_hybrid.py", "tests/test_train_small_seer.py")
+MORE = ("tests/conftest.py", "tests/shared_fixtures.py", "tools/train_small_hybrid.py", "tools/train_small_seer.py")
 TRAINING = "src/draftwing/train"
 CACHED = "draftwing/training"
 

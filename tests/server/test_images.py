@@ -8,12 +8,13 @@ import io
 from typing import Any
 from urllib.parse import SplitResult
 
+import anthropic
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from image_models import encoded, picture
 from PIL import Image, ImageCms, ImageOps
-from scripted import client_of
+from scripted import client_of, openai_client, serving
 from starlette.testclient import TestClient
 from tiny_tokenizers import byte_level
 
@@ -148,6 +149,32 @@ def test_each_dialect(client: TestClient, engine: FakeEngine, name: str) -> None
     for image in images:
         assert image.grid == (3, 5) and np.array_equal(image.pixels, np.asarray(SHOWN))
     assert not engine.requests[0].learn
+
+
+def test_client_libraries() -> None:
+    """OpenAI's and Anthropic's own, over a socket, streaming and not."""
+    engine = Seeing()
+    parts: Any = {"role": "user", "content": [A, OPENAI]}
+    with serving(engine) as url:
+        api = openai_client(url)
+        chat = api.chat.completions.create(model="m", messages=[parts], max_tokens=4)
+        stream = api.chat.completions.create(model="m", messages=[parts], max_tokens=4, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == chat.choices[0].message.content
+        given: Any = [USER | {"content": [{"type": "input_image", "image_url": URL, "detail": "auto"}]}]
+        response = api.responses.create(model="m", input=given, max_output_tokens=16)
+        more = api.responses.create(model="m", input="a", previous_response_id=response.id, max_output_tokens=16)
+        assert more.usage is not None and response.usage is not None
+        assert more.usage.input_tokens > response.usage.input_tokens > 15
+        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with claude.messages.stream(
+            model="m",
+            max_tokens=4,
+            messages=[USER | {"content": [A, ANTHROPIC]}],  # type: ignore[list-item]
+        ) as events:
+            usage = events.get_final_message().usage
+            assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > 15
+    assert [len(request.images) for request in engine.requests] == [1] * 5
+    assert len({request.images[0].digest for request in engine.requests}) == 1
 
 
 def test_usage_counts_tokens_of_images(client: TestClient) -> None:

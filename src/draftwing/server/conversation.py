@@ -97,10 +97,8 @@ class MessagePart(Body):
 
 def _address_of(part: Mapping[str, Any]) -> str | None:
     """Returns the address of a picture: of OpenAI's `image_url`, a text or an object with a `url`, or of Anthropic's
-    `source`."""
-    given = part.get("image_url")
-    if given is None:
-        given = part.get("source")
+    `source`, and of a part that was read before and stored."""
+    given = next((part[name] for name in ("image_url", "source", "image") if part.get(name) is not None), None)
     if isinstance(given, Mapping):
         data = given.get("data")
         if given.get("type") == "base64" and isinstance(data, str):
