@@ -6,35 +6,11 @@ model's `QueryAdapters`, one for all of its matrices; a forward without an adapt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import Ranks
-
-
-class QueryAdapters:
-    """slots: of the queries of the forward that runs, [M] int64, 0 of one without an adapter; None: all are without."""
-
-    def __init__(self) -> None:
-        self.slots: Tensor | None = None
-
-    @contextmanager
-    def of(self, slots: Tensor | None) -> Iterator[None]:
-        """Has the forward inside be of queries with these slots."""
-        assert self.slots is None, "forwards of a model do not run inside each other"
-        self.slots = slots
-        try:
-            yield
-        finally:
-            self.slots = None
-
-    def narrow(self, at: Tensor) -> None:
-        """Goes on with the queries `at` [F] int64 alone."""
-        self.slots = None if self.slots is None else self.slots[at]
 
 
 class AdaptedWeight:

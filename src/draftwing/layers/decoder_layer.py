@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.adapters import QueryAdapters
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig, Placement
 from draftwing.layers.embedding import LayerEnd
@@ -18,6 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm, norm_of
+from draftwing.ops.adapters.spec import QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -89,11 +89,11 @@ class DecoderLayer(nn.Module):
     def take_adapters(self, queries: QueryAdapters) -> None:
         """Asks these from now on whether some have adapters, and quantises nothing that adapters read."""
         self._queries, self._quantises = queries, (False, False)
+        self._whole = None if self._whole is None else whole_layers(self._ops, [self.weights()])
 
     def _in_one_call(self, *given: Any) -> Tensor | None:
         """Returns what `WholeLayers` of it gives, or None."""
-        adapted = self._queries is not None and self._queries.slots is not None
-        outs = None if self._whole is None or adapted else self._whole(*given)
+        outs = None if self._whole is None else self._whole(*given)
         return None if outs is None else outs[0]
 
     def linears(self) -> list[Linear]:
@@ -134,6 +134,8 @@ class DecoderLayer(nn.Module):
             eps=self.mlp_norm.eps,
             gemms=[linear.op.first_gemm for linear in linears],
             biases=[linear.bias for linear in linears],
+            adapters=[None if linear.adapted is None else linear.adapted.weights for linear in linears],
+            queries=self._queries,
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

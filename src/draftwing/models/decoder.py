@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.adapters import AdaptedWeight, QueryAdapters
+from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
@@ -28,7 +28,7 @@ from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
 from draftwing.models.towers.base import Tower
-from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -151,7 +151,7 @@ class DecoderModel(nn.Module):
         # long as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns: list[tuple[Tensor, Tensor]] = [rope(positions, self._ops) for rope in self.ropes]
         deep = 0 if images is None else images.deep
-        whole = self._whole_layers(aux_layers) if not deep and self._queries.slots is None else None
+        whole = self._whole_layers(aux_layers) if not deep else None
         x = self.embedded(ids, images)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
@@ -213,6 +213,7 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
+        self._whole.clear()
 
     def adaptable(self) -> dict[str, Linear]:
         """Returns the matrices by name that may have adapters: of mixers and MLPs but for experts."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights
-from draftwing.ops.cpu.arguments import with_rows
+from draftwing.ops.cpu.arguments import addresses, with_rows
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.runtime import CpuRuntime
 
@@ -51,19 +51,32 @@ class CpuAdapterOps(AdapterOps):
         self, y: Tensor | None, x: Tensor | None, weights: AdapterWeights, slots: Tensor, between: Tensor, parts: int
     ) -> None:
         x = None if x is None else with_rows(x)
-        _, slices, rank, inputs = weights.down.shape
         assert y is None or y.stride(1) == 1
         some = y if x is None else x
         assert some is not None and slots.is_contiguous() and len(slots) == len(some)
         self.raw.adapters(
-            y, 0 if y is None else y.stride(0), x, 0 if x is None else x.stride(0), slots, len(some), inputs,
-            weights.up.shape[2], weights.down, weights.up, weights.ranks, weights.scales, weights.ends, slices, rank,
-            some.dtype == torch.bfloat16, weights.down.dtype == torch.bfloat16, between, parts, self.workers.address,
+            y, 0 if y is None else y.stride(0), x, 0 if x is None else x.stride(0), slots, len(some),
+            some.dtype == torch.bfloat16, between, parts, self.workers.address, *_numbers(weights),
         )  # fmt: skip
 
 
+def _numbers(weights: AdapterWeights) -> tuple[int, ...]:
+    """Returns what C is told of a matrix (`adapted_of`)."""
+    _, slices, rank, inputs = weights.down.shape
+    small, outputs = weights.down.dtype == torch.bfloat16, weights.up.shape[2]
+    return *addresses(weights[:5]), slices, rank, small, inputs, outputs
+
+
+def numbers_of_adapters(weights: AdapterWeights) -> Tensor:
+    """Returns the same where C reads it."""
+    return torch.tensor(_numbers(weights))
+
+
+def takes(dtype: torch.dtype, weights: AdapterWeights) -> bool:
+    """Returns whether C does for rows of this type: those in bfloat16 have factors in it, too."""
+    known = dtype in DTYPES and weights.down.dtype in DTYPES
+    return known and (weights.down.dtype == torch.bfloat16 or dtype == torch.float32)
+
+
 def _takes(y: Tensor, x: Tensor, weights: AdapterWeights) -> bool:
-    """Returns whether C does: rows in bfloat16 have factors in it, too."""
-    small = weights.down.dtype == torch.bfloat16
-    known = y.dtype in DTYPES and x.dtype == y.dtype and weights.down.dtype in DTYPES
-    return known and (small or y.dtype == torch.float32)
+    return x.dtype == y.dtype and takes(y.dtype, weights)

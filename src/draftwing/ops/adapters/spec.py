@@ -6,6 +6,8 @@ adapters or of none are beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -52,6 +54,27 @@ class AdapterWeights(NamedTuple):
         """Lets a slot, from 1 on, add nothing."""
         for part in (self.ranks, self.scales, self.down, self.up):
             part[slot - 1].zero_()
+
+
+class QueryAdapters:
+    """slots: of the queries of the forward that runs, [M] int64, 0 of one without an adapter; None: all are without."""
+
+    def __init__(self) -> None:
+        self.slots: Tensor | None = None
+
+    @contextmanager
+    def of(self, slots: Tensor | None) -> Iterator[None]:
+        """Has the forward inside be of queries with these slots."""
+        assert self.slots is None, "forwards of a model do not run inside each other"
+        self.slots = slots
+        try:
+            yield
+        finally:
+            self.slots = None
+
+    def narrow(self, at: Tensor) -> None:
+        """Goes on with the queries `at` [F] int64 alone."""
+        self.slots = None if self.slots is None else self.slots[at]
 
 
 class AdapterOps:

@@ -149,7 +149,7 @@ class CpuAttend(KernelAttend):
         layers.raw.layers(
             x, normed, outs, layers.count, layers.address, self._backend.pools(first, layers.count, layers.shape),
             layers.places, spare, layers.width, self._slots, cos, sin, cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, 0, layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_type, *self._how, 0, 0, 0, 2, 0, layers.slots, layers.eps,
         )  # fmt: skip
         return outs
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.gemm.contract import Gemm
@@ -24,6 +25,8 @@ class LayerWeights(NamedTuple):
     eps: float
     gemms: Sequence[Gemm | None]  # of qkv, o, gate_up and down
     biases: Sequence[Tensor | None]
+    adapters: Sequence[AdapterWeights | None] = ()  # of the GEMMs
+    queries: QueryAdapters | None = None  # where there are adapters: of the forward that calls
 
 
 class WholeLayers(Protocol):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.ops.adapters.cpu import numbers_of_adapters, takes
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind
 from draftwing.ops.cpu.extension import load_extension
@@ -67,11 +68,14 @@ class _Layer:
         own = [None if tensor is None else tensor.detach() for tensor in tensors]
         sinks = weights.kind.sinks
         kind = weights.kind._replace(sinks=None if sinks is None else sinks.detach())
-        self.held = own, gemms, kind
+        adapters = [None if one is None else numbers_of_adapters(one) for one in weights.adapters or [None] * 4]
+        self.held = own, gemms, kind, weights.adapters, adapters
+        self.adapts = all(one is None or takes(self.dtype, one) for one in weights.adapters)
         *numbers, b0, b1, b2, b3 = (0 if tensor is None else tensor.data_ptr() for tensor in own)
         numbers += [self.hidden, down.inputs, *numbers_of_kind(kind)]
         for gemm, bias in zip(gemms, (b0, b1, b2, b3), strict=True):
             numbers += numbers_of(gemm, bias)
+        numbers += [0 if one is None else one.data_ptr() for one in adapters]
         self.numbers = torch.tensor(numbers)
 
 
@@ -98,11 +102,19 @@ class NativeLayers:
         self.places = self._places.data_ptr()
         self.last = self.place.get(self.count, 0)
         self._take_rows = take_rows
+        self._queries, self._adapts = weights[0].queries, all(layer.adapts for layer in self.layers)
         self._row_of: dict[int, Tensor] = {}  # see `joined`, by the number of rows
 
     def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
         takes = x.shape[0] <= self.max_rows and (normed is not None or self.norms_input)
+        if self.slots is not None:  # of more rows threads share what adapters do
+            takes = takes and self._adapts and x.shape[0] <= RECORDED_ROWS
         return attend.run_layers(self, x, normed, cos, sin) if takes else None
+
+    @property
+    def slots(self) -> Tensor | None:
+        """Returns those of the rows' adapters; None: none has any."""
+        return None if self._queries is None else self._queries.slots
 
     @property
     def width(self) -> int:
@@ -112,7 +124,7 @@ class NativeLayers:
     def spare(self, rows: int, threads: int) -> int:
         """Returns bytes of memory that so many rows take besides the outputs."""
         half, numbers = self.dtype == torch.bfloat16, self.layers[0].numbers.data_ptr()
-        size: int = self.raw.layers_spare(rows, half, numbers, self.width, threads)
+        size: int = self.raw.layers_spare(rows, half, numbers, self.width, threads, self.slots is not None)
         return size
 
     def joined(self, outs: Tensor) -> Tensor | None:

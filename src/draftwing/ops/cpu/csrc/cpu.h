@@ -494,6 +494,21 @@ HIDDEN Ahead weight_of(const Product *p, Range outputs);
 HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
+/* In adapters.c. Numbers of a matrix: see `adapted_of`; NULL: it has no adapters. */
+typedef struct {
+    const void *down, *up; /* [S, slices, rank, inputs], [S, rank, outputs] */
+    const int64_t *ranks, *ends; /* [S, slices]; [slices] */
+    const float *scales; /* [S, slices] */
+    int64_t slices, rank, small, inputs, outputs; /* small: whether factors are in bfloat16 */
+} Adapted;
+HIDDEN int64_t adapter_floats(const int64_t *numbers); /* of a row of `between` */
+/* x [rows, inputs]; between [rows, slices, rank] */
+HIDDEN void adapter_down(const int64_t *numbers, const int64_t *slots, const void *x, int64_t rows, int64_t half,
+                         float *between);
+/* y [rows, outputs], of which outputs [from, to) */
+HIDDEN void adapter_up(const int64_t *numbers, const int64_t *slots, void *y, int64_t rows, int64_t half,
+                       const float *between, int64_t from, int64_t to);
+
 /* In replay.c. */
 HIDDEN Ahead weight_ahead(const int64_t *gemm, const Member *me); /* what a thread reads of a weight in blocks */
 HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -22,9 +22,11 @@ typedef struct {
     int64_t hidden, ffn, window, scalar; /* window, sinks, scalar: as in `Attention` */
     const float *sinks;
     Product qkv, o, gate_up, down;
+    const int64_t *adapted[GEMMS]; /* numbers of what adapters add to each, or NULL */
 } Layer;
 
-/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn, window, sinks, scalar; the four GEMMs, 6 numbers each */
+/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn, window, sinks, scalar; the four GEMMs, 6 numbers each, and of
+   each the address of numbers of its adapters, or 0 */
 static Layer layer_of(const int64_t *n, int64_t half) {
     return (Layer){.attn_norm = POINTER(n[0]),
                    .mlp_norm = POINTER(n[1]),
@@ -38,7 +40,9 @@ static Layer layer_of(const int64_t *n, int64_t half) {
                    .qkv = product_of(n + 9, half),
                    .o = product_of(n + 9 + GEMM, half),
                    .gate_up = product_of(n + 9 + 2 * GEMM, half),
-                   .down = product_of(n + 9 + 3 * GEMM, half)};
+                   .down = product_of(n + 9 + 3 * GEMM, half),
+                   .adapted = {POINTER(n[9 + 4 * GEMM]), POINTER(n[10 + 4 * GEMM]), POINTER(n[11 + 4 * GEMM]),
+                               POINTER(n[12 + 4 * GEMM])}};
 }
 
 /* A thread's share of them, in units of `size`. */
@@ -83,6 +87,7 @@ typedef struct {
     Rows rope;
     Attention attention;
     double eps;
+    const int64_t *slots; /* of rows' adapters, or NULL: they have none */
 } Layers;
 
 /* Memory of all that a layer computes on its way; what is normed, of few rows, is of a thread's own. */
@@ -90,12 +95,22 @@ typedef struct {
     char *qkv, *attended, *middle, *gate_up, *gated, *normed;
     Rounded attended_8, gated_8, normed_8; /* normed_8: of `hidden` or `width` inputs */
     char *normed_bytes;
+    float *between; /* of adapters, a thread's own */
     int64_t *taken; /* of each GEMM's units: see `Shares` */
     int64_t end;    /* bytes */
 } Spare;
 static int64_t taken_bytes(const Layers *j) { return (int64_t)sizeof(int64_t) * GEMMS * TAKEN * j->threads; }
-static Spare spare_of(const Layers *j, const Layer *l, int64_t member) {
+static int64_t between_bytes(const Layer *l, int64_t rows) {
+    int64_t most = 0;
+    for (int i = 0; i < GEMMS; i++) {
+        const int64_t floats = adapter_floats(l->adapted[i]);
+        if (floats > most) most = floats;
+    }
+    return (rows * most * (int64_t)sizeof(float) + 63) / 64 * 64;
+}
+static Spare spare_of(const Layers *j, const Layer *l, int64_t number) {
     const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
+    int64_t member = number;
     const int64_t own = bytes * l->hidden + blocks * rounded_size(rows, j->width);
     if (rows > OWN_ROWS) member = 0;
     Spare s = {.taken = (int64_t *)j->spare, .qkv = j->spare + taken_bytes(j)};
@@ -113,6 +128,11 @@ static Spare spare_of(const Layers *j, const Layer *l, int64_t member) {
     s.normed = at + member * own;
     s.normed_bytes = s.normed + bytes * l->hidden;
     s.end = s.normed + own - j->spare;
+    if (j->slots) { /* behind what any thread has */
+        const char *last = at + (rows > OWN_ROWS ? 1 : j->threads) * own;
+        s.between = (float *)(last + number * between_bytes(l, rows));
+        s.end = (char *)s.between + between_bytes(l, rows) - j->spare;
+    }
     return s;
 }
 
@@ -138,6 +158,13 @@ static Shares units_of(const Layers *j, const Member *me, const Spare *s, int ge
     s->taken[(before * j->threads + me->number) * TAKEN] = 0;
     return shares_of(me, units, s->taken + gemm * j->threads * TAKEN);
 }
+/* What adapters add to a GEMM: of few rows each thread makes what its outputs need of all inputs for itself. */
+static void adapt_inputs(const Layers *j, const Layer *l, int gemm, const void *x, const Spare *s) {
+    if (j->slots) adapter_down(l->adapted[gemm], j->slots, x, j->rows, j->half, s->between);
+}
+static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Spare *s, Range outputs) {
+    if (j->slots) adapter_up(l->adapted[gemm], j->slots, y, j->rows, j->half, s->between, outputs.from, outputs.to);
+}
 static void some_of_layers(void *data) {
     Layers *j = data;
     const Member me = join(&j->team);
@@ -162,8 +189,11 @@ static void some_of_layers(void *data) {
         const void *weight = j->normed ? NULL : layer.attn_norm;
         const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
         if (!me.number) attend_anew(&a); /* nobody attends now */
+        adapt_inputs(j, &layer, QKV, input, &s);
         for (Shares heads = units_of(j, &me, &s, QKV, all_heads); take_units(&heads);) {
-            product(layer.qkv, taken_of(&heads, a.dim), s.qkv, input, &s.normed_8, NULL, rows);
+            const Range mine = taken_of(&heads, a.dim);
+            product(layer.qkv, mine, s.qkv, input, &s.normed_8, NULL, rows);
+            adapt_outputs(j, &layer, QKV, s.qkv, &s, mine);
             for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
         }
         next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, range_of(&me, ffn / UNIT, UNIT)));
@@ -180,15 +210,21 @@ static void some_of_layers(void *data) {
         attend_units(&a, me.number, &next);
         meet(&me, &next);
 
-        for (Shares units = units_of(j, &me, &s, O, hidden / UNIT); take_units(&units);)
+        adapt_inputs(j, &layer, O, s.attended, &s);
+        for (Shares units = units_of(j, &me, &s, O, hidden / UNIT); take_units(&units);) {
             product(layer.o, taken_of(&units, UNIT), s.middle, s.attended, &s.attended_8, x, rows);
+            adapt_outputs(j, &layer, O, s.middle, &s, taken_of(&units, UNIT));
+        }
         meet(&me, &next);
 
         input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
+        adapt_inputs(j, &layer, GATE_UP, input, &s);
         for (Shares units = units_of(j, &me, &s, GATE_UP, ffn / UNIT); take_units(&units);) {
             const Range gate = taken_of(&units, UNIT), up = {ffn + gate.from, ffn + gate.to};
             product(layer.gate_up, gate, s.gate_up, input, &s.normed_8, NULL, rows);
             product(layer.gate_up, up, s.gate_up, input, &s.normed_8, NULL, rows);
+            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &s, gate);
+            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &s, up);
             for (int64_t i = 0; i < rows; i++) {
                 silu_part(&silu, i, gate.from, gate.to);
                 if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, gate.from, gate.to, j->half);
@@ -197,8 +233,11 @@ static void some_of_layers(void *data) {
         next = weight_of(&layer.down, halves);
         meet(&me, &next);
 
-        for (Shares units = units_of(j, &me, &s, DOWN, hidden / UNIT); take_units(&units);)
+        adapt_inputs(j, &layer, DOWN, s.gated, &s);
+        for (Shares units = units_of(j, &me, &s, DOWN, hidden / UNIT); take_units(&units);) {
             product(layer.down, taken_of(&units, UNIT), out, s.gated, &s.gated_8, s.middle, rows);
+            adapt_outputs(j, &layer, DOWN, out, &s, taken_of(&units, UNIT));
+        }
         x = out;
         if (l + 1 == j->count) break;
         const Layer following = layer_of(POINTER(j->layers[l + 1]), j->half);
@@ -219,6 +258,7 @@ static Layers layers_of(const int64_t *n) {
                     .places = POINTER(n[6]),
                     .spare = POINTER(n[7]),
                     .width = n[8],
+                    .slots = POINTER(n[15 + ATTENTION]),
                     .rows = n[13],
                     .half = n[14],
                     .threads = a.workers->most,
@@ -234,24 +274,25 @@ static Layers layers_of(const int64_t *n) {
                              .kv_type = a.kv_type}};
 }
 
-/* rows, half, numbers of a layer, most inputs of a normed row, threads -> bytes of `spare` */
+/* rows, half, numbers of a layer, most inputs of a normed row, threads, whether there are adapters -> bytes of `spare` */
 PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5];
-    if (!numbers(args, given, 5, n)) return NULL;
-    const Layers j = {.rows = n[0], .half = n[1], .width = n[3], .threads = n[4]};
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const Layers j = {.rows = n[0], .half = n[1], .width = n[3], .threads = n[4], .slots = n[5] ? n : NULL};
     const Layer layer = layer_of(POINTER(n[2]), n[1]);
     return PyLong_FromLongLong(spare_of(&j, &layer, n[4] - 1).end);
 }
 
 /* x, normed (0: each layer norms its input; otherwise there is one layer), outs [.., rows, hidden], layers, addresses
    of their numbers, of their keys and values, and which of outs each writes; spare, most inputs of a normed row, slots,
-   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv, window, sinks and scalar are set here; eps. The
+   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv, window, sinks and scalar are set here; slots of rows'
+   adapters, or 0; eps. The
    layers are of one size. The size of a head and of the MLP are multiples of 32. */
 PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15 + ATTENTION];
-    if (!numbers(args, given - 1, 15 + ATTENTION, n)) return NULL;
+    int64_t n[16 + ATTENTION];
+    if (!numbers(args, given - 1, 16 + ATTENTION, n)) return NULL;
     Layers job = layers_of(n);
-    job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
+    job.eps = job.rope.eps = PyFloat_AsDouble(args[16 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     memset(job.spare, 0, (size_t)taken_bytes(&job));
     /* Many layers take as long as several turns: others of Python would wait for all of them. */
