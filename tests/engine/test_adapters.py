@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.block_heads import dflash_head
+from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, small_llama_draft
 from reference.learnable import ENGINE, write_target
+from safetensors.torch import load_file
 from tiny_adapters import merged, write_adapter
+from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
 from draftwing.errors import RequestError
@@ -81,6 +86,40 @@ def test_who_runs_beside_a_request_and_drafts_change_no_text(
     if drafter != "none":
         assert sum(one.meta_info["spec_num_correct_drafts"] for one in together) > 0
     assert stats["adapter_loads"] >= 3 and stats["adapters_on_device"] == 2
+
+
+HEADS = {
+    "EAGLE3": lambda target: eagle3_head(target, vocab_size=VOCAB, rows=64),
+    "EAGLE": lambda target: eagle2_head(target, vocab_size=VOCAB),
+    "DFLASH": dflash_head,
+    "STANDALONE": lambda target: small_llama_draft(vocab_size=VOCAB),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("algorithm", HEADS)
+def test_heads_and_draft_models_change_no_text(
+    target: Path, adapters: dict[str, Path], tmp_path: Path, algorithm: str, dtype: str
+) -> None:
+    """A head that knows nothing of adapters, as in https://github.com/vllm-project/vllm/issues/26679."""
+    config = json.loads((target / "config.json").read_text())
+    head = HEADS[algorithm](Checkpoint(load_file(target / "model.safetensors"), config)).write(tmp_path / "head")
+    write_tokenizer(head)  # of a draft model
+    drafting = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
+    names = [None, "one", "two", "three", "one", None]
+    params = [{**GREEDY, "temperature": 2.0 * (i % 2), "sampling_seed": i} for i in range(len(PROMPTS))]
+    kind = {**ENGINE, **serving(adapters, 3), "dtype": dtype}
+    with LLM(str(target), **kind, speculative_algorithm="none") as llm:
+        alone = [
+            llm.generate(prompt, one, adapter=name)[0].token_ids
+            for prompt, one, name in zip(PROMPTS, params, names, strict=True)
+        ]
+    with LLM(str(target), **kind, **drafting, speculative_fixed_shape=True) as llm:
+        for _ in range(2):
+            together = llm.generate(PROMPTS, params, adapter=names)
+            assert [one.token_ids for one in together] == alone
+    assert sum(one.meta_info["spec_num_proposed_drafts"] for one in together) > 50
 
 
 def test_several_adapters_together_are_the_merged_sum(target: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
