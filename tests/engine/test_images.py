@@ -148,6 +148,19 @@ def test_features_that_have_no_room_are_made_again(case: Any) -> None:
     assert images.runs > 8 and len(images._known) == 1
 
 
+def test_clients_do_not_share_features(case: Any) -> None:
+    """Or the time of an answer would say who else has sent a picture."""
+    _, model, prompts, *_ = case
+    (ids, images), runs = prompts[0], []
+    rig = Rig(model, rows=2)
+    for salt in (1, 2, 1):
+        rig.submit("0", ids, greedy(4), images=images, salt=salt)
+        rig.run()
+        assert rig.executor._images is not None
+        runs.append(rig.executor._images.runs)
+    assert runs == [len(images), 2 * len(images), 2 * len(images)]
+
+
 def test_several_answers_and_aborts(case: Any) -> None:
     _, model, prompts, _, _ = case
     ids, images = prompts[2]

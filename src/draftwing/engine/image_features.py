@@ -1,5 +1,6 @@
 """Images of the rows of an engine: what a tower makes of them, kept for whoever sends the same image again; and where
-their tokens stand for a rotary embedding in three axes.
+their tokens stand for a rotary embedding in three axes. They are kept apart for each salt, as prefixes are: how soon an
+answer comes says nothing of the pictures of other clients.
 
 A row without images, in a plan or behind them, costs nothing here but a look at a set.
 """
@@ -24,10 +25,11 @@ BUDGET = 256 << 20  # bytes of features that are kept
 
 
 class _Row(NamedTuple):
-    """images: of the prompt.  axes: [3, P] of its positions, and what is added to those behind, of a model whose rotary
-    embedding has three axes."""
+    """images: of the prompt.  salt: of its request.  axes: [3, P] of its positions, and what is added to those behind,
+    of a model whose rotary embedding has three axes."""
 
     images: tuple[RequestImage, ...]
+    salt: int
     axes: IntArray | None
     shift: int
 
@@ -44,7 +46,7 @@ class ImageFeatures:
         self.runs = self.held = 0
         self._shifted: set[int] = set()  # rows with a shift
         self._rows: dict[int, _Row] = {}  # whose prompts are in work
-        self._known: OrderedDict[bytes, Tensor] = OrderedDict()  # by digest, the newest last
+        self._known: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()  # by salt and digest, the newest last
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Takes the images of requests that get a row."""
@@ -56,7 +58,7 @@ class ImageFeatures:
                     self._set_shift(row, 0)
                 continue
             axes, shift = axes_of(images, admission.prompt_len) if self.shift is not None else (None, 0)
-            self._rows[row] = _Row(images, axes, shift)
+            self._rows[row] = _Row(images, admission.salt, axes, shift)
             if self.shift is not None:
                 self._set_shift(row, shift)
 
@@ -96,7 +98,7 @@ class ImageFeatures:
                 first, end = max(image.start, chunk.start), min(image.end, chunk.start + chunk.length)
                 if first < end:
                     at.append(np.arange(first, end) - chunk.start + offset)
-                    rows.append(self._of(image)[first - image.start : end - image.start])
+                    rows.append(self._of(image, self._rows[chunk.row].salt)[first - image.start : end - image.start])
             offset += chunk.length
         return np.concatenate(at), rows
 
@@ -113,15 +115,15 @@ class ImageFeatures:
             parts.append(plain)
         return np.concatenate(parts, 1)
 
-    def _of(self, image: RequestImage) -> Tensor:
+    def _of(self, image: RequestImage, salt: int) -> Tensor:
         """Returns all rows of an image."""
-        found = self._known.get(image.digest)
+        found = self._known.get((salt, image.digest))
         if found is None:
             found = self._tower.features(self._device.upload_array(image.pixels), image.tokens)
             self.runs += 1
-            self._known[image.digest] = found
+            self._known[salt, image.digest] = found
             self.held += found.nbytes
-        self._known.move_to_end(image.digest)
+        self._known.move_to_end((salt, image.digest))
         while self.held > self._budget and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self.held -= oldest.nbytes
