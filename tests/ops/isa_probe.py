@@ -24,6 +24,7 @@ from torch import Tensor
 from draftwing.kv.pool import DeltaSpec, KVPool, KVSpec, StateSpec
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
+from draftwing.ops.adapters.spec import AdapterWeights
 from draftwing.ops.attention.batch import AttentionKind, Batch, ChunkSpan, HeadNorms
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.experts.routing import MixtureWeights, Routing
@@ -108,6 +109,19 @@ def memories(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         state = made.floats(dtype, 5, size)
         yield from (ops.gru(read, kept, state), *ops.recur(read, state), ops.gate(read, kept))
         yield ops.concat_columns(state, read[:, 3:20])
+
+
+@case
+def adapters(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Ranks and outputs that fill vectors and such that do not; factors in bfloat16 beside float32, too."""
+    for factors, ends in ((dtype, [33, 96]), (torch.bfloat16, [64])):
+        weights = AdapterWeights.empty(2, 12, 100, ends, factors, ops.device)
+        for slot, rank in ((1, 12), (2, 5)):
+            for place, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+                weights.set(slot, place, made.floats(factors, rank, 100), made.floats(factors, end - begin, rank), 0.7)
+        y, slots = made.floats(dtype, 5, ends[-1]), torch.tensor([1, 0, 2, 2, 1])
+        ops.adapt(y, made.floats(dtype, 5, 100), weights, slots)
+        yield y
 
 
 @case
