@@ -358,7 +358,7 @@ def test_a_layer_equals_its_parts(
 
 
 @pytest.mark.usefixtures("known_layout")
-@pytest.mark.parametrize("aux_layers", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,)])
+@pytest.mark.parametrize("aux_layers", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,), (1, 4), (4, 1)])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_model_in_one_call_equals_its_layers(rows: int, aux_layers: tuple[int, ...]) -> None:
     model, found = dense(num_layers=3), []
@@ -368,13 +368,13 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, aux_layers: tuple[int,
         for kv in pool.kv:
             kv.copy_(half_numbers(*kv.shape, seed=5))
         if not whole:
-            model._whole[aux_layers] = model._whole[()] = None
+            model._whole.update(dict.fromkeys([aux_layers, (1,), ()]))
         assert (model._whole_layers(aux_layers) is None) != whole
         hidden, kept = model(ids, ids, attend_to_chain(pool, rows), aux_layers)
         assert (kept is None) == (not aux_layers)
         found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
-    assert model.final_aux_layer == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4)) is None
+    assert model.final_aux_layer == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4, 2)) is None
 
 
 @pytest.mark.usefixtures("known_layout")
