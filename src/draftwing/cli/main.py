@@ -18,10 +18,12 @@ from draftwing.config.foreign_names import COMMANDS, SHORT, instead, of_others
 from draftwing.config.option_fields import LOG_LEVELS
 from draftwing.config.options import Options
 from draftwing.config.sources import (
+    MODELS,
     POSITIONAL_MODEL,
     add_arguments,
     add_config_file,
     dashed,
+    model_tables,
     reads_sources,
     with_sources,
 )
@@ -59,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _take_positional_model(arguments)
         _refuse_empty(_typed_as(commands[command], words), arguments)
         if reads_sources(commands[command]) and not arguments.get("url"):
+            tables = model_tables(arguments, os.environ) if command == "serve" else []
             arguments = with_sources(arguments, os.environ)  # whose errors are of other places
+            if tables:
+                arguments[MODELS] = tables
             _configure_logging(arguments)
         typed_as = _typed_as(commands[command], words)
         runs[command](arguments)
@@ -111,6 +116,12 @@ def _serve(arguments: dict[str, Any]) -> None:
         logger.info(
             "environment variables of other servers have no effect here; use the options instead: %s", ", ".join(unread)
         )
+    tables = arguments.pop(MODELS, [])
+    if tables or "models_dir" in arguments:
+        from draftwing.server.router.run import serve_models
+
+        serve_models(arguments, tables)
+        return
     options = Options.from_kwargs(**arguments).resolve()
     from draftwing.server.run import serve
 

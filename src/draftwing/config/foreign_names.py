@@ -240,7 +240,7 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "give it to `draftwing chat` as an argument, or send it to a server": "prompt",
     "a system prompt is the first message of a conversation": "system",
     "`draftwing chat` reads a question from standard input, or send it to a server": "file",
-    "the model stays loaded until the server ends; leave it out": "keepalive keep_alive",
+    "it is --keep-alive": "keepalive",
     "the form of an answer is a request's: response_format": "format",
     "models of the hub lie where the environment variable HF_HOME says": "models",
     "it is --log-level debug": "debug",

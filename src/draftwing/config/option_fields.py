@@ -34,7 +34,7 @@ DTYPE_SPELLINGS = {
 }  # fmt: skip
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-REQUESTS, CUDA, LEARNING = "requests", "CUDA", "learning"
+REQUESTS, CUDA, LEARNING, SEVERAL = "requests", "CUDA", "learning", "several models"
 _DEVICES = "{" + ",".join((AUTO, *reversed(DEVICES), "module:Class")) + "}"
 _ALGORITHMS = "{" + ",".join((*NAMES, "module:Class")) + "}"
 
@@ -434,4 +434,20 @@ class OptionFields:
     learn_while_idle: bool = option(
         False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
         "stands still while requests run, and swap it for a better one"
+    )  # fmt: skip
+
+    models_dir: str | None = option(
+        None, SEVERAL, "folder of models, .gguf files and folders in Hugging Face's format: each is started by the "
+        "first request that names it", common=True,
+    )  # fmt: skip
+    models_max: int | None = option(
+        None, SEVERAL, "most models that are loaded at once (default: as many as memory has room for; on a GPU 1)",
+        minimum=1, maximum=1024,
+    )  # fmt: skip
+    models_memory: float | None = option(
+        None, SEVERAL, "GB of memory that loaded models may take together (default: what is free)", minimum=0.001
+    )
+    keep_alive: str | int = option(
+        "5m", SEVERAL, "time without a request after which a model is stopped, such as 300 or 1h30m; -1: never. A "
+        "request of Ollama's API may name another one",
     )  # fmt: skip

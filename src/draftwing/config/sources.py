@@ -34,6 +34,12 @@ from draftwing.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 PREFIX, FILE = "DRAFTWING_", "config"
+MODELS = "models"  # a list of tables in the file, see `model_tables`
+# Options of the address that all models share, which no model has for itself.
+ALL_MODELS = SECRETS | {
+    "host", "port", "root_path", "api_key_file", "allowed_hosts", "public_endpoints", "max_connections",
+    "served_model_name", "disable_ui", "models_dir", "models_max", "models_memory",
+}  # fmt: skip
 _LOCKS = SECRETS | {"api_key_file"}  # one that is lost would leave the server open
 NO_OPTIONS = frozenset({"DRAFTWING_NATIVE", "DRAFTWING_CPU_ISA", "DRAFTWING_BUILD_ISA"})  # that are read elsewhere
 # Kubernetes has one of these for each service, whose name may begin with draftwing.
@@ -45,11 +51,9 @@ def with_sources(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> di
     """Returns the command line's options and, where it is silent, those of the environment and of the file that either
     names; `FILE` is none of them. Raises ConfigError."""
     typed: Layer = {name: (value, "the command line") for name, value in arguments.items() if name != FILE}
-    path = arguments.get(FILE) or environ.get(PREFIX + FILE.upper())
-    if path == "":  # it may hold a key
-        raise ConfigError(f"{PREFIX}{FILE.upper()}: expected the name of a file, found an empty text")
+    path = _file(arguments, environ)
     sglang: Layer = {name: (value, "SGLang's variable") for name, value in compat.from_environment(environ).items()}
-    layers = [_from_file(Path(path).expanduser())] if path else []
+    layers = [_from_file(path)] if path else []
     found: Layer = {}
     for layer in (*layers, sglang, _from_environment(environ), typed):
         for pair in OPPOSITES:
@@ -61,6 +65,53 @@ def with_sources(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> di
         if where != "the command line":
             logger.debug("%s %s is of %s", flag(name), "***" if name in SECRETS else value, where)
     return {name: value for name, (value, _) in found.items()}
+
+
+def model_tables(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns what the list `models` of the file says of each model: options by field, with `model` at least, perhaps
+    `name` and `aliases`. Raises ConfigError."""
+    path = _file(arguments, environ)
+    tables = _parsed(path, _text(path)).get(MODELS, []) if path else []
+    if not isinstance(tables, list):
+        raise ConfigError(f"{path}: {MODELS} must be a list with a table for each model; found {tables!r}")
+    return [_model_table(table, f"{path}, {MODELS}[{i}]") for i, table in enumerate(tables)]
+
+
+def _model_table(table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table with model and perhaps name, aliases and options; found {table!r}")
+    named: dict[str, Any] = {}
+    found: Layer = {}
+    for key, value in table.items():
+        name = str(key).removeprefix("--").replace("-", "_")
+        if name in ("name", "aliases"):
+            texts = [value] if name == "name" else value
+            if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ConfigError(f"{where}: {name} must be a text, aliases a list of them; found {value!r}")
+            named[name] = value
+            continue
+        field, kind = _option(name, where)
+        if field in ALL_MODELS:
+            raise ConfigError(f"{where}: {flag(field)} is of the whole server; it stands at the top of the file")
+        _add(found, field, name, where, partial(from_python, kind, value))
+    if "model" not in found:
+        raise ConfigError(f"{where} has no model; expected an alias, a hub id, a .gguf file or a folder")
+    return named | {field: value for field, (value, _) in found.items()}
+
+
+def _file(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    path = arguments.get(FILE) or environ.get(PREFIX + FILE.upper())
+    if path == "":  # it may hold a key
+        raise ConfigError(f"{PREFIX}{FILE.upper()}: expected the name of a file, found an empty text")
+    return Path(path).expanduser() if path else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--config {str(path)!r} cannot be read: {reason}") from None
 
 
 def _from_environment(environ: Mapping[str, str]) -> Layer:
@@ -84,13 +135,11 @@ def _from_environment(environ: Mapping[str, str]) -> Layer:
 
 
 def _from_file(path: Path) -> Layer:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"--config {str(path)!r} cannot be read: {reason}") from None
+    text = _text(path)
     found: Layer = {}
     for name, value in _parsed(path, text).items():
+        if name == MODELS:
+            continue
         line = re.search(rf"""^[ \t]*(--)?["']?{re.escape(str(name))}["']?[ \t]*[=:]""", text, re.MULTILINE)
         where = f"{path}, line {text.count(chr(10), 0, line.start()) + 1}" if line else str(path)
         if value is None:  # of YAML: the default

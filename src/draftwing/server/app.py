@@ -97,7 +97,7 @@ def create_app(
     _add_heads(app)
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_size=service.max_body_size)
-    free = _free(service.options)
+    free = free_paths(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keyring, closed=service.options.has_key, allowances=allowances, free=free)
     app.add_middleware(observer.middleware)
@@ -107,10 +107,10 @@ def create_app(
 def paced(app: ASGIApp, options: Options) -> ASGIApp:
     """Returns the application behind `ResponseThrottle`, which is to be outside of all else that answers, and
     `CleanPaths`."""
-    return CleanPaths(ResponseThrottle(app, free=_free(options)))
+    return CleanPaths(ResponseThrottle(app, free=free_paths(options)))
 
 
-def _free(options: Options) -> Callable[[str], bool]:
+def free_paths(options: Options) -> Callable[[str], bool]:
     """Returns whether a path may be read without a key."""
     groups = {"metrics": METRICS_PATHS, "docs": DOCS_PATHS}
     paths = FREE_PATHS.union(*(group for name, group in groups.items() if options.public_endpoints in (name, "all")))

@@ -237,6 +237,10 @@ class AsyncEngine:
         """Returns requests that are running or waiting."""
         return len(self._streams)
 
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.link.process.kill()
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._listen(self.link)

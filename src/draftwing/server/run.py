@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,15 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
-def serve(options: Options) -> None:
+def serve(options: Options, private: socket.socket | None = None, ready: Callable[[], None] = lambda: None) -> None:
     """Serves until SIGINT, SIGTERM or the end of the terminal, see `Hangup`. Raises ConfigError, CheckpointError or
     EngineDead before it listens, and SystemExit with code 1 when the engine is lost for good: whoever runs the server
-    may start another one."""
+    may start another one.
+
+    private: to listen on in place of the address, bound to a path.  ready: is called when requests are taken.
+    """
     hangup = Hangup(reloads=options.api_key_file is not None)
-    with terminable(hangup), bind(options.host, options.port) as sock:
+    with terminable(hangup), private or bind(options.host, options.port) as sock:
         logger.info("draftwing %s: model %s, device %s", __version__, options.model, options.device)
         if options.trust_remote_code:
             logger.warning("--trust-remote-code has no effect: code that comes with a checkpoint is never executed")
@@ -42,7 +45,9 @@ def serve(options: Options) -> None:
             from draftwing.server.uvicorn_server import make_server
 
             keep_tidy()
-            server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1], hangup)
+            port = None if private is not None else sock.getsockname()[1]
+            server = make_server(engine, tokenizer, watchers, STOP_SECONDS, port, hangup)
+            server.ready = ready
             server.run(sockets=[sock])
             if server.lost:
                 raise SystemExit(1)

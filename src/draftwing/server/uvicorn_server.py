@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from draftwing.config.options import Options
 from draftwing.server.app import create_app, paced
 from draftwing.server.edge.connections import (
     Acceptor,
@@ -47,32 +48,44 @@ def make_server(
     tokenizer: Tokenizer,
     watchers: Sequence[Watcher],
     stop_seconds: float,
-    port: int,
+    port: int | None,
     hangup: Hangup | None = None,
 ) -> Server:
     """Returns a server of the application.
 
-    watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
-    hangup: what SIGHUP means.
+    watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on, None: a
+    path.  hangup: what SIGHUP means.
     """
-    options = engine.info.options
-    allow_descriptors(options.max_connections)
     inner = create_app(engine, tokenizer, stop_seconds, watchers)
+    return server_of(inner, engine.info.options, engine, port, hangup, inner.state.reload_keys)
+
+
+def server_of(
+    inner: ASGIApp, options: Options, served: Served, port: int | None, hangup: Hangup | None,
+    reload: Callable[[], None],
+) -> Server:  # fmt: skip
+    """Returns a server of an application that answers for `served`. port: None: nobody is told where it listens.
+    reload: what SIGHUP does where it reloads something."""
+    allow_descriptors(options.max_connections)
     app = rooted(paced(guarded(inner, options), options), options.root_path)
     config = uvicorn.Config(
-        _quiet(app, engine),
+        _quiet(app, served),
         http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]
         ws="none",
         log_level=options.log_level,
         log_config=None,
+        access_log=port is not None,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
     )
     check_uvicorn(config)
     logging.getLogger("uvicorn.error").setLevel(max(logging.getLogger("uvicorn").level, logging.WARNING))
     logging.getLogger("uvicorn.access").filters = [_no_probe]
-    address = url(options.host, port) + (options.root_path or "")
-    return Server(config, engine, options.drain_timeout, address, hangup or Hangup(), inner.state.reload_keys)
+    lines = []
+    if port is not None:
+        address = url(options.host, port) + (options.root_path or "")
+        lines = [*([] if options.disable_ui else [f"page:       {address}"]), f"OpenAI API: {address}/v1"]
+    return Server(config, served, options.drain_timeout, lines, hangup or Hangup(), reload)
 
 
 def _no_probe(record: logging.LogRecord) -> bool:
@@ -81,7 +94,7 @@ def _no_probe(record: logging.LogRecord) -> bool:
     return path.partition("?")[0] not in FREE_PATHS | METRICS_PATHS
 
 
-def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
+def _quiet(app: ASGIApp, served: Served) -> ASGIApp:
     """Returns the application; a response that is cut off at the end of the server, because its client does not read,
     is no error that is worth a traceback."""
 
@@ -89,7 +102,7 @@ def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            if not engine.draining:
+            if not served.draining:
                 raise
 
     return ends
@@ -101,6 +114,29 @@ def url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
+class Served(Protocol):
+    """What a server answers for: an engine, or several models.
+
+    draining: no new requests come.  lost: is called where it cannot go on.
+    """
+
+    draining: bool
+    lost: Callable[[], None]
+
+    @property
+    def active(self) -> int:
+        """Returns requests that are running or waiting."""
+
+    def abort(self, name: str | None) -> None:
+        """Aborts the requests of this name, or all of them for None."""
+
+    def end_all(self, message: str) -> None:
+        """Ends all requests with an error."""
+
+    def kill(self) -> None:
+        """Ends the process that computes, at once."""
+
+
 class Server(uvicorn.Server):
     """Says where to point a client once requests are answered, and ends in an orderly way.
 
@@ -109,15 +145,17 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str, hangup: Hangup,
+        self, config: uvicorn.Config, served: Served, drain: float, where: Sequence[str], hangup: Hangup,
         reload: Callable[[], None],
     ) -> None:  # fmt: skip
+        """where: lines that tell users where it is."""
         super().__init__(config)
         self._hangup, self._reload = hangup, reload
-        self._engine, self._drain, self._url = engine, drain, url
+        self._served, self._drain, self._where = served, drain, where
         self._acceptors: list[Acceptor] = []
+        self.ready: Callable[[], None] = lambda: None  # is called when requests are taken
         self.lost = False
-        engine.lost = self._end
+        served.lost = self._end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -131,19 +169,19 @@ class Server(uvicorn.Server):
             self._acceptors = [Acceptor(sock, one) for sock in sockets or ()]
             gc.collect()
             gc.freeze()  # large bodies make the collector look through all there is, while everybody waits
-            page = [] if self._engine.info.options.disable_ui else [f"page:       {self._url}"]
-            logger.info("\n".join(["ready", *page, f"OpenAI API: {self._url}/v1"]))
+            logger.info("\n".join(["ready", *self._where]))
+            self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.draining = True
+        self._served.draining = True
         for acceptor in self._acceptors:
             acceptor.close()
-        if self._engine.active and not self.lost:
-            logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
+        if self._served.active and not self.lost:
+            logger.info("%d requests are running; they have %g seconds", self._served.active, self._drain)
         loop = asyncio.get_running_loop()
         timers = [
             loop.call_later(self._drain, self._abort),
-            loop.call_later(self._drain + ABORT_SECONDS, self._engine.end_all, "the server is shutting down"),
+            loop.call_later(self._drain + ABORT_SECONDS, self._served.end_all, "the server is shutting down"),
         ]
         try:
             await super().shutdown(sockets)
@@ -172,9 +210,9 @@ class Server(uvicorn.Server):
         if self.should_exit and sig == signal.SIGHUP:
             return  # a shell sends it once more than the terminal that was closed
         if self.should_exit:
-            self._engine.link.process.kill()
+            self._served.kill()
             os._exit(128 + sig)
-        self._engine.draining = True
+        self._served.draining = True
         if sig == signal.SIGINT:
             super().handle_exit(sig, frame)
         else:  # how a server is meant to end: it is not raised again afterwards
@@ -184,6 +222,6 @@ class Server(uvicorn.Server):
         self.lost = self.should_exit = True
 
     def _abort(self) -> None:
-        if self._engine.active:
-            logger.warning("%d requests are aborted: the time to drain is over", self._engine.active)
-            self._engine.abort(None)
+        if self._served.active:
+            logger.warning("%d requests are aborted: the time to drain is over", self._served.active)
+            self._served.abort(None)

@@ -94,7 +94,11 @@ class Acceptor:
 def _is_there(connection: socket.socket) -> bool:
     """Returns whether the client has not left yet; only Linux knows."""
     info = getattr(socket, "TCP_INFO", None)
-    return info is None or connection.getsockopt(socket.IPPROTO_TCP, info, 1)[0] == ESTABLISHED
+    return (
+        info is None
+        or connection.family == socket.AF_UNIX
+        or connection.getsockopt(socket.IPPROTO_TCP, info, 1)[0] == ESTABLISHED
+    )
 
 
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers

@@ -1,0 +1,131 @@
+"""What clients are told of models that are there, loaded or not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import DraftwingError
+from draftwing.server.router.memory import model_files
+from draftwing.server.router.models import Model
+from draftwing.server.router.proxy import ask
+
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+class Listing:
+    """Asks servers that run, once for each start, and remembers what they said; the others' files say little."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[float, dict[str, Any]]] = {}  # by name: of which start, and what
+
+    async def openai(self, model: Model) -> dict[str, Any]:
+        """Returns an entry of /v1/models, with llama.cpp's `status`."""
+        said = await self._of_server(model)
+        card = {"id": model.served.name, "object": "model", "created": int(model.since), "owned_by": "draftwing"}
+        status = {"value": model.state} | ({"failed": True, "error": model.failure} if model.failure else {})
+        names = {"aliases": list(model.served.names[1:])} if len(model.served.names) > 1 else {}
+        return {**card, **said.get("openai", {}), **names, "path": model.served.model, "status": status}
+
+    def anthropic(self, model: Model) -> dict[str, Any]:
+        """Returns an entry of /v1/models for Anthropic's clients."""
+        name = model.served.name
+        return {"id": name, "type": "model", "display_name": name, "created_at": _written(model.since)}
+
+    async def ollama(self, model: Model) -> dict[str, Any]:
+        """Returns an entry of /api/tags."""
+        said: dict[str, Any] = (await self._of_server(model)).get("ollama", {})
+        return said or await asyncio.to_thread(_from_files, model)
+
+    async def running(self, model: Model) -> dict[str, Any]:
+        """Returns an entry of /api/ps."""
+        expires = model.expires()
+        found = {**await self.ollama(model), "expires_at": _NEVER if math.isinf(expires) else _written(expires)}
+        return {**found, **(await self._of_server(model)).get("running", {})}
+
+    async def _of_server(self, model: Model) -> dict[str, Any]:
+        since, said = self._said.get(model.served.name, (0.0, {}))
+        server = model.server
+        if model.ready and server is not None and since != model.since:
+            since = model.since
+            try:
+                cards, running = [json.loads(await ask(server.path, path)) for path in ("/v1/models", "/api/ps")]
+            except (DraftwingError, ValueError):
+                return said  # it has just ended
+            card, known = running["models"][0], ("context_length", "size_vram")
+            said = {
+                "openai": cards["data"][0],
+                "running": {name: card[name] for name in known},
+                "ollama": {name: value for name, value in card.items() if name not in (*known, "expires_at")}
+                | {"modified_at": _written(since)},
+            }
+            self._said[model.served.name] = since, said
+        return said
+
+
+def show(model: Model) -> dict[str, Any]:
+    """Returns what /api/show says of a model that is not loaded, as far as its files say it; blocks."""
+    card, about = _from_files(model), _about(model)
+    family = about.get("family", "")
+    context = {f"{family}.context_length": about["context"]} if "context" in about else {}
+    template = about.get("template", "")
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template,
+        "details": card["details"] | {"family": family, "families": [family]},
+        "model_info": {"general.architecture": family, **context},
+        "capabilities": ["completion", *(["tools"] if "tools" in template else [])],
+        "modified_at": card["modified_at"],
+    }
+
+
+def _from_files(model: Model) -> dict[str, Any]:
+    files, name = model_files(model.served), model.served.name
+    weights = [file for file in files if file.suffix in (".gguf", ".safetensors", ".bin", ".pt")]
+    form = "gguf" if any(file.suffix == ".gguf" for file in weights) else "safetensors"
+    details = {"parent_model": "", "format": form, "family": "", "families": [], "parameter_size": ""}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _written(max((file.stat().st_mtime for file in weights), default=0)),
+        "size": sum(file.stat().st_size for file in weights),
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": details | {"quantization_level": ""},
+    }
+
+
+def _about(model: Model) -> dict[str, Any]:
+    """Returns family, context and template, as far as files say them."""
+    files = {file.name: file for file in model_files(model.served)}
+    first = next((file for file in files.values() if file.suffix == ".gguf"), None)
+    try:
+        if first is not None:
+            from draftwing.gguf_file import open_gguf
+
+            data = open_gguf(first).metadata
+            family = data["general.architecture"]
+            found = {"context": data.get(f"{family}.context_length"), "template": data.get("tokenizer.chat_template")}
+        else:
+            data = json.loads(files["config.json"].read_text())
+            family = str((data.get("architectures") or [""])[0]).removesuffix("ForCausalLM").lower()
+            found = {"context": data.get("max_position_embeddings"), "template": _template(files)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
+        return {}
+    return {"family": family} | {name: value for name, value in found.items() if value}
+
+
+def _template(files: dict[str, Path]) -> str:
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].read_text(encoding="utf-8")
+    given = json.loads(files["tokenizer_config.json"].read_text(encoding="utf-8")).get("chat_template")
+    return given if isinstance(given, str) else json.dumps(given or "")
+
+
+def _written(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")

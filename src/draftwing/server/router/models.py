@@ -1,0 +1,347 @@
+"""Which models run: started at the first request that names one, stopped after a time without any, or when another one
+needs the memory.
+
+A request in flight keeps its model. Who needs room gets that of the model whose last request is longest ago; where all
+have requests, that model takes no further ones (they wait for its next start) and ends when it has answered. Whoever
+waits for room gets it in the order in which they came, so that no model waits for ever behind busy ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from draftwing.config.model_list import ServedModel, in_folder
+from draftwing.engine.process.link import EngineDead
+from draftwing.errors import DraftwingError, NotFound, listed
+from draftwing.machine import free_memory
+from draftwing.server.router.memory import Forecast, forecast, gigabytes, on_gpu, taken
+from draftwing.server.router.process import ModelServer
+
+logger = logging.getLogger(__name__)
+Start = Callable[[Mapping[str, Any], Path, Callable[[], None]], ModelServer]
+
+
+class NoRoom(EngineDead):
+    """A model that does not fit, whatever else is stopped (HTTP 503)."""
+
+
+class Model:
+    """One of them, and what it does.
+
+    in_flight: requests that its server has.  closing: it is stopped when it has none; further ones wait.  used: when
+    the newest request began or ended, seconds of `time.monotonic`.  since: when it was loaded, seconds of `time.time`.
+    failure: why its last start failed, or how its process ended.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self.server: ModelServer | None = None
+        self.starting: asyncio.Task[None] | None = None
+        self.waiting: list[asyncio.Future[None]] = []  # for the next start, or the one that goes on
+        self.ready = self.closing = False
+        self.in_flight = 0
+        self.used, self.since = -math.inf, 0.0
+        self.keep_alive = served.keep_alive
+        self.timer: asyncio.TimerHandle | None = None
+        self.needs = Forecast(0, 0)  # of the start
+        self.failure: str | None = None
+
+    @property
+    def state(self) -> str:
+        """Returns llama.cpp's word."""
+        if self.server is None:
+            return "unloaded" if self.starting is None else "loading"
+        return "loading" if not self.ready else "unloading" if self.closing else "loaded"
+
+    @property
+    def busy(self) -> bool:
+        return self.in_flight > 0 or (self.server is not None and not self.ready)
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.ready and not self.closing
+
+    def expires(self) -> float:
+        """Returns when it is stopped unless a request comes, seconds of `time.time`; never: infinity."""
+        return time.time() + self.keep_alive + (0 if self.in_flight else self.used - time.monotonic())
+
+
+class Models:
+    """Belongs to the running event loop."""
+
+    def __init__(
+        self, listed: Sequence[ServedModel], *, arguments: Mapping[str, Any] | None = None, folder: Path | None = None,
+        most: int | None = None, budget: float | None = None, start: Start = ModelServer,
+        forecast: Callable[[ServedModel], Forecast] = forecast,
+    ) -> None:  # fmt: skip
+        """folder: of further models, which have these `arguments`.  most: models at once.  budget: bytes that they may
+        take; None: what is free."""
+        self.every = [Model(one) for one in listed]
+        self._arguments, self._folder, self._start, self._forecast = arguments or {}, folder, start, forecast
+        self._most, self._budget = most, budget
+        self._room = asyncio.Lock()  # of who makes room
+        self._changes: set[asyncio.Future[None]] = set()
+        self._sockets = Path(tempfile.mkdtemp(prefix="draftwing-"))  # which only this user may enter
+        self._started = 0
+        self.ending = False
+        self.look()
+
+    def look(self) -> None:
+        """Finds models that have come into the folder; those that are gone and do not run are left out."""
+        if self._folder is None:
+            return
+        named = [model for model in self.every if not self._of_folder(model)]
+        there = in_folder(self._arguments, self._folder, [model.served for model in named])
+        before = {model.served.name: model for model in self.every if self._of_folder(model)}
+        found = [before.pop(one.name) if one.name in before else Model(one) for one in there]
+        running = [model for model in before.values() if model.server is not None or model.starting is not None]
+        self.every = [*named, *found, *running]
+
+    def _of_folder(self, model: Model) -> bool:
+        return self._folder is not None and self._folder in Path(model.served.model).parents
+
+    def find(self, name: str) -> Model:
+        """Returns the model of a name, with `:latest` behind it, too, as Ollama's clients write it. Raises NotFound."""
+        for again in (False, True):
+            for asked in (name, name.removesuffix(":latest")):
+                for model in self.every:
+                    if asked in model.served.asked:
+                        return model
+            if not again:
+                self.look()
+        known = listed([repr(model.served.name) for model in self.every]) or "none"
+        raise NotFound(f"the model {name[:200]!r} does not exist; this server has {known}", "model", "model_not_found")
+
+    @property
+    def loaded(self) -> list[Model]:
+        return [model for model in self.every if model.ready]
+
+    @asynccontextmanager
+    async def use(self, model: Model) -> AsyncIterator[ModelServer]:
+        """The model's server, started if need be; the request keeps it until the block ends. Raises DraftwingError for
+        one that does not start."""
+        await self._enter(model)
+        try:
+            server = model.server
+            if server is None:  # it has died since
+                raise EngineDead(f"the model {model.served.name!r} stopped: {model.failure}")
+            yield server
+        finally:
+            self._leave(model)
+
+    async def load(self, model: Model) -> None:
+        """Returns when it is loaded. Raises DraftwingError where it does not start."""
+        async with self.use(model):
+            pass
+
+    async def unload(self, model: Model) -> bool:
+        """Stops a model when it has answered what it was asked; whether it was loaded."""
+        if model.server is None:
+            return False
+        model.closing = True
+        server = model.server
+        while model.busy and model.server is server:
+            await self._change()
+        await self._stop(model, server)
+        return True
+
+    async def _enter(self, model: Model) -> None:
+        if self.ending:
+            raise EngineDead("the server is shutting down")
+        if model.takes_requests:
+            self._begin(model)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model.waiting.append(turn)
+        if model.starting is None:
+            model.starting = asyncio.create_task(self._run(model))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._leave(model)  # it was its turn, and nobody is there
+            raise
+        finally:
+            if turn in model.waiting:
+                model.waiting.remove(turn)
+
+    def _begin(self, model: Model) -> None:
+        model.in_flight += 1
+        model.used = time.monotonic()
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+
+    def _leave(self, model: Model) -> None:
+        model.in_flight -= 1
+        model.used = time.monotonic()
+        self._expire(model)
+        self._changed()
+
+    def _expire(self, model: Model) -> None:
+        """Has a model without requests stopped when its time is over."""
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        if model.takes_requests and not model.in_flight and model.keep_alive < math.inf:
+            loop = asyncio.get_running_loop()
+            model.timer = loop.call_later(model.keep_alive, lambda: loop.create_task(self._expired(model)))
+
+    async def _expired(self, model: Model) -> None:
+        if model.takes_requests and not model.in_flight:
+            logger.info("model %s is stopped: no request for %g s", model.served.name, model.keep_alive)
+            await self.unload(model)
+
+    # -- starts and stops ----------------------------------------------------------------------------------------------
+
+    async def _run(self, model: Model) -> None:
+        """Starts a model and lets in who waits, or tells them why not."""
+        try:
+            async with self._room:
+                while model.server is not None:  # its last one ends
+                    await self._change()
+                await self._make_room(model)
+                server = self._spawn(model)
+            await server.ready()
+            if model.server is not server:
+                raise EngineDead(f"its process ended: {model.failure}")
+        except BaseException as error:
+            await self._failed(model, error)
+            if not isinstance(error, DraftwingError | asyncio.CancelledError):
+                raise
+            return
+        model.ready, model.failure, model.since, model.starting = True, None, time.time(), None
+        model.keep_alive = model.served.keep_alive
+        logger.info("model %s is loaded", model.served.name)
+        for turn in _taken_out(model.waiting):
+            self._begin(model)
+            turn.set_result(None)
+        self._expire(model)
+        self._changed()
+
+    async def _failed(self, model: Model, error: BaseException) -> None:
+        """Tells those who wait for a start why there is none."""
+        known = error if isinstance(error, DraftwingError) else None
+        model.failure = str(known or "the server is shutting down")
+        if known is not None:
+            logger.error("model %s was not started: %s", model.served.name, known)
+        kind = NoRoom if isinstance(error, NoRoom) else EngineDead
+        model.starting = None  # who comes from now on waits for another start
+        for turn in _taken_out(model.waiting):
+            turn.set_exception(kind(f"the model {model.served.name!r} was not started: {model.failure}"))
+        if model.server is not None:
+            await self._stop(model, model.server)
+        self._changed()
+
+    def _spawn(self, model: Model) -> ModelServer:
+        self._started += 1
+        logger.info("model %s is started: %s are forecast", model.served.name, model.needs)
+        server: ModelServer
+
+        def ended() -> None:
+            if model.server is server:
+                how = server.how_it_ended()
+                model.failure = how
+                if model.ready:
+                    logger.error("model %s stopped: %s; its next request starts it again", model.served.name, how)
+                self._clear(model)
+
+        server = model.server = self._start(model.served.arguments, self._sockets / f"{self._started}.sock", ended)
+        return server
+
+    async def _stop(self, model: Model, server: ModelServer) -> None:
+        if model.server is server:
+            model.closing = True
+            await server.stop()
+        if model.server is server:  # or somebody else has stopped it, too
+            self._clear(model)
+
+    def _clear(self, model: Model) -> None:
+        model.server, model.ready, model.closing = None, False, False
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        self._changed()
+
+    async def _make_room(self, model: Model) -> None:
+        """Stops other models until there is room for one. Raises NoRoom, and stops none, where there never would be."""
+        model.needs = need = await asyncio.to_thread(self._forecast, model.served)
+        most = self._most or (1 if on_gpu(model.served.arguments) else math.inf)
+        while True:
+            others = [one for one in self.every if one.server is not None and one is not model]
+            left, total = await self._measure(others)
+            if need.all > total:
+                of = "may be taken (--models-memory)" if self._budget is not None else "can be free"
+                raise NoRoom(
+                    f"it needs about {need}, and {gigabytes(max(total, 0))} {of}: take a smaller model, or lower its "
+                    "max_total_tokens or mem_fraction_static"
+                )
+            others = [one for one in others if one.server is not None]
+            if need.all <= left and len(others) < most:
+                return
+            idle = [one for one in others if not one.busy]
+            if victim := min(idle or others, key=lambda one: one.used, default=None):
+                logger.info("model %s makes room for %s", victim.served.name, model.served.name)
+                await self.unload(victim)
+
+    async def _measure(self, models: Sequence[Model]) -> tuple[float, float]:
+        """Returns bytes that nobody has taken or is going to take, and those that there were without these models."""
+        pids = {model: model.server.process.pid for model in models if model.server is not None}
+        now = await asyncio.to_thread(lambda: {model: taken(pid) for model, pid in pids.items()})
+        sizes = {model: max(model.needs.all, size) for model, size in now.items()}
+        if self._budget is not None:
+            return self._budget - sum(sizes.values()), self._budget
+        free = free_memory()
+        if free is None:
+            return math.inf, math.inf
+        return free + sum(now.values()) - sum(sizes.values()), free + sum(now.values())
+
+    async def _change(self) -> None:
+        """Returns when a request has ended, or a model was started or stopped."""
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes.add(change)
+        try:
+            await change
+        finally:
+            self._changes.discard(change)
+
+    def _changed(self) -> None:
+        for change in self._changes:
+            if not change.done():
+                change.set_result(None)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Stops all of them."""
+        self.ending = True
+        starts = [model.starting for model in self.every if model.starting is not None]
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        running = [(model, model.server) for model in self.every if model.server is not None]
+        await asyncio.gather(*(self._stop(*one) for one in running))
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._sockets)
+
+    def kill(self) -> None:
+        for model in self.every:
+            if model.server is not None:
+                model.server.kill()
+
+
+def _taken_out(waiting: list[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
+    while waiting:
+        turn = waiting.pop(0)
+        if not turn.done():
+            yield turn
