@@ -6,6 +6,7 @@ No torch: a device's class is named here as `module:Class` and imported when a m
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftwing.errors import ConfigError
@@ -16,6 +17,7 @@ DEVICES = {  # `auto` takes the first that is there
     "cuda": "draftwing.engine.devices.cuda:CudaDevice",
     "cpu": "draftwing.engine.devices.cpu:CpuDevice",
 }
+_ON_HOST = frozenset({"cpu"})  # of these, those that compute in the host's memory
 ENTRY_POINTS = "draftwing.devices"  # the group in which installed packages name further ones
 _OPTION = "device"
 
@@ -34,6 +36,11 @@ def check_device(asked: str | type[Any]) -> None:
     """Raises ConfigError for a name that no device has. Imports nothing of the device."""
     if isinstance(asked, str) and asked != AUTO and ":" not in asked:
         _path_of(asked)
+
+
+def on_host(asked: str | type[Any]) -> bool:
+    """Returns whether a device computes in the host's memory, as far as files say it; torch is not asked."""
+    return asked in _ON_HOST or (asked == AUTO and not Path("/dev/nvidiactl").exists())
 
 
 def find_device(asked: str | type[Any]) -> type[Any]:

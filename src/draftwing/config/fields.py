@@ -172,7 +172,10 @@ class _OneModel(argparse.Action):
 
 def two_models(one: object, other: object) -> str:
     """Returns a sentence about two models where one is served."""
-    return f"several models: a server has one; start one for each, on a port of its own; found {one!r} and {other!r}"
+    return (
+        "several models: list them in the file of --config, or put them into the folder of --models-dir; found "
+        f"{one!r} and {other!r}"
+    )
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:

@@ -34,7 +34,7 @@ DTYPE_SPELLINGS = {
 }  # fmt: skip
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-REQUESTS, CUDA, LEARNING, SEVERAL = "requests", "CUDA", "learning", "several models"
+REQUESTS, CUDA, LEARNING = "requests", "CUDA", "learning"
 _DEVICES = "{" + ",".join((AUTO, *reversed(DEVICES), "module:Class")) + "}"
 _ALGORITHMS = "{" + ",".join((*NAMES, "module:Class")) + "}"
 
@@ -100,7 +100,7 @@ class OptionFields:
         common=True,
     )  # fmt: skip
     tp_size: int = option(
-        1, MODEL, "GPUs to split the model over (tensor parallel); with --device cpu processes",
+        1, MODEL, "GPUs to split the model over; tensor parallel; with --device cpu processes",
         aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64, common=True,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
@@ -198,6 +198,22 @@ class OptionFields:
     drain_timeout: float = option(
         30.0, SERVER, "seconds that running requests have after SIGTERM before they are aborted", minimum=0,
         maximum=86400,
+    )  # fmt: skip
+
+    models_dir: str | None = option(
+        None, SERVER, "folder of models that requests name; .gguf files and folders in Hugging Face's format, each "
+        "started by the first request that names it", common=True,
+    )  # fmt: skip
+    models_max: int | None = option(
+        None, SERVER, "most models that are loaded at once (default: as many as memory has room for; on a GPU 1)",
+        minimum=1, maximum=1024,
+    )  # fmt: skip
+    models_memory: float | None = option(
+        None, SERVER, "GB of memory that loaded models may take together (default: what is free)", minimum=0.001
+    )
+    keep_alive: str | int = option(
+        "5m", SERVER, "time without a request after which a model is stopped, such as 300 or 1h30m; -1: never. A "
+        "request of Ollama's API may name another one",
     )  # fmt: skip
 
     watchdog_timeout: float = option(
@@ -434,20 +450,4 @@ class OptionFields:
     learn_while_idle: bool = option(
         False, LEARNING, "train the draft head on the traffic that --learn keeps, in a process of low priority that "
         "stands still while requests run, and swap it for a better one"
-    )  # fmt: skip
-
-    models_dir: str | None = option(
-        None, SEVERAL, "folder of models, .gguf files and folders in Hugging Face's format: each is started by the "
-        "first request that names it", common=True,
-    )  # fmt: skip
-    models_max: int | None = option(
-        None, SEVERAL, "most models that are loaded at once (default: as many as memory has room for; on a GPU 1)",
-        minimum=1, maximum=1024,
-    )  # fmt: skip
-    models_memory: float | None = option(
-        None, SEVERAL, "GB of memory that loaded models may take together (default: what is free)", minimum=0.001
-    )
-    keep_alive: str | int = option(
-        "5m", SEVERAL, "time without a request after which a model is stopped, such as 300 or 1h30m; -1: never. A "
-        "request of Ollama's API may name another one",
     )  # fmt: skip

@@ -29,6 +29,8 @@ ADMIN_PATHS = frozenset(
         "/v1/unload_lora_adapter",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/models/load",
+        "/models/unload",
     }
 )  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})

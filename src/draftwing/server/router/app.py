@@ -107,7 +107,7 @@ def create_front(models: Models, options: Options, default: str | None = None) -
     )  # fmt: skip
     app.state.reload_keys = reload_keys
     _add_own(app, models)
-    _add_lists(app, models)
+    _add_lists(app, models, lambda: next((one.key for one in keyring.keys.values()), None))
     _add_loading(app, models)
     _add_rest(app, models, default)
     install_error_handlers(app)
@@ -140,8 +140,8 @@ def _add_own(app: FastAPI, models: Models) -> None:
         return {"version": VERSION}
 
 
-def _add_lists(app: FastAPI, models: Models) -> None:
-    listing = Listing()
+def _add_lists(app: FastAPI, models: Models, key: Callable[[], str | None]) -> None:
+    listing = Listing(key)
 
     @app.get("/models")
     @app.get("/v1/models")

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ _NEVER = "9999-12-31T23:59:59Z"
 class Listing:
     """Asks servers that run, once for each start, and remembers what they said; the others' files say little."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[], str | None]) -> None:
+        """key: returns one that servers take, None where they need none."""
+        self._key = key
         self._said: dict[str, tuple[float, dict[str, Any]]] = {}  # by name: of which start, and what
 
     async def openai(self, model: Model) -> dict[str, Any]:
@@ -54,12 +57,15 @@ class Listing:
         if model.ready and server is not None and since != model.since:
             since = model.since
             try:
-                cards, running = [json.loads(await ask(server.path, path)) for path in ("/v1/models", "/api/ps")]
-            except (DraftwingError, ValueError):
-                return said  # it has just ended
-            card, known = running["models"][0], ("context_length", "size_vram")
+                cards, running = [
+                    json.loads(await ask(server.path, path, self._key())) for path in ("/v1/models", "/api/ps")
+                ]
+                card, known = running["models"][0], ("context_length", "size_vram")
+                first = cards["data"][0]
+            except (DraftwingError, ValueError, LookupError):
+                return said  # it has just ended, or the keys change
             said = {
-                "openai": cards["data"][0],
+                "openai": first,
                 "running": {name: card[name] for name in known},
                 "ollama": {name: value for name, value in card.items() if name not in (*known, "expires_at")}
                 | {"modified_at": _written(since)},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftwing.config.aliases import ALIASES
+from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
 from draftwing.machine import free_memory
@@ -45,7 +45,7 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
     arguments = model.arguments
     files = model_files(model)
     weights = sum(file.stat().st_size for file in files if file.suffix in (".gguf", ".safetensors", ".bin", ".pt"))
-    if on_gpu(arguments):
+    if not on_host(arguments.get("device", Options.device)):
         return Forecast(0, 0)
     free = max((free_memory() if free is None else free) or 0, 0)
     tokens, fraction = arguments.get("max_total_tokens"), arguments.get("mem_fraction_static")
@@ -53,12 +53,6 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
         return Forecast(weights, tokens * slot)
     pool = int(max(free - weights, 0) * fraction) if fraction else min(POOL_BYTES, max(free - weights, 0) // 4)
     return Forecast(weights, pool)
-
-
-def on_gpu(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a model computes on a GPU, as far as that is known before torch is asked."""
-    device = arguments.get("device", Options.device)
-    return device != "cpu" and (device != "auto" or Path("/dev/nvidiactl").exists())
 
 
 def model_files(model: ServedModel) -> list[Path]:

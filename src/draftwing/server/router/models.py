@@ -20,11 +20,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel, in_folder
+from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import DraftwingError, NotFound, listed
 from draftwing.machine import free_memory
-from draftwing.server.router.memory import Forecast, forecast, gigabytes, on_gpu, taken
+from draftwing.server.router.memory import Forecast, forecast, gigabytes, taken
 from draftwing.server.router.process import ModelServer
 
 logger = logging.getLogger(__name__)
@@ -82,13 +84,13 @@ class Models:
     def __init__(
         self, listed: Sequence[ServedModel], *, arguments: Mapping[str, Any] | None = None, folder: Path | None = None,
         most: int | None = None, budget: float | None = None, start: Start = ModelServer,
-        forecast: Callable[[ServedModel], Forecast] = forecast,
+        forecast: Callable[[ServedModel], Forecast] = forecast, taken: Callable[[int], int] = taken,
     ) -> None:  # fmt: skip
         """folder: of further models, which have these `arguments`.  most: models at once.  budget: bytes that they may
         take; None: what is free."""
         self.every = [Model(one) for one in listed]
         self._arguments, self._folder, self._start, self._forecast = arguments or {}, folder, start, forecast
-        self._most, self._budget = most, budget
+        self._most, self._budget, self._taken = most, budget, taken
         self._room = asyncio.Lock()  # of who makes room
         self._changes: set[asyncio.Future[None]] = set()
         self._sockets = Path(tempfile.mkdtemp(prefix="draftwing-"))  # which only this user may enter
@@ -276,7 +278,7 @@ class Models:
     async def _make_room(self, model: Model) -> None:
         """Stops other models until there is room for one. Raises NoRoom, and stops none, where there never would be."""
         model.needs = need = await asyncio.to_thread(self._forecast, model.served)
-        most = self._most or (1 if on_gpu(model.served.arguments) else math.inf)
+        most = self._most or (math.inf if on_host(model.served.arguments.get("device", Options.device)) else 1)
         while True:
             others = [one for one in self.every if one.server is not None and one is not model]
             left, total = await self._measure(others)
@@ -297,7 +299,7 @@ class Models:
     async def _measure(self, models: Sequence[Model]) -> tuple[float, float]:
         """Returns bytes that nobody has taken or is going to take, and those that there were without these models."""
         pids = {model: model.server.process.pid for model in models if model.server is not None}
-        now = await asyncio.to_thread(lambda: {model: taken(pid) for model, pid in pids.items()})
+        now = await asyncio.to_thread(lambda: {model: self._taken(pid) for model, pid in pids.items()})
         sizes = {model: max(model.needs.all, size) for model, size in now.items()}
         if self._budget is not None:
             return self._budget - sum(sizes.values()), self._budget

@@ -130,8 +130,9 @@ def _head(scope: Scope, size: int) -> bytes:
     return b"\r\n".join([*lines, b"connection: close", b"", b""])
 
 
-async def ask(path: Path, target: str) -> bytes:
-    """Returns the body of what the server at `path` answers to GET. Raises EngineDead where it ends before."""
+async def ask(path: Path, target: str, key: str | None) -> bytes:
+    """Returns the body of what the server at `path` answers to GET. key: of a client. Raises EngineDead where it ends
+    before."""
     pieces: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -141,5 +142,6 @@ async def ask(path: Path, target: str) -> bytes:
         return "its process ended"
 
     scope = {"method": "GET", "path": target, "raw_path": target.encode(), "query_string": b""}
-    await forward({**scope, "headers": [(b"host", b"localhost")]}, asyncio.Event().wait, send, path, b"", how)  # type: ignore[arg-type]
+    headers = [(b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else [])]
+    await forward({**scope, "headers": headers}, asyncio.Event().wait, send, path, b"", how)  # type: ignore[arg-type]
     return b"".join(pieces)

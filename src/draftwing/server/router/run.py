@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.model_list import ServedModel, read_models, seconds
-from draftwing.config.option_fields import SERVER, SEVERAL
+from draftwing.config.option_fields import SERVER
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.machine import keep_tidy
@@ -51,7 +51,7 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
 def front_options(arguments: Mapping[str, Any]) -> Options:
     """Returns the options that concern the address and the list of models. Raises ConfigError."""
     groups = {spec.name: spec.metadata["group"] for spec in dataclasses.fields(Options)}
-    own = {name: value for name, value in arguments.items() if groups.get(name) in (SERVER, SEVERAL)}
+    own = {name: value for name, value in arguments.items() if groups.get(name) == SERVER}
     options = Options.from_kwargs(**own).resolve()
     seconds(options.keep_alive)  # its check
     return options

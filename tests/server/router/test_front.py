@@ -1,0 +1,228 @@
+"""Requests through the front to servers that are sockets of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from draftwing.config.model_list import ServedModel
+from draftwing.config.options import Options
+from draftwing.server.router.app import Front, create_front
+from draftwing.server.router.memory import Forecast
+from draftwing.server.router.models import Models
+from draftwing.server.signals import Hangup
+from draftwing.server.uvicorn_server import server_of
+
+PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
+
+
+class SocketServer:
+    """Answers with what it was asked; `/stream` in pieces, each when `go` is set; `/dies` and `/breaks` not at all, or
+    in part."""
+
+    every: ClassVar[list[SocketServer]] = []
+
+    def __init__(self, arguments: Mapping[str, Any], path: Path, ended: Callable[[], None]) -> None:
+        self.name, self.path, self.ended = arguments["model"], path, ended
+        self.process = SimpleNamespace(pid=os.getpid())
+        self.go, self.left = asyncio.Event(), asyncio.Event()
+        self.requests = 0
+        SocketServer.every.append(self)
+
+    async def ready(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
+
+    async def stop(self) -> None:
+        self._server.close()
+        await asyncio.sleep(0)
+
+    def how_it_ended(self) -> str:
+        return "killed by a test"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in head[1:] if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        method, target, _ = head[0].split(" ")
+        self.requests += 1
+        if target.startswith("/dies"):
+            writer.close()
+            return
+        if target.startswith("/breaks"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\ncontent-type: application/json\r\n\r\n{")
+            writer.close()
+            return
+        if "stream" in target:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                for piece in PIECES:
+                    writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                    going = asyncio.ensure_future(self.go.wait())
+                    done, _ = await asyncio.wait(
+                        {going, gone := asyncio.ensure_future(reader.read(1))}, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if gone in done:
+                        self.left.set()
+                        return
+                    gone.cancel()
+                    await asyncio.gather(gone, return_exceptions=True)
+                if target.startswith("/v1/whole"):
+                    writer.write(b"0\r\n\r\n")
+                writer.close()
+            return
+        if target in ("/v1/models", "/api/ps"):
+            card = {"id": self.name, "name": self.name, "context_length": 9, "size_vram": 0}
+            card["seen"] = headers.get("authorization")
+            listed = json.dumps({"data": [card], "models": [card]}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(listed), listed))
+            writer.close()
+            return
+        said = {"name": self.name, "method": method, "target": target, "headers": headers, "body": body.decode()}
+        answer = json.dumps(said).encode()
+        writer.write(b"HTTP/1.1 201 Created\r\nx-own: 7\r\ncontent-length: %d\r\n\r\n" % len(answer))
+        if method != "HEAD":
+            writer.write(answer)
+        writer.close()
+
+
+@asynccontextmanager
+async def front(default: str | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a front that listens at a port."""
+    SocketServer.every.clear()
+    served = [ServedModel((name, f"{name}-alias"), 1e9, {"model": name, "device": "cpu"}) for name in "ab"]
+    models = Models(served, start=SocketServer, forecast=lambda one: Forecast(1, 0, 0), taken=lambda pid: 0)  # type: ignore[arg-type]
+    chosen = Options(port=0, disable_ui=True, log_level="critical", drain_timeout=0.1, **options)
+    app = create_front(models, chosen, default)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        server = server_of(app, chosen, Front(models), sock.getsockname()[1], Hangup(), app.state.reload_keys)
+        started = asyncio.Event()
+        server.ready = started.set
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        await started.wait()
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=20) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def test_a_request_reaches_the_model_that_it_names_and_no_other() -> None:
+    async with front() as client:
+        for name, owner in (("a", "a"), ("b", "b"), ("a-alias", "a"), ("b:latest", "b")):
+            body = json.dumps({"model": name, "x": "é"})
+            got = await client.post("/v1/any?y=1", content=body, headers={"x-mine": "8", "authorization": "Bearer k"})
+            said = got.json()
+            assert (got.status_code, got.headers["x-own"], said["name"]) == (201, "7", owner)
+            assert (said["method"], said["target"], said["body"]) == ("POST", "/v1/any?y=1", body)
+            assert said["headers"]["x-mine"] == "8" and said["headers"]["authorization"] == "Bearer k"
+        got = await client.get("/metrics?model=a")
+        assert got.json()["target"] == "/metrics?model=a"
+        assert (await client.head("/metrics?model=a")).content == b""
+
+
+async def test_names_that_nobody_has_and_bodies_without_one() -> None:
+    async with front() as client:
+        for path, field in (("/v1/chat/completions", "error"), ("/v1/messages", "error"), ("/api/chat", "error")):
+            got = await client.post(path, json={"model": "x"})
+            assert got.status_code == 404 and "this server has 'a', 'b'" in json.dumps(got.json()[field])
+        for content in (b"", b"[1]", b"{", b'{"model": 1}', b'{"model": ["a"]}'):
+            got = await client.post("/v1/completions", content=content)
+            assert got.status_code == 400, content
+        assert (await client.post("/v1/completions", json={})).status_code == 404
+        assert (await client.get("/metrics?model=a")).status_code == 400, "a look loads nothing"
+        assert not SocketServer.every
+    async with front(default="b") as client:
+        assert (await client.post("/v1/completions", json={})).json()["name"] == "b"
+
+
+async def test_a_stream_comes_piece_by_piece_and_ends_with_its_client() -> None:
+    async with front() as client:
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}) as response:
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == PIECES[0], "while the server has not gone on"
+            SocketServer.every[0].go.set()
+            assert b"".join([piece async for piece in pieces]) == PIECES[1]
+        SocketServer.every[0].go.clear()
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}) as response:
+            assert await anext(response.aiter_bytes()) == PIECES[0]
+        await asyncio.wait_for(SocketServer.every[0].left.wait(), 10)
+
+
+async def test_a_server_that_ends_is_an_error_for_its_requests() -> None:
+    async with front() as client:
+        got = await client.post("/dies", json={"model": "a"})
+        assert got.status_code == 503 and "the model's process ended: killed by a test" in got.text
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/breaks", json={"model": "a"})
+        SocketServer.every[0].go.set()
+        got = await client.post("/v1/chat/completions/stream", json={"model": "a"})
+        events = got.text.removeprefix(b"".join(PIECES).decode()).split("\n\n")
+        assert "killed by a test" in json.loads(events[0].removeprefix("data: "))["error"]["message"]
+        assert events[1] == "data: [DONE]"
+
+
+async def test_lists_and_loading_by_hand() -> None:
+    async with front() as client:
+
+        async def states() -> dict[str, str]:
+            return {one["id"]: one["status"]["value"] for one in (await client.get("/v1/models")).json()["data"]}
+
+        assert await states() == {"a": "unloaded", "b": "unloaded"}
+        assert (await client.post("/models/load", json={"model": "b"})).json() == {"success": True}
+        assert await states() == {"a": "unloaded", "b": "loaded"}
+        assert (await client.get("/v1/models/b-alias")).json()["aliases"] == ["b-alias"]
+        assert (await client.post("/models/unload", json={"model": "b"})).json() == {"success": True}
+        assert await states() == {"a": "unloaded", "b": "unloaded"}
+        assert (await client.post("/models/unload", json={"model": "b"})).status_code == 400
+        assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == ["a", "b"]
+
+
+async def test_keep_alive_of_ollama() -> None:
+    async with front() as client:
+
+        async def running() -> dict[str, str]:
+            return {one["name"]: one["expires_at"] for one in (await client.get("/api/ps")).json()["models"]}
+
+        await client.post("/api/generate", json={"model": "a", "keep_alive": -1})
+        await client.post("/api/chat", json={"model": "b", "keep_alive": "1h"})
+        found = await running()
+        assert found["a"].startswith("9999") and not found["b"].startswith("9999")
+        await client.post("/api/generate", json={"model": "a", "keep_alive": 0})
+        async with asyncio.timeout(10):
+            while set(await running()) != {"b"}:
+                await asyncio.sleep(0.01)
+        got = await client.post("/api/generate", json={"model": "a", "keep_alive": 0})
+        assert got.json()["done_reason"] == "unload" and len(SocketServer.every) == 2, "it was loaded to unload it"
+        assert (await client.post("/api/chat", json={"model": "a", "keep_alive": "soon"})).status_code == 400
+
+
+async def test_keys_are_asked_for_before_anything_is_loaded() -> None:
+    async with front(api_key="user", admin_api_key="chief") as client:
+        assert (await client.post("/v1/completions", json={"model": "a"})).status_code == 401
+        assert not SocketServer.every
+        user, chief = ({"authorization": f"Bearer {key}"} for key in ("user", "chief"))
+        assert (await client.post("/v1/completions", json={"model": "a"}, headers=user)).status_code == 201
+        cards = (await client.get("/v1/models", headers=user)).json()["data"]
+        assert cards[0]["seen"] == "Bearer user", "the model's server has the same keys"
+        assert (await client.post("/models/unload", json={"model": "a"}, headers=user)).status_code == 403
+        assert (await client.post("/models/unload", json={"model": "a"}, headers=chief)).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_bodies_that_are_too_large() -> None:
+    async with front(max_body_size=1024) as client:
+        got = await client.post("/v1/completions", json={"model": "a", "prompt": "x" * 2000})
+        assert got.status_code == 413 and not SocketServer.every

@@ -1,0 +1,236 @@
+"""Which models run, with servers that are no processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftwing.config.model_list import ServedModel
+from draftwing.engine.process.link import EngineDead
+from draftwing.errors import CheckpointError, NotFound
+from draftwing.server.router.memory import Forecast
+from draftwing.server.router.models import Models, NoRoom
+
+GB = 10**9
+
+
+class Machine:
+    """Starts servers, and sees who is there at which time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.running: dict[str, FakeServer] = {}
+        self.log: list[str] = []
+        self.errors: dict[str, Exception] = {}
+
+    def start(self, arguments: Mapping[str, Any], path: Path, ended: Callable[[], None]) -> FakeServer:
+        return FakeServer(self, arguments["model"], path, ended)
+
+    def models(self, sizes: Mapping[str, float], **more: Any) -> Models:
+        """sizes: GB of each."""
+        every = [ServedModel((name,), more.pop("keep_alive", 1e9), {"model": name, "device": "cpu"}) for name in sizes]
+        forecast = lambda one: Forecast(int(sizes[one.name] * GB), 0, 0)  # noqa: E731
+        return Models(every, start=self.start, forecast=forecast, taken=lambda pid: 0, **more)  # type: ignore[arg-type]
+
+
+class FakeServer:
+    def __init__(self, machine: Machine, name: str, path: Path, ended: Callable[[], None]) -> None:
+        assert name not in machine.running, "it runs already"
+        self.machine, self.name, self.path, self.ended = machine, name, path, ended
+        self.process = SimpleNamespace(pid=os.getpid())
+        self.users = 0
+        machine.running[name] = self
+        machine.log.append(f"+{name}")
+
+    async def ready(self) -> None:
+        await asyncio.sleep(self.machine.seconds)
+        if self.name in self.machine.errors:
+            raise self.machine.errors[self.name]
+
+    async def stop(self) -> None:
+        assert not self.users, "it loses a request"
+        await asyncio.sleep(self.machine.seconds)
+        if self.machine.running.pop(self.name, None):
+            self.machine.log.append(f"-{self.name}")
+
+    def die(self) -> None:
+        del self.machine.running[self.name]
+        self.ended()
+
+    def how_it_ended(self) -> str:
+        return "it died"
+
+
+async def ask(models: Models, name: str, seconds: float = 0.0) -> str:
+    async with models.use(models.find(name)) as server:
+        assert isinstance(server, FakeServer)
+        server.users += 1
+        await asyncio.sleep(seconds)
+        server.users -= 1
+        return server.name
+
+
+async def test_one_start_for_all_who_wait() -> None:
+    machine = Machine(0.01)
+    models = machine.models({"a": 1}, budget=2 * GB)
+    assert await asyncio.gather(*(ask(models, "a") for _ in range(9))) == ["a"] * 9
+    assert machine.log == ["+a"] and models.find("a:latest").state == "loaded"
+    await models.close()
+    assert not machine.running
+
+
+async def test_the_least_recently_used_makes_room() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1, "c": 1}, budget=2 * GB)
+    for name in "abac":
+        await ask(models, name)
+    assert machine.log == ["+a", "+b", "-b", "+c"]
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1, "c": 1}, budget=9 * GB, most=2)
+    for name in "abc":
+        await ask(models, name)
+    assert machine.log == ["+a", "+b", "-a", "+c"]
+
+
+async def test_what_cannot_fit_is_said_before_anything_is_stopped() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1, "huge": 9}, budget=2 * GB)
+    await asyncio.gather(ask(models, "a"), ask(models, "b"))
+    with pytest.raises(NoRoom, match=r"'huge' was not started: it needs about 9\.00 GB .*2\.00 GB"):
+        await ask(models, "huge")
+    assert set(machine.running) == {"a", "b"} and models.find("huge").state == "unloaded"
+
+
+async def test_a_request_in_flight_keeps_its_model() -> None:
+    """Whoever needs its room waits, and further requests for it wait behind those, so that nobody waits for ever."""
+    machine = Machine(0.005)
+    models = machine.models({"a": 1, "b": 1}, budget=1 * GB)
+    long = asyncio.create_task(ask(models, "a", 0.1))
+    await asyncio.sleep(0.03)
+    other = asyncio.create_task(ask(models, "b"))
+    await asyncio.sleep(0.01)
+    assert models.find("a").state == "unloading" and models.find("b").state == "loading"
+    again = asyncio.create_task(ask(models, "a"))
+    assert await asyncio.gather(long, other, again) == ["a", "b", "a"]
+    assert machine.log == ["+a", "-a", "+b", "-b", "+a"]
+
+
+async def test_a_start_that_fails_is_said_and_tried_again() -> None:
+    machine = Machine()
+    machine.errors["a"] = CheckpointError("a tensor is missing")
+    models = machine.models({"a": 1}, budget=2 * GB)
+    for _ in range(2):
+        with pytest.raises(EngineDead, match="'a' was not started: a tensor is missing"):
+            await ask(models, "a")
+        await asyncio.sleep(0.01)  # until its process is gone
+        assert not machine.running and models.find("a").failure == "a tensor is missing"
+    machine.errors.clear()
+    assert await ask(models, "a") == "a" and models.find("a").failure is None
+
+
+async def test_one_that_dies_is_started_by_the_next_request() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1}, budget=1 * GB)
+    await ask(models, "a")
+    machine.running["a"].die()
+    assert models.find("a").state == "unloaded" and models.find("a").failure == "it died"
+    assert await ask(models, "a") == "a"
+
+
+async def test_time_without_requests() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1}, budget=1 * GB, keep_alive=0.05)
+    await ask(models, "a")
+    await ask(models, "a", 0.1)
+    assert machine.log == ["+a"], "it was stopped while it answered"
+    async with asyncio.timeout(10):
+        while machine.running:
+            await asyncio.sleep(0.01)
+    assert machine.log == ["+a", "-a"]
+
+
+async def test_who_leaves_while_it_waits_holds_nothing() -> None:
+    machine = Machine(0.01)
+    models = machine.models({"a": 1, "b": 1}, budget=1 * GB)
+    leaving = [asyncio.create_task(ask(models, name)) for name in "abab"]
+    await asyncio.sleep(0.002)
+    for task in leaving:
+        task.cancel()
+    assert await ask(models, "b") == "b" and await ask(models, "a") == "a"
+    assert not any(model.in_flight or model.waiting for model in models.every)
+
+
+async def test_names_that_nobody_has() -> None:
+    models = Machine().models({"a": 1, "b": 1})
+    with pytest.raises(NotFound, match=r"the model 'x' does not exist; this server has 'a', 'b'"):
+        models.find("x")
+
+
+async def test_the_end_waits_for_nobody() -> None:
+    machine = Machine(0.02)
+    models = machine.models({"a": 1}, budget=1 * GB)
+    waiting = asyncio.create_task(ask(models, "a"))
+    await asyncio.sleep(0.005)
+    await models.close()
+    with pytest.raises(EngineDead, match="shutting down"):
+        await waiting
+    assert not machine.running
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(1, 20))])
+async def test_random_requests_deaths_and_departures(seed: int) -> None:
+    """Each request has an answer of its model or an error; what runs never takes more than the budget."""
+    rng, machine = random.Random(seed), Machine(0.001)
+    sizes = {name: rng.choice([1, 1.5, 2, 3]) for name in "abcdef"}
+    models = machine.models(sizes, budget=4 * GB, most=rng.choice([None, 2, 3]))
+    answers: list[bool] = []
+
+    async def one() -> None:
+        name = rng.choice("abcdef")
+        await asyncio.sleep(rng.random() * 0.2)
+        try:
+            async with models.use(models.find(name)) as server:
+                assert isinstance(server, FakeServer)
+                assert sum(sizes[there] for there in machine.running) <= 4
+                until = asyncio.get_running_loop().time() + rng.random() * 0.01
+                server.users += 1
+                try:
+                    while asyncio.get_running_loop().time() < until:
+                        await asyncio.sleep(0.001)
+                finally:
+                    server.users -= 1
+                answers.append(server.name == name)
+        except EngineDead:
+            answers.append(True)
+
+    async def trouble() -> None:
+        while True:
+            await asyncio.sleep(0.005)
+            if machine.running and rng.random() < 0.4:
+                victim = machine.running[rng.choice([*machine.running])]
+                if victim.users or rng.random() < 0.5:
+                    victim.users = 0
+                    victim.die()
+            if rng.random() < 0.3:
+                asyncio.get_running_loop().create_task(models.unload(models.find(rng.choice("abcdef"))))
+
+    troubles = asyncio.create_task(trouble())
+    asked = [asyncio.create_task(one()) for _ in range(200)]
+    left = rng.sample(asked, 20)
+    async with asyncio.timeout(60):
+        for task in left:
+            await asyncio.sleep(0.01)
+            task.cancel()
+        done = await asyncio.gather(*asked, return_exceptions=True)
+    troubles.cancel()
+    assert all(answers) and all(result is None or isinstance(result, asyncio.CancelledError) for result in done)
+    assert len(answers) >= 180 and not any(model.in_flight or model.waiting for model in models.every)
+    await models.close()
+    assert not machine.running
