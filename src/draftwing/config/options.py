@@ -45,8 +45,6 @@ OPPOSITES = (
     ("enable_overlap", "disable_overlap_schedule"),
     ("enable_mixed_chunk", "disable_mixed_chunk"),
     ("enable_deterministic_inference", "fast_numerics"),
-    ("replay_interval", "fast_numerics"),  # answers that are made again are to be the same
-    ("replay_interval", "enable_torch_compile"),
 )
 IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs", "fast_numerics")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape, carried_shape
 from draftwing.engine.devices import pick_device
@@ -169,7 +170,7 @@ def build(
         log_forecast(options, device, config, precision.kv_dtype, 0 if options.dummy else files)
         lap("device and checks")
         model = load_with_progress(path, precision, device, options, ranks)
-        options = with_found(options, model)
+        warn_of(model)
         lap("weights")
         broadcast.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
@@ -214,33 +215,33 @@ def _for_engine(
 def with_numerics(options: Options, device: Device) -> Options:
     """Returns options with the numerics that the device has. Raises ConfigError where the text has to be independent of
     the batch and cannot be."""
-    strict = options.enable_deterministic_inference
-    if strict and options.enable_torch_compile:
-        raise ConfigError(
-            "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
-            "order that depends on the batch. Leave one of them out"
-        )
+    strict, replays = options.enable_deterministic_inference, options.replay_interval > 0
+    if not options.deterministic and (strict or replays):
+        what = "--enable-deterministic-inference" if strict else "--replay-interval, whose answers are to be the same,"
+        why = "--fast-numerics" if options.fast_numerics else "--enable-torch-compile"
+        raise ConfigError(f"{what} and {why} exclude each other: sums have an order that depends on the batch. "
+                          "Leave one of them out")  # fmt: skip
     if not options.deterministic or device.ops.batch_invariant:
         return options
-    how = (
-        "our own kernels for the GPU: install triton (they run from compute capability 8.0 on), and do not set the "
-        "environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
-    )
-    if strict:
-        raise ConfigError(f"--enable-deterministic-inference needs {how}")
+    how = "our own kernels for the device"
+    if device.kind == "cuda":
+        how += (
+            ": install triton (they run from compute capability 8.0 on), and do not set the environment variable "
+            "DRAFTWING_NATIVE to 0, or use --device cpu"
+        )
+    if strict or replays:
+        raise ConfigError(f"{flag('enable_deterministic_inference' if strict else 'replay_interval')} needs {how}")
     log.warning("a request's text may depend on the batch and on speculation; that it does not needs %s", how)
     return replace(options, fast_numerics=True)
 
 
-def with_found(options: Options, model: DecoderModel) -> Options:
-    """Returns options with the numerics that the weights allow."""
-    if not model.inexact:
-        return options
-    log.warning(
-        "a request's text may depend on the batch and on speculation, for %d weights have no kernels that keep bits; "
-        "the first: %s", len(model.inexact), model.inexact[0],
-    )  # fmt: skip
-    return replace(options, fast_numerics=True)
+def warn_of(model: DecoderModel) -> None:
+    """Says which weights do not allow the numerics that were asked for."""
+    if model.inexact:
+        log.warning(
+            "a request's text may depend on the batch and on speculation, for %d weights have no kernels that keep "
+            "bits; the first: %s", len(model.inexact), model.inexact[0],
+        )  # fmt: skip
 
 
 def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
@@ -253,7 +254,6 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     where = device.device, device.collectives
     ranks = join(setup.port, options.tp_size, setup.rank, *where, options.enable_expert_parallel)
     model = load_with_progress(setup.path, precision, device, options, ranks)
-    options = with_found(options, model)
     loaded()
     token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
     drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)
@@ -324,7 +324,8 @@ def assemble(
     options = replace(options, max_running_requests=rows_of(options, made.states))  # what a server says of itself
     executor.broadcast = broadcast
     executor.on_result = None if broadcast.digest is None else broadcast.digest.add
-    if options.deterministic and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
+    strict = options.enable_deterministic_inference
+    if strict and not device.ops.exact_by_design and not executor.run_on_all_ranks(keeps_bits):
         raise ConfigError(
             "--enable-deterministic-inference: on this CPU what torch makes of a token depends on the batch. Leave the "
             "option out, or install draftwing with a compiler and without DRAFTWING_NATIVE=0: our C extension is exact"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from draftwing.engine.admission import EngineInfo
 
 COMPLETE: Final = ("stop", "length")  # reasons of answers that have a receipt
+_BEFORE: Final = "enable_deterministic_inference"  # in place of `fast_numerics`, in receipts of before these
 _ALWAYS: Final = ("max_new_tokens", "temperature")  # parameters that a receipt has though they be the default
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -196,6 +197,9 @@ def read_receipt(text: str | bytes) -> Receipt:
             f"the receipt was changed after it was made: its digest is {show(receipt.digest)}, that of its fields is "
             f"{found}"
         )
+    if _BEFORE in receipt.options:
+        exact = receipt.options.pop(_BEFORE)
+        receipt.options["fast_numerics"] = receipt.device.startswith("cuda") and not exact
     unknown = next((name for name in receipt.options if name not in TEXT_OPTIONS), None)
     if unknown is not None:
         raise ReceiptError(f"options.{unknown} is not an option that a receipt has; known: {', '.join(TEXT_OPTIONS)}")

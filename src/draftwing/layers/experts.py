@@ -64,7 +64,7 @@ class ExpertMLP(nn.Module):
         if experts.shared_gate:
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self._ops: LayerOps = PLAIN
-        self._exact = False
+        self._exact = self._small = False  # as `LayerOps.route` has it
         self._routing = experts.routing
         self.scatter: Tensor | None = None  # see `LayerOps.route`
         self._whole: WholeMixture | None = None  # all of it
@@ -96,6 +96,7 @@ class ExpertMLP(nn.Module):
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
+        self._small = not (self.gate_up.keeps_bits_in_large_tiles and self.down.keeps_bits_in_large_tiles)
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
@@ -156,7 +157,7 @@ class ExpertMLP(nn.Module):
         """-> what the gates let through, [pairs, ffn]"""
         experts, routing = self.experts, self._routing
         logits = self.router(x if by is None else by)[:, : experts.count + (routing.shared == "gated")]
-        routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own)
+        routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own, self._small)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if not self._gated:
@@ -291,6 +292,7 @@ class ExpertLinear(Linear):
         self._dtype, self._format = dtype, weight_format
         self._gemm: ExpertGemm | None = None
         self.device_weight: Tensor | ExpertRows | None = None  # as the device's kernels hold it, where they do
+        self.keeps_bits_in_large_tiles = True  # as these kernels say
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         if self._packed:
@@ -301,6 +303,7 @@ class ExpertLinear(Linear):
             gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(groups, self.count)
             if gemm is not None:
                 self.device_weight = gemm.weight
+                self.keeps_bits_in_large_tiles = gemm.keeps_bits_in_large_tiles(self._dtype)
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
@@ -314,7 +317,10 @@ class ExpertLinear(Linear):
             return
         weight = as_dense(self)
         gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(weight, self.count)
-        self.op, self.device_weight = Dense(self), None if gemm is None else gemm.weight
+        self.op = Dense(self)
+        if gemm is not None:
+            self.device_weight = gemm.weight
+            self.keeps_bits_in_large_tiles = gemm.keeps_bits_in_large_tiles(self._dtype)
         mode.if_exact(
             gemm is not None or ops.keeps_bits(weight),
             f"expected {mode.name}.weight in a type and size that there are GEMMs of experts for; found "

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MIN_SET = 20  # prompts of a set, below which its acceptance length says little
 # Options of the model and of speculation change what is accepted, and so do these of other groups. Apart are those that
 # a report or a record has under another name; of the head it has what it is, wherever it lies.
-_MORE = ("kv_cache_dtype", "enable_deterministic_inference")
+_MORE = ("kv_cache_dtype", "fast_numerics")
 _APART = ("model", "speculative_algorithm", "speculative_draft_model_path", *TREE, "speculative_fixed_shape")
 
 

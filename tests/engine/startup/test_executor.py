@@ -1,5 +1,6 @@
 """Compiled forwards give the text of those that are not; the compiler's own backend is left out, it is CUDA's."""
 
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -163,7 +164,7 @@ def test_numerics_that_device_and_weights_allow(caplog: pytest.LogCaptureFixture
     def some(inexact: list[str]) -> Any:
         return SimpleNamespace(inexact=inexact)
 
-    able, unable = (SimpleNamespace(ops=SimpleNamespace(batch_invariant=each)) for each in (True, False))
+    able, unable = (SimpleNamespace(ops=SimpleNamespace(batch_invariant=each), kind="cuda") for each in (True, False))
     with caplog.at_level(logging.WARNING):
         assert build.with_numerics(options(), able) == options()
         assert not build.with_numerics(options(fast_numerics=True), unable).deterministic
@@ -174,9 +175,16 @@ def test_numerics_that_device_and_weights_allow(caplog: pytest.LogCaptureFixture
         build.with_numerics(options(enable_deterministic_inference=True), unable)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert build.with_found(options(), some([])).deterministic and not caplog.records
-        assert not build.with_found(options(), some(["expected a.weight"])).deterministic
+        build.warn_of(some([]))
+        assert not caplog.records
+        build.warn_of(some(["expected a.weight"]))
         assert "expected a.weight" in caplog.text
+    for unlike in ("fast_numerics", "enable_torch_compile"):
+        for asked in ({"enable_deterministic_inference": True}, {"replay_interval": 3}):
+            with pytest.raises(ConfigError, match="exclude each other"):
+                build.with_numerics(dataclasses.replace(options(), **{unlike: True}, **asked), able)
+    with pytest.raises(ConfigError, match="--replay-interval needs our own kernels"):
+        build.with_numerics(options(replay_interval=3), unable)
 
 
 def test_not_with_deterministic_inference(monkeypatch):

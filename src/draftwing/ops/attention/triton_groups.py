@@ -21,7 +21,7 @@ from draftwing.ops.triton.common import is_hopper, keep_cache, launch_options, s
 
 CHUNK = 16  # positions, the depth of an instruction
 NODES = 4  # neighbours that may be one group
-_MOST_DEPTH = 32  # of paths that are compared with each other: of deeper trees each node is a group
+_MOST_DEPTH = 16  # of paths that are compared with each other: of deeper trees each node is a group
 _CHUNK, _NODES = tl.constexpr(CHUNK), tl.constexpr(NODES)
 
 
@@ -120,7 +120,8 @@ def _group_kernel(
     # What is committed, and nothing; then keys of paths.
     slot = tl.arange(0, _NODES * LANES)
     own = subset * _NODES + slot // LANES < queries
-    known = slot % LANES < committed
+    last = tl.max(tl.where(node < queries, turn, 0), 0)
+    known = (slot % LANES < committed) & (slot // LANES <= last)
     at = leader * LANES + slot
     tl.store(columns + at, tl.where(known, shared + slot % LANES, -1), mask=own)
     tl.store(places + at, shared + slot % LANES, mask=own)

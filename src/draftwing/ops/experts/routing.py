@@ -166,3 +166,8 @@ class DeviceExpertGemm(ExpertGemm, Protocol):
     """The device's kernels."""
 
     weight: Tensor | ExpertRows  # as it is held from now on
+
+    def keeps_bits_in_large_tiles(self, dtype: torch.dtype) -> bool:
+        """Returns whether a pair has the same bits in tiles of any size, with activations of this type, on a device of
+        which that is known at all."""
+        ...

@@ -263,6 +263,7 @@ def route(
     exact: bool = False,
     scatter: Tensor | None = None,
     own: range | None = None,
+    small: bool = False,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
     rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared_choices
@@ -281,7 +282,7 @@ def route(
             NEAR=routing.near, LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
-    tile, held = tile_rows(rows, top_k, count, exact and not is_hopper()), len(here) + shared
+    tile, held = tile_rows(rows, top_k, count, exact and (small or not is_hopper())), len(here) + shared
     made = tiles_of(experts, held, tile, exact) if tiles is None else ExpertTiles(None, tiles, tile, exact)
     return Routed(experts, weights, held, made, own is not None)
 

@@ -313,6 +313,10 @@ class ExpertGemm:
     def rows(self) -> int:
         return self.weight.shape[0] if isinstance(self.weight, Tensor) else self.weight.rows
 
+    def keeps_bits_in_large_tiles(self, dtype: torch.dtype) -> bool:
+        # Small tiles of other weights that are dequantised have other columns in an instruction.
+        return isinstance(self.weight, Tensor) or gemm_experts.takes(self.weight, dtype)
+
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         return self._run(x, bias, routed, self.rows // self._count, _PLAIN.value, 0.0)
 

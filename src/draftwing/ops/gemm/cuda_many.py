@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from draftwing.ops.gemm.triton_shares import TritonSharesGemm
 
 RANGES = (*sorted(cuda_wgmma.RANGES), SHARES)
+_OTHERS = (8, 12)  # compute capabilities, up to the point, where Triton's products are gemm.cu's instruction
 _INSTRUCTIONS = {torch.bfloat16: "k16.f32.bf16.bf16", torch.float16: "k16.f32.f16.f16"}
 # Features of a block: as many as registers hold sums twice. Of gates and ups as many of either.
 _FEATURES, _GATED = (192, 176, 160, 144, 128), (192, 160, 128)
@@ -193,9 +194,12 @@ def shares_gemm(
     rows, columns = shape
     if device.type != "cuda":
         return None
-    if not cuda_wgmma.runs_on(torch.cuda.get_device_capability(device)):
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] in _OTHERS:
         from draftwing.ops.gemm.triton_shares import TritonSharesGemm  # of Triton, which other devices go without
 
         return TritonSharesGemm() if dtype in _INSTRUCTIONS and columns % PANEL == 0 else None
+    if not cuda_wgmma.runs_on(capability):
+        return None
     fits = dtype in _INSTRUCTIONS and rows % (2 * _STEP) == 0 and takes(rows, columns, SHARES)
     return SharesGemm(device, dtype, weights_in_sets) if fits else None

@@ -21,7 +21,7 @@ ROWS, FEATURES, WARPS, STAGES = 128, 128, 8, 3  # of a tile, not swept; of gates
 _TOGETHER = tl.constexpr(8)  # tiles of rows whose features are done before others begin: they stay in the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "features"])
 def _shares_kernel(
     x, w, bias, residual, out, rows, features,
     K: tl.constexpr, SHARE_STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
@@ -39,7 +39,6 @@ def _shares_kernel(
     column, there = tl.arange(0, CHUNK), (row < rows)[:, None]
     at_x = x + row[:, None].to(tl.int64) * K + column[None, :]
     at_w, real = w + feature[None, :].to(tl.int64) * K + column[:, None], (feature < features)[None, :]
-    at_up = at_w + features.to(tl.int64) * K
     total, up = tl.zeros([ROWS, FEATURES], tl.float32), tl.zeros([ROWS, FEATURES], tl.float32)
     part, part_up = total, up
     for i in range(0, SHARES * SHARE_STEPS):
@@ -55,6 +54,7 @@ def _shares_kernel(
         a = tl.load(at_x + k, mask=there & inside, other=0.0)
         part = tl.dot(a, tl.load(at_w + k, mask=real & inside, other=0.0), part)
         if GATED:
+            at_up = at_w + tl.cast(features, tl.int64) * K
             part_up = tl.dot(a, tl.load(at_up + k, mask=real & inside, other=0.0), part_up)
     total += part
     if bias is not None:
