@@ -56,6 +56,7 @@ def test_the_config_is_as_published(algorithm: str) -> None:
     if algorithm == "EAGLE3":
         assert config["architectures"] == ["LlamaForCausalLMEagle3"]
         assert "cpu" in config["draftwing"]["shapes"], "the default has to be in the tree that was measured best"
+        assert config["sliding_window"] == 1024, "it knows no longer distances, and accepts a third less with them"
     carried_shape(FOUND[algorithm], "cpu")  # refuses what is malformed
 
 
