@@ -56,7 +56,7 @@ MAY_NAME = {
 }
 FAMILY = re.compile(
     r"apertus|arcee|bailing|bamba|cohere|decilm|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|internlm|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minicpm|minimax|"
-    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder",
+    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for|moe)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder",
     re.IGNORECASE,
 )
 

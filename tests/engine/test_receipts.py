@@ -228,6 +228,21 @@ def test_an_answer_without_a_limit_has_that_of_its_context(drafting: LLM, plain:
     assert replay(read_receipt(text(found)), plain.engine).same
 
 
+@pytest.mark.parametrize(
+    "device, exact, fast", [("cuda 9.0", False, True), ("cuda 9.0", True, False), ("cpu", False, False)]
+)
+def test_receipts_of_versions_with_another_name_of_the_numerics(
+    receipt: Receipt, device: str, exact: bool, fast: bool
+) -> None:
+    fields: Any = json.loads(text(receipt))
+    del fields["options"]["fast_numerics"]
+    fields["options"]["enable_deterministic_inference"], fields["device"] = exact, device
+    fields["digest"] = digest_of(fields)
+    read = read_receipt(json.dumps(fields))
+    assert read.options["fast_numerics"] is fast and "enable_deterministic_inference" not in read.options
+    assert options_for(read, {"device": "cpu"}).fast_numerics is fast
+
+
 def test_other_languages_may_write_it_anew(receipt: Receipt) -> None:
     """JavaScript has no integers of more than 53 bits, and writes 1.0 as 1; blanks and the order of names are free."""
 

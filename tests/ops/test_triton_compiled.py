@@ -108,6 +108,24 @@ def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
     assert all(widths == ["2"] for _, *widths in launches), launches
 
 
+SHARES = """
+from draftwing.ops.gemm.triton_shares import TritonSharesGemm
+gemm = TritonSharesGemm()
+for features, columns in ((4096, 4096), (2, 8128)):
+    x, weight = empty(1000, columns, dtype=half), empty(features, columns, dtype=half)
+    gemm.linear(x, weight, None)
+    gemm.gated(x, weight, None)
+"""
+
+
+@pytest.mark.parametrize("capability", [86, pytest.param(120, marks=pytest.mark.exhaustive)])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_products_in_shares_compile(tmp_path: Path, capability: int) -> None:
+    """An instruction has the columns that lie together, as gemm.cu's has."""
+    launches = compiled(SHARES, tmp_path, capability)
+    assert launches and all(int(shared) <= 99 << 10 and widths == ["2"] for shared, *widths in launches), launches
+
+
 ADAPTERS = """
 from draftwing.ops.adapters.spec import AdapterWeights
 from draftwing.ops.adapters.triton import TritonAdapterOps

@@ -223,12 +223,10 @@ def with_numerics(options: Options, device: Device) -> Options:
                           "Leave one of them out")  # fmt: skip
     if not options.deterministic or device.ops.batch_invariant:
         return options
-    how = "our own kernels for the device"
-    if device.kind == "cuda":
-        how += (
-            ": install triton (they run from compute capability 8.0 on), and do not set the environment variable "
-            "DRAFTWING_NATIVE to 0, or use --device cpu"
-        )
+    how = (
+        "our own kernels for the device, of a GPU: install triton (they run from compute capability 8.0 on), and do "
+        "not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
+    )
     if strict or replays:
         raise ConfigError(f"{flag('enable_deterministic_inference' if strict else 'replay_interval')} needs {how}")
     log.warning("a request's text may depend on the batch and on speculation; that it does not needs %s", how)
