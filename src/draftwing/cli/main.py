@@ -122,6 +122,10 @@ def _serve(arguments: dict[str, Any]) -> None:
 
         serve_models(arguments, tables)
         return
+    if idle := [fields.flag(name) for name in ("models_max", "models_memory", "keep_alive") if name in arguments]:
+        raise ConfigError(
+            f"{' and '.join(idle)} is for several models: give --models-dir, or a list `models` in the file of --config"
+        )
     options = Options.from_kwargs(**arguments).resolve()
     from draftwing.server.run import serve
 

@@ -234,3 +234,18 @@ async def test_random_requests_deaths_and_departures(seed: int) -> None:
     assert len(answers) >= 180 and not any(model.in_flight or model.waiting for model in models.every)
     await models.close()
     assert not machine.running
+
+
+async def test_folders_of_sockets_that_nobody_has_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one = Machine().models({"a": 1})
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    other = Machine().models({"a": 1})
+    assert len([*tmp_path.iterdir()]) == 2, "both are in use"
+    one._lock.close()  # as the system does when its process ends
+    last = Machine().models({"a": 1})
+    assert len([*tmp_path.iterdir()]) == 2 and not folder.exists()
+    for models in (other, last):
+        await models.close()
+    assert not [*tmp_path.iterdir()]

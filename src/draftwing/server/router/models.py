@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import shutil
@@ -18,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel, in_folder
@@ -30,6 +31,7 @@ from draftwing.server.router.memory import Forecast, forecast, gigabytes, taken
 from draftwing.server.router.process import ModelServer
 
 logger = logging.getLogger(__name__)
+_SOCKETS, _LOCK = "draftwing-models-", "lock"
 Start = Callable[[Mapping[str, Any], Path, Callable[[], None]], ModelServer]
 
 
@@ -93,7 +95,7 @@ class Models:
         self._most, self._budget, self._taken = most, budget, taken
         self._room = asyncio.Lock()  # of who makes room
         self._changes: set[asyncio.Future[None]] = set()
-        self._sockets = Path(tempfile.mkdtemp(prefix="draftwing-"))  # which only this user may enter
+        self._sockets, self._lock = _socket_folder()
         self._started = 0
         self.ending = False
         self.look()
@@ -333,13 +335,27 @@ class Models:
         await asyncio.gather(*starts, return_exceptions=True)
         running = [(model, model.server) for model in self.every if model.server is not None]
         await asyncio.gather(*(self._stop(*one) for one in running))
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._sockets)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._lock.close()
 
     def kill(self) -> None:
         for model in self.every:
             if model.server is not None:
                 model.server.kill()
+
+
+def _socket_folder() -> tuple[Path, BinaryIO]:
+    """Returns a folder that only this user may enter, and its lock, which the system ends with this process: by that
+    the folders of those that were killed are known, and removed."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:  # or another user's, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_SOCKETS))
+    held = (folder / "new").open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / _LOCK)  # now others see it, when it is locked
+    return folder, held
 
 
 def _taken_out(waiting: list[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:

@@ -1,0 +1,295 @@
+"""A front with real servers of tiny models: what becomes of requests when processes end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+from tiny_checkpoint import write_checkpoint, write_tokenizer
+
+from draftwing import LLM
+from draftwing.machine import import_environment
+from draftwing.server.router.memory import taken
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"speculative_algorithm": "none", "max_total_tokens": 4096, "log_level": "warning", "device": "cpu"}
+PROMPTS = [f"prompt {i} of several" for i in range(6)]
+TOKENS = 40
+SECONDS = 120  # for what takes some seconds on an idle machine
+
+
+class Process:
+    """`draftwing serve` of a folder of models."""
+
+    def __init__(self, folder: Path, port: int, *flags: str) -> None:
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in {**OPTIONS, "log_level": "info"}.items()]
+        command = [sys.executable, "-m", "draftwing", "serve", "--models-dir", str(folder), "--port", str(port)]
+        self.process = subprocess.Popen(
+            [*command, *options, *flags], stderr=subprocess.PIPE, text=True, env=import_environment()
+        )
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if "OpenAI API: " in line:
+                self.url = line.split("OpenAI API: ")[1].strip().removesuffix("/v1")
+                break
+        else:
+            raise AssertionError("it did not start")
+        # So that it never waits for somebody to read its log.
+        self.log = subprocess.Popen(["cat"], stdin=self.process.stderr, stdout=subprocess.DEVNULL)
+
+    def below(self, what: str = "") -> list[int]:
+        """Returns the processes that it has started, and those that they have, whose command has this text."""
+        found, waiting = [], [self.process.pid]
+        while waiting:
+            with contextlib.suppress(OSError):
+                for children in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+                    new = [int(child) for child in children.read_text().split()]
+                    waiting += new
+                    found += new
+        return [pid for pid in found if what in command(pid)]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(SECONDS)
+        self.log.wait(SECONDS)
+        return code
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def wait_for(processes: list[int]) -> None:
+    """Returns when all of them are gone."""
+    end = time.monotonic() + SECONDS
+    while any(map(command, processes)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def write_models(folder: Path) -> None:
+    """Writes three models of different families."""
+    write_checkpoint(folder / "qwen2", seed=1)
+    sizes: dict[str, Any] = {
+        "vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 1024, "eos_token_id": 256,
+        "bos_token_id": None, "pad_token_id": 257, "tie_word_embeddings": True,
+    }  # fmt: skip
+    for name in ("Llama", "Qwen3"):
+        torch.manual_seed(len(name))
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.3)
+        model.save_pretrained(folder / name.lower())
+        write_tokenizer(folder / name.lower())
+
+
+Texts = dict[str, dict[str, str]]  # of each model, by prompt
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts]:
+    """A folder, and what its models answer when each is alone."""
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    write_models(folder)
+    for name in ("qwen2", "llama", "qwen3"):
+        with LLM(str(folder / name), **OPTIONS) as llm:
+            params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+            answers: Any = llm.generate(PROMPTS, params)
+            found[name] = {prompt: answer.text for prompt, answer in zip(PROMPTS, answers, strict=True)}
+    assert all(len({texts[prompt] for texts in found.values()}) == 3 for prompt in PROMPTS), "they differ"
+    return folder, found
+
+
+@pytest.fixture
+def front(expected: tuple[Path, Texts]) -> Iterator[Process]:
+    server = Process(expected[0], 0, "--drain-timeout=60")
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.end()
+
+
+def body(model: str, prompt: str, tokens: int = TOKENS, stream: bool = False) -> dict[str, Any]:
+    more = {"temperature": 0, "ignore_eos": True, "stream": stream}
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, **more}
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a stream. Raises EOFError where it has no last one."""
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+    raise EOFError
+
+
+async def test_a_model_that_dies_takes_its_own_requests_alone(front: Process, expected: tuple[Path, Texts]) -> None:
+    async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
+
+        async def whole(model: str) -> str:
+            found = (await client.post("/v1/completions", json=body(model, PROMPTS[0]))).json()
+            assert found["model"] == model
+            return str(found["choices"][0]["text"])
+
+        async def running(model: str) -> int:
+            return int((await client.get(f"/v1/loads?model={model}")).json()["loads"][0]["num_running_reqs"])
+
+        assert await asyncio.gather(whole("llama"), whole("qwen3")) == [
+            expected[1][model][PROMPTS[0]] for model in ("llama", "qwen3")
+        ]
+        servers = front.below("router.child")
+        assert len(servers) == 2
+        streams = [client.stream("POST", "/v1/completions", json=body(m, "x", 900, True)) for m in ("llama", "qwen3")]
+        async with streams[0] as first, streams[1] as second:
+            one, two = events(first), events(second)
+            await asyncio.gather(anext(one), anext(two))
+            os.kill(servers[0], signal.SIGKILL)
+            seen = [[event async for event in stream] for stream in (one, two)]
+        failed = ["error" in every[-1] for every in seen]
+        assert sorted(failed) == [False, True] and "killed by SIGKILL" in json.dumps(seen[failed.index(True)][-1])
+        assert [await whole(model) for model in ("llama", "qwen3")] == [
+            expected[1][model][PROMPTS[0]] for model in ("llama", "qwen3")
+        ]
+        async with client.stream("POST", "/v1/completions", json=body("llama", "x", 900, True)) as left:
+            await anext(events(left))
+        async with asyncio.timeout(SECONDS):
+            while await running("llama"):
+                await asyncio.sleep(0.05)
+
+
+async def test_the_front_ends_in_order(front: Process, expected: tuple[Path, Texts]) -> None:
+    """It answers what it was asked; killed, it leaves no process behind."""
+    async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
+        async with client.stream("POST", "/v1/completions", json=body("qwen2", "x", 900, True)) as response:
+            stream = events(response)
+            await anext(stream)
+            below = front.below()
+            front.process.send_signal(signal.SIGTERM)
+            seen = [event async for event in stream]
+        assert "error" not in seen[-1] and seen[-1]["choices"][0]["finish_reason"] == "length"
+    assert front.process.wait(SECONDS) == 0
+    wait_for(below)
+    again = Process(expected[0], 0)
+    httpx.post(f"{again.url}/models/load", json={"model": "qwen2"}, timeout=SECONDS)
+    below = again.below()
+    assert len(below) >= 2
+    again.end(signal.SIGKILL)
+    wait_for(below)
+
+
+class Load:
+    """Random requests, and kills of the processes that answer them."""
+
+    def __init__(self, folder: Path, texts: Texts, budget: float) -> None:
+        self.folder, self.texts, self.budget = folder, texts, budget
+        self.rng = random.Random(11)
+        self.server = Process(folder, 0, f"--models-memory={budget}", "--keep-alive=20")
+        self.port = int(self.server.url.rpartition(":")[2])
+        self.outcomes: list[str] = []
+        self.peak = 0
+        self.kills = dict.fromkeys(("front", "child", "worker"), 0)
+
+    async def one(self, client: httpx.AsyncClient, when: float) -> None:
+        await asyncio.sleep(when)
+        name, prompt = self.rng.choice([*self.texts]), self.rng.choice(PROMPTS)
+        ask = self.rng.choice([self.openai, self.ollama])
+        while True:
+            try:
+                self.outcomes.append(await ask(client, name, prompt, self.texts[name][prompt]))
+                return
+            except httpx.ConnectError:  # the front is down; a client sees that
+                await asyncio.sleep(0.5)
+            except (httpx.HTTPError, EOFError) as error:
+                self.outcomes.append("silent" if isinstance(error, EOFError) else "broken connection")
+                return
+
+    async def openai(self, client: httpx.AsyncClient, name: str, prompt: str, text: str) -> str:
+        url, given = f"http://127.0.0.1:{self.port}/v1/completions", body(name, prompt, stream=self.rng.random() < 0.5)
+        if not given["stream"]:
+            response = await client.post(url, json=given)
+            if response.status_code != 200:
+                return "error"
+            found = response.json()
+            return "right" if (found["model"], found["choices"][0]["text"]) == (name, text) else "wrong"
+        pieces = []
+        async with client.stream("POST", url, json=given) as response:
+            if response.status_code != 200:
+                return "error"
+            async for event in events(response):
+                if "error" in event:
+                    return "error"
+                pieces += [choice["text"] for choice in event["choices"]]
+                if event["model"] != name:
+                    return "wrong"
+        return "right" if "".join(pieces) == text else "wrong"
+
+    async def ollama(self, client: httpx.AsyncClient, name: str, prompt: str, text: str) -> str:
+        kept = self.rng.choice([None, "1s", "30s"])
+        given = {"model": name, "prompt": prompt, "raw": True, "stream": False, "keep_alive": kept}
+        options = {"temperature": 0, "num_predict": TOKENS}
+        response = await client.post(f"http://127.0.0.1:{self.port}/api/generate", json={**given, "options": options})
+        if response.status_code != 200:
+            return "error"
+        found = response.json()
+        return "right" if found["model"] == name and text.startswith(found["response"]) else "wrong"
+
+    async def kill(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.uniform(5, 20))
+            (what,) = self.rng.choices([*self.kills], (1, 4, 3))
+            self.kills[what] += 1
+            if what == "front":
+                below = self.server.below()
+                self.server.end(signal.SIGKILL)
+                wait_for(below)
+                self.server = Process(self.folder, self.port, f"--models-memory={self.budget}", "--keep-alive=20")
+            else:
+                for pid in self.rng.sample(found := self.server.below(what), min(1, len(found))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    async def watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, await asyncio.to_thread(lambda: taken(self.server.process.pid)))
+            await asyncio.sleep(1)
+
+
+@pytest.mark.exhaustive
+async def test_200_random_requests_and_kills(expected: tuple[Path, Texts]) -> None:
+    """Two of three models have room at once: models make room for others, too."""
+    load = Load(*expected, budget=1.1)
+    async with httpx.AsyncClient(timeout=2 * SECONDS, limits=httpx.Limits(max_connections=300)) as client:
+        beside = [asyncio.create_task(work) for work in (load.kill(), load.watch())]
+        await asyncio.gather(*(load.one(client, load.rng.uniform(0, 150)) for _ in range(200)))
+        for task in beside:
+            task.cancel()
+        ends = await asyncio.gather(*beside, return_exceptions=True)
+    load.server.end()
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    counts = {outcome: load.outcomes.count(outcome) for outcome in set(load.outcomes)}
+    assert len(load.outcomes) == 200 and counts.keys() <= {"right", "error", "broken connection"}, counts
+    assert counts["right"] >= 100, counts
+    assert load.peak < 1.1e9 + 0.1e9, "the front and its models"
+    print(counts, load.kills, load.peak)
