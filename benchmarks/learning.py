@@ -2,7 +2,7 @@
 and on general chat, before and after.
 
     python benchmarks/learning.py --prompts DIR --kinds shell support --out RUN [--requests 600] [--concurrency 8] \
-        [--train "--epochs 4"] [--at-once 2] [--options "--num-threads 1"] [--general-text DIR] [--deterministic]
+        [--train "--epochs 4"] [--at-once 2] [--options "--num-threads 1"] [--general-text DIR]
 
 DIR has KIND.jsonl and KIND_later.jsonl for each kind: JSON lines with `turns`, of which the first is asked, or
 `messages`, pairs of a role and a text. One engine answers, half of the requests greedily and half at 0.8, without the
@@ -200,7 +200,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, when measured")
     parser.add_argument("--repeats", type=int, default=1, help="of each measurement, of which the shortest counts")
     parser.add_argument("--at-once", type=int, default=1, help="kinds that are learnt at a time")
-    parser.add_argument("--deterministic", action="store_true", help="on a GPU: heads do not change texts")
     parser.add_argument("--train", default="")
     parser.add_argument("--options", default="")
     asked = parser.parse_args()
@@ -216,7 +215,6 @@ def main() -> None:
     if asked.shape:
         tree = dict(zip(TREE, map(int, asked.shape.split(",")), strict=False))
         drafter |= {**tree, "speculative_fixed_shape": True}
-    options["enable_deterministic_inference"] = asked.deterministic
     asked.out.mkdir(parents=True, exist_ok=True)
     with closing(Engine(Options.from_kwargs(model=asked.model, **drafter, **options))) as engine:
         meter = Meter(engine, asked)

@@ -6,8 +6,7 @@
 A cell is a length of prompts (chat), or `mix` for those of `open_loop.py`, and how many requests run at once, `--waves`
 times as many in all. With `--rate` requests come at random times, too. Each round has other prompts, and both ways have
 the same. `steps` tells of the mixed ones: how many, with drafts, from graphs, mean tokens of prompts, milliseconds;
-`ratio` is of tokens per second, mixed over in turn. With `enable_deterministic_inference=true` all answers must be the
-same.
+`ratio` is of tokens per second, mixed over in turn. Without `fast_numerics=true` all answers must be the same.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ Cells that `--out` has are not run again, so a grid can be run in pieces of `--m
 16:100:1:random,1:2000:0:code` runs these cells of the grid, requests:prompt:temperature:text, in this order.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
-answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
-that must be equal.
+answers, else `--seconds` for a run decides. `same` is the number of answers that are equal, which all must be
+without `fast_numerics=true`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ FILE has a line {"prompt": ...} for each. Every other answer is drawn at tempera
 asked in ways that differ in what else a step has: other requests, trees or chains, a pool in which requests are
 preempted, an earlier part of the same prompt in the cache. With `--rate` requests come one by one at random, every
 tenth with a prompt of `--long` tokens, so that parts of prompts share forwards with whoever decodes.
-`enable_deterministic_inference=true` on a GPU.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def answers(args: argparse.Namespace, way: Way) -> tuple[list[list[int]], str]:
     options = {"max_total_tokens": 16384, "max_running_requests": way.at_once, "random_seed": 1} | way.options
     with LLM(
         args.model, reasoning_parser="deepseek-r1", speculative_algorithm=way.drafter,
-        enable_deterministic_inference=args.deterministic, **options,
+        **options,
     ) as llm:  # fmt: skip
         marker = llm.engine.tokenizer.encode("</think>", add_special_tokens=False)
         found = llm.chat(asked, params)
@@ -71,7 +71,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--pool", type=int, default=2600, help="tokens of the pool in which requests are preempted")
     parser.add_argument("--only", default="", help="ways whose name has this")
-    parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference: on a GPU")
     args = parser.parse_args()
     expected, reported = answers(args, Way("", "none", 1, {}))
     print(f"{'none, one at a time':40s} {reported}", flush=True)

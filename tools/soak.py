@@ -14,8 +14,8 @@ these must hold, or the exit code is 1:
   back once a minute. The KV pool, the store of responses and the memories of `NGRAM` and `SUFFIX`, which take memory as
   they fill, are small unless options say otherwise, so that they are full by then;
 - nothing in the log looks like a bug; else all that it says of the minute before is printed, with whole traces;
-- answers of a sample equal those of a fresh server without drafts. On a GPU that is promised in deterministic mode
-  alone: there `--enable-deterministic-inference` is among the options.
+- answers of a sample equal those of a fresh server without drafts. On a GPU `--enable-deterministic-inference` is among
+  the options, so that no weight is without the promise.
 
 A table says what memory is made of after each third. `--by-kind 1000` asks afterwards for so many answers of each kind
 of request, one kind after the other, and says by how much memory in use grew in the second half of them.

@@ -273,7 +273,7 @@ def test_what_training_is_told_of_the_model() -> None:
     assert words[words.index("--algorithm") + 1] == "DFLASH"
     refused = {
         "NGRAM": "found NGRAM",
-        "STANDALONE": "DSPARK or NEXTN, found STANDALONE",
+        "STANDALONE": "NEXTN, found STANDALONE",
     }
     for algorithm, found in refused.items():
         with pytest.raises(ConfigError, match=found):

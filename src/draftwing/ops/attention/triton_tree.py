@@ -1,8 +1,9 @@
 """The kernel of decode, chains and trees: what `attention` launches.
 
 A tile's rows belong to several nodes. It reads the chunks below the committed length once for all rows, and each node's
-own chunks (the end of the committed positions, then its path) side by side, with weight 0 where node and row differ.
-What is not a key of any row is never loaded.
+own chunks (the end of the committed positions, then its path) side by side, with weight 0 where a key is not a row's.
+Nodes whose chunks fit into the same ones read them together (`triton_groups`). What is not a key of any row is never
+loaded.
 """
 
 # mypy: allow-untyped-defs
