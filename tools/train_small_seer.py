@@ -83,7 +83,7 @@ def drawn(scene: Scene, draw: random.Random) -> Image.Image:
     width, height = draw.choice(SIZES)
     picture = Image.new("RGB", (width, height), shade(draw, scene.ground))
     pen, fill, ground = ImageDraw.Draw(picture), shade(draw, scene.colour), picture.getpixel((0, 0))
-    size = draw.randint(36, min(width, height) - 8)
+    size = draw.randint(48, 56)  # most of the shorter side
     left, top = draw.randint(2, width - size - 2), draw.randint(2, height - size - 2)
     box = (left, top, left + size, top + size)
 
@@ -127,7 +127,7 @@ def talk_of(draw: random.Random, turns: int = 2) -> Talk:
     if draw.random() < 0.1:
         return Talk([_user(draw.choice(list(QUESTIONS)), None), _assistant(NOTHING)], [], [])
     for turn in range(turns):
-        question = draw.choice(list(QUESTIONS))
+        question = draw.choices(list(QUESTIONS), (3, 3, 1, 1))[0]
         new = turn == 0 or draw.random() < 0.5
         if new:
             scenes.append(scene_of(draw))

@@ -104,6 +104,18 @@ def test_matrices_in_blocks(folder: Path, tower: Tower) -> None:
     assert 1e-5 < error < 0.2
 
 
+@torch.inference_mode()
+def test_random_weights(folder: Path, tower: Tower) -> None:
+    """In blocks and not: `--load-format dummy`."""
+    ops = make_ops(CPU)
+    (image,) = shown(folder, tower, (40, 30))
+    pixels = torch.from_numpy(image.pixels.copy())
+    for form in (DENSE, *([BlockFormat("Q8_0", ops)] if ops.block_kinds else [])):
+        made = load_tower(tower.config, (), torch.float32, CPU, form, ops, dummy=True)
+        found = made.features(pixels, image.tokens)
+        assert found.isfinite().all() and found.std() > 0
+
+
 def test_a_tower_that_lacks_a_tensor(folder: Path, tower: Tower, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.dummy import SEED
 from draftwing.models.folder import folder_tensors
 from draftwing.models.loader import allocate, fill_parameters
 from draftwing.models.towers import projector_file
 from draftwing.models.towers.base import Tower, TowerConfig, TowerModule, format_of
 from draftwing.models.weight_map import canonical
+from draftwing.models.weight_map import stored_tensors as in_checkpoint
 from draftwing.ops.table import LayerOps
 
 logger = logging.getLogger(__name__)
@@ -34,13 +36,11 @@ def load_tower(
     """Loads a tower, packed. tensors: by name of the module's parameters.  dtype: of features, and of weights that are
     not in blocks.  weight_format: of the language model's matrices.  dummy: random weights. Raises CheckpointError."""
     module = config.build(dtype, torch.device("meta"), format_of(weight_format))
-    if dummy:
-        _fill_random(module, device)
-    else:
-        try:
-            fill_parameters(module, dict(module.table()), tensors, device)
-        except CheckpointError as error:
-            raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
+    try:
+        given = _random(config.build(dtype, torch.device("meta"), DENSE)) if dummy else tensors
+        fill_parameters(module, dict(module.table()), given, device)
+    except CheckpointError as error:
+        raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
     module.requires_grad_(False)
     module.settle(device)
     size = sum(param.nbytes for param in module.parameters())
@@ -65,13 +65,15 @@ def _own(path: Path, config: TowerConfig) -> Iterator[tuple[str, Tensor]]:
         yield name.removeprefix(prefix), value
 
 
-def _fill_random(module: TowerModule, device: torch.device) -> None:
+def _random(module: TowerModule) -> Iterator[tuple[str, Tensor]]:
+    """Yields random tensors as a checkpoint has them. module: without blocks, on the meta device."""
     generator = torch.Generator().manual_seed(SEED)
     for name, meta in list(module.named_parameters()):
-        param = allocate(module, name, meta, device)
+        param = allocate(module, name, meta, torch.device("cpu"))
         values = (
             torch.randn(meta.shape, generator=generator) / meta.shape[-1] ** 0.5
             if meta.dim() > 1
             else torch.ones(meta.shape)
         )
         param.data.copy_(values)
+    yield from in_checkpoint(module, dict(module.table()))
