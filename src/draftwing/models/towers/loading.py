@@ -37,7 +37,7 @@ def load_tower(
     not in blocks.  weight_format: of the language model's matrices.  dummy: random weights. Raises CheckpointError."""
     module = config.build(dtype, torch.device("meta"), format_of(weight_format))
     try:
-        given = _random(config.build(dtype, torch.device("meta"), DENSE)) if dummy else tensors
+        given = _random(config.build(dtype, torch.device("meta"), DENSE), device) if dummy else tensors
         fill_parameters(module, dict(module.table()), given, device)
     except CheckpointError as error:
         raise CheckpointError(f"what reads images: {error}; --disable-images serves the model without it") from None
@@ -65,11 +65,11 @@ def _own(path: Path, config: TowerConfig) -> Iterator[tuple[str, Tensor]]:
         yield name.removeprefix(prefix), value
 
 
-def _random(module: TowerModule) -> Iterator[tuple[str, Tensor]]:
+def _random(module: TowerModule, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yields random tensors as a checkpoint has them. module: without blocks, on the meta device."""
     generator = torch.Generator().manual_seed(SEED)
     for name, meta in list(module.named_parameters()):
-        param = allocate(module, name, meta, torch.device("cpu"))
+        param = allocate(module, name, meta, device)
         values = (
             torch.randn(meta.shape, generator=generator) / meta.shape[-1] ** 0.5
             if meta.dim() > 1
