@@ -3,9 +3,11 @@
     python tools/train_small_seer.py OUT [--steps 3000] [--batch 16]
     draftwing chat OUT --image OUT/examples/0.png
 
-Asked "What is in the picture?" it says "A red circle on white.", of pictures it has never seen, also of the second of
-two, in a later turn, and says so where there is none. About twenty minutes on a core. The end shows
-how often the engine's answers are right: with their pictures, with another's, and with drafts. Needs transformers.
+Asked "What is in the picture?" it says "A red circle on white.", also of the second of two, in a later turn, and says
+so where there is none. The defaults take about fifteen minutes on a core and teach colours: in 150 pictures that it had
+never seen those of 149 things and 150 grounds were right. Shapes and digits were at chance by then; they need longer.
+The end shows how often the engine's answers are right: with their pictures, with another's, and with drafts. Needs
+transformers.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def drawn(scene: Scene, draw: random.Random) -> Image.Image:
     width, height = draw.choice(SIZES)
     picture = Image.new("RGB", (width, height), shade(draw, scene.ground))
     pen, fill, ground = ImageDraw.Draw(picture), shade(draw, scene.colour), picture.getpixel((0, 0))
-    size = draw.randint(48, 56)  # most of the shorter side
+    size = draw.randint(36, min(width, height) - 8)
     left, top = draw.randint(2, width - size - 2), draw.randint(2, height - size - 2)
     box = (left, top, left + size, top + size)
 
@@ -127,7 +129,7 @@ def talk_of(draw: random.Random, turns: int = 2) -> Talk:
     if draw.random() < 0.1:
         return Talk([_user(draw.choice(list(QUESTIONS)), None), _assistant(NOTHING)], [], [])
     for turn in range(turns):
-        question = draw.choices(list(QUESTIONS), (3, 3, 1, 1))[0]
+        question = draw.choice(list(QUESTIONS))
         new = turn == 0 or draw.random() < 0.5
         if new:
             scenes.append(scene_of(draw))
