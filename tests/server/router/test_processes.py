@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 OPTIONS = {"speculative_algorithm": "none", "max_total_tokens": 4096, "log_level": "warning", "device": "cpu"}
 PROMPTS = [f"prompt {i} of several" for i in range(6)]
 TOKENS = 40
+ENDS = "until its end "
 SECONDS = 120  # for what takes some seconds on an idle machine
 
 
@@ -103,7 +104,8 @@ def write_models(folder: Path) -> None:
         write_tokenizer(folder / name.lower())
 
 
-Texts = dict[str, dict[str, str]]  # of each model, by prompt
+# Of each model, by prompt: `TOKENS` tokens, and behind `ENDS` and the prompt what it says if it may end.
+Texts = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +115,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts]:
     write_models(folder)
     for name in ("qwen2", "llama", "qwen3"):
         with LLM(str(folder / name), **OPTIONS) as llm:
-            params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-            answers: Any = llm.generate(PROMPTS, params)
-            found[name] = {prompt: answer.text for prompt, answer in zip(PROMPTS, answers, strict=True)}
+            found[name] = {}
+            for kind, ignore_eos in (("", True), (ENDS, False)):
+                params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": ignore_eos}
+                answers: Any = llm.generate(PROMPTS, params)
+                found[name] |= {kind + prompt: answer.text for prompt, answer in zip(PROMPTS, answers, strict=True)}
     assert all(len({texts[prompt] for texts in found.values()}) == 3 for prompt in PROMPTS), "they differ"
     return folder, found
 
@@ -199,6 +203,10 @@ async def test_the_front_ends_in_order(front: Process, expected: tuple[Path, Tex
     wait_for(below)
 
 
+def judged(right: bool, *about: object) -> str:
+    return "right" if right else f"wrong: {about}"
+
+
 class Load:
     """Random requests, and kills of the processes that answer them."""
 
@@ -216,8 +224,9 @@ class Load:
         name, prompt = self.rng.choice([*self.texts]), self.rng.choice(PROMPTS)
         ask = self.rng.choice([self.openai, self.ollama])
         while True:
+            kind = ENDS if ask == self.ollama else ""  # whose API cannot ignore the end
             try:
-                self.outcomes.append(await ask(client, name, prompt, self.texts[name][prompt]))
+                self.outcomes.append(await ask(client, name, prompt, self.texts[name][kind + prompt]))
                 return
             except httpx.ConnectError:  # the front is down; a client sees that
                 await asyncio.sleep(0.5)
@@ -232,7 +241,7 @@ class Load:
             if response.status_code != 200:
                 return "error"
             found = response.json()
-            return "right" if (found["model"], found["choices"][0]["text"]) == (name, text) else "wrong"
+            return judged((found["model"], found["choices"][0]["text"]) == (name, text), name, text, found)
         pieces = []
         async with client.stream("POST", url, json=given) as response:
             if response.status_code != 200:
@@ -242,8 +251,8 @@ class Load:
                     return "error"
                 pieces += [choice["text"] for choice in event["choices"]]
                 if event["model"] != name:
-                    return "wrong"
-        return "right" if "".join(pieces) == text else "wrong"
+                    return f"wrong: {event}"
+        return judged("".join(pieces) == text, name, text, pieces)
 
     async def ollama(self, client: httpx.AsyncClient, name: str, prompt: str, text: str) -> str:
         kept = self.rng.choice([None, "1s", "30s"])
@@ -253,7 +262,7 @@ class Load:
         if response.status_code != 200:
             return "error"
         found = response.json()
-        return "right" if found["model"] == name and text.startswith(found["response"]) else "wrong"
+        return judged((found["model"], found["response"]) == (name, text), name, text, found)
 
     async def kill(self) -> None:
         while True:
