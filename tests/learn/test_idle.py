@@ -174,9 +174,8 @@ def test_nothing_of_a_run_is_left_when_a_clients_traffic_is_deleted(tmp_path: Pa
     assert not run.parent.exists()
 
 
-@pytest.mark.timing  # the process has what others leave: beside other tests it takes two minutes
-def test_too_little_memory_is_said_in_a_sentence(tmp_path: Path) -> None:
-    megabytes = 200  # with which torch can be loaded, and no more; with less, libraries may end the process themselves
+@pytest.mark.parametrize("megabytes", [1, 100, 200, 399])
+def test_too_little_memory_is_said_in_a_sentence(tmp_path: Path, megabytes: int) -> None:
     limit = str(megabytes * 10**6)
     words = ["train", "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--model", "smollm2"]
     found = subprocess.run(

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from draftwing.machine import end_with_parent
 
+LEAST = 400 * 10**6  # bytes: loading torch takes 200 to 400 MB; with less, libraries may end the process without a word
 # In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
 _NO_MEMORY = (
     "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> None:
     os.nice(19)
     with suppress(OSError, AttributeError):  # not allowed everywhere; nice is
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if memory != resource.RLIM_INFINITY and memory < LEAST:
+        sys.exit(_too_little(memory))
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     sys.argv = ["draftwing", *argv[3:]]
     try:
@@ -34,10 +37,16 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         if not lacks_memory(error):
             raise
-        if memory == resource.RLIM_INFINITY:
-            sys.exit("learning: training needs more memory than there is")
-        sys.exit(f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory "
-                 "that was free when the server was ready")  # fmt: skip
+        sys.exit(_too_little(memory))
+
+
+def _too_little(memory: int) -> str:
+    if memory == resource.RLIM_INFINITY:
+        return "learning: training needs more memory than there is"
+    return (
+        f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory that was "
+        "free when the server was ready"
+    )
 
 
 def lacks_memory(error: BaseException | None) -> bool:
