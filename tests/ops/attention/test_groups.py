@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def keys_of(found: tuple[Tensor, ...], query: int, leader: int) -> dict[int, tuple[int, int]]:
     """By column of the page table what a query sees: lane and position."""
-    columns, places, seen, turn, _ = (each.tolist() for each in found)
-    at, keys = leader + turn[query], dict[int, tuple[int, int]]()
+    columns, places, seen, group_of, _ = (each.tolist() for each in found)
+    at, keys = leader + group_of[query], dict[int, tuple[int, int]]()
     for lane, column in enumerate(columns[at]):
         if seen[query][lane // 16] >> lane % 16 & 1:
             assert column >= 0 and column not in keys
@@ -49,8 +49,8 @@ def test_each_node_finds_its_keys(
             for lane, place in keys.values():
                 assert lane // 16 == (place - first) // 16, "a key is in the chunk of its position"
                 assert any_lane or lane == place - first
-            assert 0 <= found.turn[query] < found.turns[query] <= 4
-            shared += int(found.turns[query] < min(4, nodes - node // 4 * 4))
+            assert 0 <= found.group_of[query] < found.groups[query] <= 4
+            shared += int(found.groups[query] < min(4, nodes - node // 4 * 4))
     assert shared or (nodes > 16 and chain) or not (any_lane or chain), "some have a group together"
 
 

@@ -108,8 +108,8 @@ def split_count(length: int, tiling: Tiling) -> int:
 
 @functools.cache
 def _own_tiling(queries: int, lanes: int, group: int, rows: int, tiling: Tiling) -> tuple[int, int, int, int]:
-    """(FRONT, STEP, TURNS, STEPS): lanes of a group in a unit, subsets that are gathered at a time, groups of each, and
-    how often for all subsets. rows: of a tile."""
+    """(FRONT, STEP, AT_ONCE, STEPS): lanes of a group in a unit, subsets that are gathered at a time, groups of each,
+    and how often for all subsets. rows: of a tile."""
     tiles = range(-(-queries * group // rows))
     nodes = [(tile * rows // group, min((tile * rows + rows - 1) // group, queries - 1)) for tile in tiles]
     subsets = max(last // NODES - first // NODES + 1 for first, last in nodes)
@@ -183,16 +183,16 @@ def tree_attention(
 
     def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
         tiles, times = grid(tile)
-        front, step, turns, steps = (padded(window), 1, 1, 1)
+        front, step, at_once, steps = (padded(window), 1, 1, 1)
         if how.exact:
-            front, step, turns, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
+            front, step, at_once, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
             WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
-            LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, TURNS=turns, STEPS=steps, EXACT=how.exact,
+            LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, AT_ONCE=at_once, STEPS=steps, EXACT=how.exact,
             CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,

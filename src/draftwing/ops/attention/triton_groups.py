@@ -32,8 +32,8 @@ class TreeGroups(NamedTuple):
     columns: Tensor  # [N, lanes] int32: of the row of the page table, of each key; -1: none
     places: Tensor  # [N, lanes] int32: their positions
     seen: Tensor  # [N, lanes / 16] int32: which keys of its group a node sees, a bit for each lane of a chunk
-    turn: Tensor  # [N] int32: which of its subset's groups a node belongs to
-    turns: Tensor  # [N] int32: how many groups its subset has
+    group_of: Tensor  # [N] int32: which of its subset's groups a node belongs to
+    groups: Tensor  # [N] int32: how many groups its subset has
 
     @property
     def lanes(self) -> int:
@@ -60,11 +60,11 @@ def ragged_place(starts, trees, number, TIMES: tl.constexpr, SIZE: tl.constexpr)
 
 
 @triton.jit
-def _lanes(there, entry, step, turn, committed, ANY_LANE: tl.constexpr):
+def _lanes(there, entry, step, group_of, committed, ANY_LANE: tl.constexpr):
     """Keys of paths [K], of which `there` are real, with the group of their node -> whether a key is the first of its
     kind in its group [K], its lane in its chunk [K], and whether all keys have one."""
     at = tl.arange(0, there.shape[0])
-    together = (turn[:, None] == turn[None, :]) & there[:, None] & there[None, :]
+    together = (group_of[:, None] == group_of[None, :]) & there[:, None] & there[None, :]
     same = together & (entry[:, None] == entry[None, :])
     earlier = at[None, :] < at[:, None]
     first = there & (tl.max((same & earlier).to(tl.int32), 1) == 0)
@@ -83,7 +83,7 @@ def _lanes(there, entry, step, turn, committed, ANY_LANE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["trees"], do_not_specialize_on_alignment=["prefix_len", "path", "path_len", "starts"])
 def _group_kernel(
-    columns, places, seen, turn_out, turns_out, prefix_len, path, path_len, starts, trees,
+    columns, places, seen, group_of_out, groups_out, prefix_len, path, path_len, starts, trees,
     QUERIES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr,
     ANY_LANE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,12 +107,12 @@ def _group_kernel(
     there = step < length
     entry = tl.load(path + (first_query + node) * DEPTH + step, mask=there & (step < DEPTH), other=-1).to(tl.int32)
     within = key // STEPS
-    turn, position = within, committed + step
+    group_of, position = within, committed + step
     first, lane = there, position % _CHUNK
     if SHARED:
         one, lane_1, fits_1 = _lanes(there, entry, step, within * 0, committed, ANY_LANE)
         two, lane_2, fits_2 = _lanes(there, entry, step, within // 2, committed, ANY_LANE)
-        turn = tl.where(fits_1, within * 0, tl.where(fits_2, within // 2, turn))
+        group_of = tl.where(fits_1, within * 0, tl.where(fits_2, within // 2, group_of))
         first = (fits_1 & one) | ((fits_1 == 0) & ((fits_2 & two) | ((fits_2 == 0) & there)))
         lane = tl.where(fits_1, lane_1, tl.where(fits_2, lane_2, lane))
     leader = first_query + subset * _NODES
@@ -120,13 +120,13 @@ def _group_kernel(
     # What is committed, and nothing; then keys of paths.
     slot = tl.arange(0, _NODES * LANES)
     own = subset * _NODES + slot // LANES < queries
-    last = tl.max(tl.where(node < queries, turn, 0), 0)
+    last = tl.max(tl.where(node < queries, group_of, 0), 0)
     known = (slot % LANES < committed) & (slot // LANES <= last)
     at = leader * LANES + slot
     tl.store(columns + at, tl.where(known, shared + slot % LANES, -1), mask=own)
     tl.store(places + at, shared + slot % LANES, mask=own)
     tl.debug_barrier()
-    to = (leader + turn) * LANES + position // _CHUNK * _CHUNK + lane
+    to = (leader + group_of) * LANES + position // _CHUNK * _CHUNK + lane
     tl.store(columns + to, prefix + entry, mask=first)
     tl.store(places + to, prefix + step, mask=first)
 
@@ -137,10 +137,10 @@ def _group_kernel(
         mine = tl.sum(tl.reshape(tl.where(position // _CHUNK == chunk, bits, 0), [_NODES, STEPS]), 1)
         mine = mine | ((1 << committed) - 1 if chunk == 0 else 0)
         tl.store(seen + (first_query + which) * CHUNKS + chunk, mine, mask=which < queries)
-    its_turn = tl.max(tl.reshape(turn, [_NODES, STEPS]), 1)
-    tl.store(turn_out + first_query + which, its_turn, mask=which < queries)
-    real = tl.where(which < queries, its_turn, 0)
-    tl.store(turns_out + first_query + which, tl.zeros_like(real) + tl.max(real, 0) + 1, mask=which < queries)
+    its_group = tl.max(tl.reshape(group_of, [_NODES, STEPS]), 1)
+    tl.store(group_of_out + first_query + which, its_group, mask=which < queries)
+    real = tl.where(which < queries, its_group, 0)
+    tl.store(groups_out + first_query + which, tl.zeros_like(real) + tl.max(real, 0) + 1, mask=which < queries)
 
 
 def lanes_of(depth: int) -> int:
@@ -162,12 +162,12 @@ def tree_groups(
     lanes = lanes_of(depth)
     columns, places = (torch.empty(total, lanes, dtype=torch.int32, device=device) for _ in range(2))
     seen = torch.empty(total, lanes // CHUNK, dtype=torch.int32, device=device)
-    turn, turns = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
+    group_of, groups = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
     grid = (-(-queries // NODES), batch) if starts is None else (1, total // NODES + batch)
     launched = _group_kernel[grid](
-        columns, places, seen, turn, turns, prefix_len, path, path_len, starts, batch, QUERIES=queries, DEPTH=depth,
-        STEPS=triton.next_power_of_2(depth), LANES=lanes, SHARED=depth <= _MOST_DEPTH, ANY_LANE=half and is_hopper(),
-        num_warps=4, **launch_options(device),
+        columns, places, seen, group_of, groups, prefix_len, path, path_len, starts, batch, QUERIES=queries,
+        DEPTH=depth, STEPS=triton.next_power_of_2(depth), LANES=lanes, SHARED=depth <= _MOST_DEPTH,
+        ANY_LANE=half and is_hopper(), num_warps=4, **launch_options(device),
     )  # fmt: skip
     keep_cache(launched)
-    return TreeGroups(columns, places, seen, turn, turns)
+    return TreeGroups(columns, places, seen, group_of, groups)

@@ -139,24 +139,25 @@ def _load_own(
 
 @triton.jit
 def _group_keys(
-    kv, table_row, columns, places, seen, head, own_turn, first_subset, first_turn, low, dim, start_at, offset, stop,
+    kv, table_row, columns, places, seen, head, own_group, first_subset, first_group, low, dim, start_at, offset, stop,
     queries, node,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
-    FRONT: tl.constexpr, STEP: tl.constexpr, TURNS: tl.constexpr, DTYPE: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Of STEP subsets from `first_subset` on, TURNS groups of each from `first_turn` on (`TreeGroups`, of LANES lanes):
-    their FRONT keys from lane `offset` on, which is position start_at, below `stop` -> keys, values [KEYS, ..], KEYS =
-    STEP * TURNS * FRONT, as load_kv has them, whose they are [ROWS, KEYS]. columns, places, seen: of the batch row.
-    own_turn [ROWS]: which of its subset's groups a row belongs to. low [ROWS]: the first position that a row sees"""
-    lane = tl.arange(0, STEP * TURNS * FRONT)
-    subset, turn = first_subset + lane // (TURNS * FRONT), first_turn + lane // FRONT % TURNS
-    within, leader = offset + lane % FRONT, subset * _NODES + turn
-    ok = (turn < _NODES) & (leader < queries) & (within < LANES) & (start_at + lane % FRONT // 16 * 16 < stop)
+    """Of STEP subsets from `first_subset` on, AT_ONCE groups of each from `first_group` on (`TreeGroups`, of LANES
+    lanes): their FRONT keys from lane `offset` on, which is position start_at, below `stop` -> keys, values [KEYS, ..],
+    KEYS = STEP * AT_ONCE * FRONT, as load_kv has them, whose they are [ROWS, KEYS]. columns, places, seen: of the batch
+    row. own_group [ROWS]: which of its subset's groups a row belongs to. low [ROWS]: the first position that a row
+    sees"""
+    lane = tl.arange(0, STEP * AT_ONCE * FRONT)
+    subset, group_of = first_subset + lane // (AT_ONCE * FRONT), first_group + lane // FRONT % AT_ONCE
+    within, leader = offset + lane % FRONT, subset * _NODES + group_of
+    ok = (group_of < _NODES) & (leader < queries) & (within < LANES) & (start_at + lane % FRONT // 16 * 16 < stop)
     column = tl.load(columns + leader * LANES + within, mask=ok, other=-1)
     ok = column >= 0
     slot = tl.load(table_row + column, mask=ok, other=0)
     k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
-    mine = ((node // _NODES)[:, None] == subset[None, :]) & (own_turn[:, None] == turn[None, :]) & ok[None, :]
+    mine = ((node // _NODES)[:, None] == subset[None, :]) & (own_group[:, None] == group_of[None, :]) & ok[None, :]
     bits = tl.load(seen + node[:, None] * (LANES // 16) + (within // 16)[None, :], mask=mine, other=0)
     mine = mine & ((bits >> (within % 16)[None, :]) & 1 != 0)
     if WINDOW > 0:
@@ -200,11 +201,11 @@ def _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP: tl.c
 
 @triton.jit
 def _with_mixed_unit(
-    q_tile, kv, table_row, path, path_len, columns, places, seen, turn, turns, prefix, shared, at, head, tile, node,
-    low, valid, dim, scale, window, queries, top, den, acc,
+    q_tile, kv, table_row, path, path_len, columns, places, seen, group_of, groups, prefix, shared, at, head, tile,
+    node, low, valid, dim, scale, window, queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    STEP: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
@@ -224,30 +225,30 @@ def _with_mixed_unit(
     else:
         front, stop = tl.maximum(at, shared), at + UNIT
         first = tile * ROWS // GROUP // _NODES
-        own_turn = tl.load(turn + node, mask=valid, other=-1)
-        rounds = (tl.max(tl.load(turns + node, mask=valid, other=1), 0) + TURNS - 1) // TURNS * STEPS
+        own_group = tl.load(group_of + node, mask=valid, other=-1)
+        rounds = (tl.max(tl.load(groups + node, mask=valid, other=1), 0) + AT_ONCE - 1) // AT_ONCE * STEPS
         if rounds == 1:
             own_k, own_v, mine = _group_keys(
-                kv, table_row, columns, places, seen, head, own_turn, first, 0, low, dim, front, front - shared, stop,
-                queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP, TURNS, q_tile[0].dtype,
+                kv, table_row, columns, places, seen, head, own_group, first, 0, low, dim, front, front - shared, stop,
+                queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
             )  # fmt: skip
             top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
         else:
             best = tl.max(s, 1)
             for i in range(rounds):
                 own_k, _, mine = _group_keys(
-                    kv, table_row, columns, places, seen, head, own_turn, first + i % STEPS * STEP, i // STEPS * TURNS,
-                    low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT,
-                    STEP, TURNS, q_tile[0].dtype,
+                    kv, table_row, columns, places, seen, head, own_group, first + i % STEPS * STEP,
+                    i // STEPS * AT_ONCE, low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM,
+                    MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
                 )  # fmt: skip
                 best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
             top, base, fade = raised(top, best, scale)
             den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
             for i in range(rounds):
                 own_k, own_v, mine = _group_keys(
-                    kv, table_row, columns, places, seen, head, own_turn, first + i % STEPS * STEP, i // STEPS * TURNS,
-                    low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT,
-                    STEP, TURNS, q_tile[0].dtype,
+                    kv, table_row, columns, places, seen, head, own_group, first + i % STEPS * STEP,
+                    i // STEPS * AT_ONCE, low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM,
+                    MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
                 )  # fmt: skip
                 own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
                 den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -269,13 +270,13 @@ def ragged_tiles(queries: int, trees: int, group: int, rows: int) -> int:
     do_not_specialize=["trees", "splits_max", "window"], do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "starts"]
 )
 def tree_kernel(
-    q, kv, table, rows, prefix_len, path, path_len, columns, places, seen, turn, turns, starts, trees, sinks, out,
+    q, kv, table, rows, prefix_len, path, path_len, columns, places, seen, group_of, groups, starts, trees, sinks, out,
     parts, stats, tickets, scale, v_scale,
     q_stride, table_stride, splits_max, window,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, LANES: tl.constexpr,
-    FRONT: tl.constexpr, STEP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
+    FRONT: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
     CAP: tl.constexpr, PHASE: tl.constexpr,
     ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
     INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
@@ -295,8 +296,8 @@ def tree_kernel(
 
     WINDOW, CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
-    EXACT: nodes read their own chunks in groups, columns, places, seen, turn and turns (`TreeGroups`, of LANES lanes):
-    FRONT lanes of TURNS groups of STEP subsets at a time, STEPS times for all subsets of a tile. Else
+    EXACT: nodes read their own chunks in groups, columns, places, seen, group_of and groups (`TreeGroups`, of LANES
+    lanes): FRONT lanes of AT_ONCE groups of STEP subsets at a time, STEPS times for all subsets of a tile. Else
     FRONT is the window, padded, whose keys all rows read under a mask, as part of the unit that the committed positions
     end in.
     """
@@ -325,8 +326,8 @@ def tree_kernel(
         columns += first_query * LANES
         places += first_query * LANES
         seen += first_query * (LANES // 16)
-        turn += first_query
-        turns += first_query
+        group_of += first_query
+        groups += first_query
 
     flat = tile * ROWS + tl.arange(0, ROWS)  # (node, head of the group)
     node = flat // GROUP
@@ -425,9 +426,9 @@ def tree_kernel(
                 split += 1
                 top, den, acc = nothing(ROWS, DIM_PAD)
             top, den, acc = _with_mixed_unit(
-                q_tile, kv, table_row, path, path_len, columns, places, seen, turn, turns, prefix, shared, at, head,
-                tile, node, low, valid, dim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM,
-                MORE, ROWS, UNIT, LANES, FRONT, STEP, TURNS, STEPS, EXACT, CAP,
+                q_tile, kv, table_row, path, path_len, columns, places, seen, group_of, groups, prefix, shared, at,
+                head, tile, node, low, valid, dim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS,
+                GROUP, DIM, MORE, ROWS, UNIT, LANES, FRONT, STEP, AT_ONCE, STEPS, EXACT, CAP,
             )  # fmt: skip
 
     if PHASE == 1:
