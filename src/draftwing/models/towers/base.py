@@ -30,12 +30,19 @@ if TYPE_CHECKING:
 class TowerConfig:
     """token: the id that stands for positions of images in prompts.  width: of a row of features, which is that of the
     language model's embeddings, and of what some of its layers add, one after the other (`deep`).
-    blank: the id whose own embeddings by layer, where a model has them, those of images have."""
+    blank: the id whose own embeddings by layer, where a model has them, those of images have.
+    hidden, ffn, heads, depth, eps: of its layers.  patch: pixels of a patch's side."""
 
     token: int
     width: int
     deep: int = 0
     blank: int = 0
+    hidden: int = 768
+    ffn: int = 3072
+    heads: int = 12
+    depth: int = 12
+    eps: float = 1e-6
+    patch: int = 16
 
     prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)  # of its tensors in checkpoints
 

@@ -24,15 +24,14 @@ _BICUBIC = 3
 
 @dataclass(frozen=True)
 class PatchMergerConfig(TowerConfig):
-    """hidden, ffn, heads, depth: of its layers.  patch: pixels of a patch's side.  merge: patches of a token's side.
-    side: of the square table of learned positions.  taps: layers whose outputs the language model adds, too.  theta:
-    of the rotary embedding.  mean, std: of pixels by channel.  least, most: pixels of an image."""
+    """merge: patches of a token's side.  side: of the square table of learned positions.  taps: layers whose outputs
+    the language model adds, too.  theta: of the rotary embedding.  mean, std: of pixels by channel.  least, most:
+    pixels of an image."""
 
     hidden: int = 1152
     ffn: int = 4304
     heads: int = 16
     depth: int = 27
-    patch: int = 16
     merge: int = 2
     side: int = 48
     taps: tuple[int, ...] = ()

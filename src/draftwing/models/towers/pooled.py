@@ -24,18 +24,12 @@ _CLIPS = "input_min", "input_max", "output_min", "output_max"
 
 @dataclass(frozen=True)
 class PooledConfig(TowerConfig):
-    """hidden, ffn, heads, depth, eps: of its layers.  patch: pixels of a patch's side.  pool: patches of a token's
-    side.  positions: rows of the tables of columns and rows.  theta: of the rotary embedding.  clipped: whether
-    matrices clip.  standardised: whether pooled rows are shifted and scaled.  budget: most tokens of an image.  around:
-    the ids before and after its tokens."""
+    """pool: patches of a token's side.  positions: rows of the tables of columns and rows.  theta: of the rotary
+    embedding.  clipped: whether matrices clip.  standardised: whether pooled rows are shifted and scaled.  budget: most
+    tokens of an image.  around: the ids before and after its tokens."""
 
-    hidden: int = 768
-    ffn: int = 3072
-    heads: int = 12
-    head_dim: int = 64
     depth: int = 16
-    eps: float = 1e-6
-    patch: int = 16
+    head_dim: int = 64
     pool: int = 3
     positions: int = 10240
     theta: float = 100.0

@@ -25,16 +25,10 @@ _LANCZOS, _BILINEAR = 1, 2
 
 @dataclass(frozen=True)
 class TilesConfig(TowerConfig):
-    """hidden, ffn, heads, depth, eps: of its layers.  patch: pixels of a patch's side.  factor: patches of a token's
-    side.  side: of the square of positions.  projector: hidden size of the two layers of the projector, 0: it is one
-    matrix without a bias.  joined_norm: whether blocks are normed before.  mean, std: of pixels by channel."""
+    """factor: patches of a token's side.  side: of the square of positions.  projector: hidden size of the two layers
+    of the projector, 0: it is one matrix without a bias.  joined_norm: whether blocks are normed before.  mean, std: of
+    pixels by channel."""
 
-    hidden: int = 768
-    ffn: int = 3072
-    heads: int = 12
-    depth: int = 12
-    eps: float = 1e-6
-    patch: int = 16
     factor: int = 2
     side: int = 16
     projector: int = 0
