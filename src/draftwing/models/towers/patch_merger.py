@@ -18,7 +18,6 @@ from draftwing.models.fields import Fields
 from draftwing.models.towers.base import Attention, TowerConfig, TowerModule, normed
 from draftwing.text.tokenizer import Tokenizer
 
-_EPS = 1e-6
 _BICUBIC = 3
 
 
@@ -156,7 +155,7 @@ class _Block(nn.Module):
     def __init__(self, tower: PatchMergerTower) -> None:
         super().__init__()
         hidden, ffn = tower.config.hidden, tower.config.ffn
-        self.norm1, self.norm2 = (normed(hidden, _EPS, *tower.place[:2]) for _ in range(2))
+        self.norm1, self.norm2 = (normed(hidden, tower.config.eps, *tower.place[:2]) for _ in range(2))
         self.attn = nn.ModuleDict({"qkv": tower.linear(hidden, 3 * hidden), "proj": tower.linear(hidden, hidden)})
         self.mlp = nn.ModuleDict({"linear_fc1": tower.linear(hidden, ffn), "linear_fc2": tower.linear(ffn, hidden)})
 
@@ -174,7 +173,7 @@ class _Merger(nn.Module):
         super().__init__()
         config = tower.config
         self.joined = config.hidden * config.merge**2
-        self.norm = normed(self.joined if after else config.hidden, _EPS, *tower.place[:2])
+        self.norm = normed(self.joined if after else config.hidden, tower.config.eps, *tower.place[:2])
         self.after = after
         self.linear_fc1 = tower.linear(self.joined, self.joined)
         self.linear_fc2 = tower.linear(self.joined, config.width)
