@@ -41,6 +41,7 @@ ABORT_SECONDS = 2.0  # for the engine to end aborted requests, after the drain; 
 # balancers 60): with the same time, requests are sent into connections that are being closed, and fail.
 IDLE_SECONDS = 75
 SEND_SECONDS = 5.0  # for clients to take what is left
+TICK_SECONDS = 1.0  # between two times of the header `date`
 
 
 def make_server(
@@ -149,6 +150,8 @@ class Server(uvicorn.Server):
         reload: Callable[[], None],
     ) -> None:  # fmt: skip
         """where: lines that tell users where it is."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it waits for its end
+        self._ending = asyncio.Event()
         super().__init__(config)
         self._hangup, self._reload = hangup, reload
         self._served, self._drain, self._where = served, drain, where
@@ -156,6 +159,25 @@ class Server(uvicorn.Server):
         self.ready: Callable[[], None] = lambda: None  # is called when requests are taken
         self.lost = False
         served.lost = self._end
+
+    @property
+    def should_exit(self) -> bool:
+        """Returns whether it is to end; may be set in signal handlers and by other threads."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._should_exit = value
+        if value and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def main_loop(self) -> None:
+        """Waits for the end. uvicorn looks ten times a second, which keeps an idle machine awake."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), TICK_SECONDS)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

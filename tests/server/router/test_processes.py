@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,26 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if line:
             yield json.loads(line.removeprefix("data: "))
     raise EOFError
+
+
+def wake_ups(pid: int) -> int:
+    """Returns how often the threads of a process have waited for something."""
+    states = [state.read_text() for state in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(state.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for state in states)
+
+
+def test_a_front_without_requests_hardly_wakes_up(tmp_path: Path) -> None:
+    server = Process(tmp_path, 0)
+    try:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        time.sleep(1)  # for what its start has left
+        before = wake_ups(server.process.pid)
+        time.sleep(5)
+        assert wake_ups(server.process.pid) - before <= 10, "a second: one for the date, and as many to spare"
+        date = httpx.get(f"{server.url}/health").headers["date"]
+        assert abs(parsedate_to_datetime(date).timestamp() - time.time()) < SECONDS
+    finally:
+        assert server.end() == 0
 
 
 async def test_a_model_that_dies_takes_its_own_requests_alone(front: Process, expected: tuple[Path, Texts]) -> None:
