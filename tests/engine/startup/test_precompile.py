@@ -26,7 +26,7 @@ import torch
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
 from draftwing.engine.startup import before_torch, compiler_process, precompile
-from draftwing.engine.startup.compiler_process import STAGES, Compiler, Job, Precompilation
+from draftwing.engine.startup.compiler_process import FAILED, STAGES, Compiler, Job, Precompilation
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
@@ -197,10 +197,11 @@ def test_gated_delta_nets_have_the_same_kernels_for_chunks_and_trees(
     """But for how they are launched, and stages of the recurrence; plans of both are made on the device."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | own))
     from draftwing.ops.delta_net import triton as delta_net
+    from draftwing.ops.delta_net import triton_norm
 
     found = [(name, json.loads(how)) for name, how in json.loads(printed_by(CHILD, job)[-1])]
     names = [name for name, _ in found]
-    for kernel, count in ((delta_net._inputs_kernel, 2), (delta_net._walk_kernel, 2), (getattr(delta_net, norm), 1)):
+    for kernel, count in ((delta_net._inputs_kernel, 2), (delta_net._walk_kernel, 2), (getattr(triton_norm, norm), 1)):
         ways = [how for name, how in found if name == kernel.__name__]
         assert len(ways) == count
         for how in ways:
@@ -391,7 +392,8 @@ def test_it_can_be_stopped_and_a_large_job_does_not_wait_for_its_reader(
     "script, why",
     [
         ("engine.send(('failed', 'it broke'))", "the start slower: it broke"),
-        ("os._exit(1)", "the start slower: its process ended"),
+        ("os._exit(1)", "the start slower: its process ended with exit code 1"),
+        ("os.kill(os.getpid(), 9)", "the start slower: its process ended by signal 9"),
         ("time.sleep(60)", "not compiled within 0 s"),
     ],
 )
@@ -410,6 +412,19 @@ def test_what_fails_is_only_logged(
     assert why in caplog.text
     monkeypatch.setattr(compiler_process.sys, "executable", str(tmp_path / "missing"))
     assert compiler_process.precompile(job) is None
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_be_read_is_said() -> None:
+    compiler = Compiler.start()
+    try:
+        compiler.connection.send_bytes(b"no pickle")
+        compiler.connection.send("done")
+        assert compiler.connection.poll(60)
+        stage, why = compiler.connection.recv()
+        assert stage == FAILED and why.startswith("UnpicklingError")
+    finally:
+        compiler.end()
 
 
 def test_a_process_that_gets_no_job_ends(job: Job) -> None:
@@ -449,7 +464,7 @@ def test_without_a_driver_nothing_is_prepared_for_a_gpu(
 def test_whoever_stops_a_process_that_ends_meanwhile_kills_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Least of all its own group, which is that of number 0."""
     killed: list[int] = []
-    compiler = Compiler(1 << 30, Pipe()[0], lambda: None)
+    compiler = Compiler(1 << 30, Pipe()[0], lambda: 0)
 
     def kill(pid: int, number: int) -> None:
         killed.append(pid)

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -58,8 +57,8 @@ class Job(NamedTuple):
 class Compiler:
     """A process that waits for a job at the other end of `connection`."""
 
-    def __init__(self, pid: int, connection: Connection, join: Callable[[], object]) -> None:
-        """join: waits until it has ended."""
+    def __init__(self, pid: int, connection: Connection, join: Callable[[], int]) -> None:
+        """join: waits until it has ended, and returns its exit code; below 0: the signal that ended it."""
         self.connection = connection
         self._pid, self._join = pid, join
 
@@ -101,7 +100,7 @@ class Compiler:
             finally:
                 os._exit(0)
         theirs.close()
-        return cls(pid, ours, partial(os.waitpid, pid, 0))
+        return cls(pid, ours, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def stop(self) -> None:
         """Ends it, with the processes that it started."""
@@ -116,11 +115,12 @@ class Compiler:
         self.stop()
         self.reap()
 
-    def reap(self) -> None:
-        """Waits until it has ended. Its number may be another's then."""
-        self._join()
+    def reap(self) -> int:
+        """Waits until it has ended, and returns its exit code. Its number may be another's then."""
+        code = self._join()
         self._pid = 0
         self.connection.close()
+        return code
 
 
 def _leave_parent(connection: int) -> None:
@@ -158,7 +158,7 @@ class Precompilation:
 
     def _talk(self, job: bytes) -> None:
         """Sends the job, for which the other process may not have room before it reads it, and hears what is ready."""
-        connection, why = self._compiler.connection, "its process ended"
+        connection, why = self._compiler.connection, ""
         with suppress(EOFError, OSError):
             connection.send_bytes(job)
             connection.send(self._done)
@@ -169,11 +169,13 @@ class Precompilation:
                 else:
                     log.debug("start: kernels for %s: %s", stage, words)
                     self._ready[stage].set()
-        if not (self._stopped or self._ready[STAGES[-1]].is_set()):
-            log.warning("kernels were not compiled ahead, which makes the start slower: %s", why)
+        missed = not (self._stopped or self._ready[STAGES[-1]].is_set())
         for ready in self._ready.values():
             ready.set()
-        self._compiler.reap()
+        code = self._compiler.reap()
+        if missed:
+            why = why or f"its process ended {f'by signal {-code}' if code < 0 else f'with exit code {code}'}"
+            log.warning("kernels were not compiled ahead, which makes the start slower: %s", why)
 
     def wait(self, stage: str) -> None:
         """Waits until all is compiled that a stage of the start launches; never raises because of it."""

@@ -86,25 +86,30 @@ def main(connection: int) -> None:
     """Does one job. connection: its file, by which the `Job` comes and the stages go that are compiled."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     os.nice(5)  # loading comes first
+    with Connection(connection) as engine:
+        try:
+            _do_job(engine)
+        except BaseException as error:
+            _say(engine, FAILED, f"{type(error).__name__}: {error}")
+            raise
+
+
+def _do_job(engine: Connection) -> None:
     import draftwing.ops.triton.ops  # noqa: F401 (the processes that compile get a copy of what is imported)
     from draftwing.engine import build  # noqa: F401
     from draftwing.ops.triton.hashes import hash_all
 
     hash_all()  # as the engine's process does
     torch.set_num_threads(1)  # the process forks
-    with Connection(connection) as engine:
-        try:
-            job, done = pickle.loads(engine.recv_bytes()), engine.recv()
-        except EOFError:  # there is nothing to do
-            return
-        try:
-            _compile(job, partial(_say, engine))
-        except BaseException as error:
-            _say(engine, FAILED, f"{type(error).__name__}: {error}")
-            raise
-        with suppress(OSError):  # then it is done again the next time
-            done.parent.mkdir(parents=True, exist_ok=True)
-            done.touch()
+    try:
+        packed = engine.recv_bytes()
+    except EOFError:  # there is nothing to do
+        return
+    job, done = pickle.loads(packed), engine.recv()
+    _compile(job, partial(_say, engine))
+    with suppress(OSError):  # then it is done again the next time
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 def _say(engine: Connection, *words: str) -> None:
