@@ -117,14 +117,15 @@ def _serve(arguments: dict[str, Any]) -> None:
             "environment variables of other servers have no effect here; use the options instead: %s", ", ".join(unread)
         )
     tables = arguments.pop(MODELS, [])
-    if tables or "models_dir" in arguments:
+    if tables or "models_dir" in arguments or arguments.get("models_cache"):
         from draftwing.server.router.run import serve_models
 
         serve_models(arguments, tables)
         return
     if idle := [fields.flag(name) for name in ("models_max", "models_memory", "keep_alive") if name in arguments]:
         raise ConfigError(
-            f"{' and '.join(idle)} is for several models: give --models-dir, or a list `models` in the file of --config"
+            f"{' and '.join(idle)} is for several models: give --models-dir, --models-cache, or a list `models` in the "
+            "file of --config"
         )
     options = Options.from_kwargs(**arguments).resolve()
     from draftwing.server.run import serve

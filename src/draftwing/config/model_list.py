@@ -16,7 +16,7 @@ from draftwing.config.adapters import adapter_paths
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 
-_OF_ALL = ("models_dir", "models_max", "models_memory")
+_OF_ALL = ("models_dir", "models_cache", "models_max", "models_memory")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}$", re.ASCII)  # of a GGUF file in several, but the first
@@ -72,11 +72,11 @@ def read_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any]
     shared = {name: value for name, value in arguments.items() if name != "model"}
     if "model" in arguments:
         names = arguments.get("served_model_name") or (arguments["model"],)
-        found.append(_served(names, shared | {"model": arguments["model"]}))
+        found.append(served(names, shared | {"model": arguments["model"]}))
     for table in tables:
         own = {name: value for name, value in table.items() if name not in ("name", "aliases")}
         named = (table.get("name", own["model"]), *table.get("aliases", ()))
-        found.append(_served(named, shared | own))
+        found.append(served(named, shared | own))
     return _distinct(found)
 
 
@@ -89,7 +89,7 @@ def in_folder(arguments: Mapping[str, Any], folder: Path, taken: Sequence[Served
     found: dict[str, ServedModel] = {}
     for name, path in _entries(folder):
         if name not in names | found.keys() and not {path.absolute(), path.parent.absolute()} & places - {folder}:
-            found[name] = _served((name,), shared | {"model": str(path)})
+            found[name] = served((name,), shared | {"model": str(path)})
     return list(found.values())
 
 
@@ -117,7 +117,8 @@ def _is_model(file: Path) -> bool:
     return not _LATER_PART.search(file.stem) and not file.name.lower().startswith("mmproj")
 
 
-def _served(names: Sequence[str], arguments: Mapping[str, Any]) -> ServedModel:
+def served(names: Sequence[str], arguments: Mapping[str, Any]) -> ServedModel:
+    """Returns a model with these names and the options that it has of these. Raises ConfigError."""
     own = dict(arguments) | {"served_model_name": tuple(names), "disable_ui": True}
     keep_alive = seconds(own.pop("keep_alive", Options.keep_alive))
     for name in _OF_ALL:

@@ -204,6 +204,11 @@ class OptionFields:
         None, SERVER, "folder of models that requests name; .gguf files and folders in Hugging Face's format, each "
         "started by the first request that names it", common=True,
     )  # fmt: skip
+    models_cache: bool = option(
+        False,
+        SERVER,
+        "requests name the models in the caches that `draftwing pull` fetches into, too: by hub id or alias",
+    )
     models_max: int | None = option(
         None, SERVER, "most models that are loaded at once (default: as many as memory has room for; on a GPU 1)",
         minimum=1, maximum=1024,

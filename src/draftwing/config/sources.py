@@ -38,7 +38,8 @@ MODELS = "models"  # a list of tables in the file, see `model_tables`
 # Options of the address that all models share, which no model has for itself.
 ALL_MODELS = SECRETS | {
     "host", "port", "root_path", "api_key_file", "allowed_hosts", "public_endpoints", "max_connections",
-    "served_model_name", "disable_ui", "models_dir", "models_max", "models_memory",
+    "served_model_name", "disable_ui", "models_dir", "models_cache", "models_max",
+    "models_memory",
 }  # fmt: skip
 _LOCKS = SECRETS | {"api_key_file"}  # one that is lost would leave the server open
 NO_OPTIONS = frozenset({"DRAFTWING_NATIVE", "DRAFTWING_CPU_ISA", "DRAFTWING_BUILD_ISA"})  # that are read elsewhere

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -24,11 +23,9 @@ from draftwing.models.folder import bytes_of, read_json
 from draftwing.models.generation import sampling_defaults
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import default_model_file, hub_id
-from draftwing.models.hub_files import cached, files_in, models_in
+from draftwing.models.hub_files import HEAD, cached, files_in, models_in
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import load_tokenizer
-
-_HEAD = re.compile(r"eagle|dflash|dspark|domino|speculator|medusa", re.IGNORECASE)  # in names of architectures
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def describe(name: str, path: Path) -> dict[str, Any]:
         served = load_config(path)
         options = with_own_layers(Options.from_kwargs(model=name).resolve(), path, served)
     except CheckpointError as error:
-        head = _HEAD.search(str(facts.get("architecture", "")))
+        head = HEAD.search(str(facts.get("architecture", "")))
         return facts | {"unserved": "a draft head" if head else str(error)}
     return facts | {
         "architecture": served.architecture,

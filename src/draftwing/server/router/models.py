@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftwing.config.devices import on_host
-from draftwing.config.model_list import ServedModel, in_folder
+from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import DraftwingError, NotFound, listed
@@ -32,6 +32,7 @@ from draftwing.server.router.process import ModelServer
 
 logger = logging.getLogger(__name__)
 _SOCKETS, _LOCK = "draftwing-models-", "lock"
+Further = Callable[[Sequence[ServedModel]], list[ServedModel]]
 Start = Callable[[Mapping[str, Any], Path, Callable[[], None]], ModelServer]
 
 
@@ -68,6 +69,11 @@ class Model:
         return "loading" if not self.ready else "unloading" if self.closing else "loaded"
 
     @property
+    def runs(self) -> bool:
+        """Returns whether it has a process, or is going to."""
+        return self.server is not None or self.starting is not None
+
+    @property
     def busy(self) -> bool:
         return self.in_flight > 0 or (self.server is not None and not self.ready)
 
@@ -84,14 +90,15 @@ class Models:
     """Belongs to the running event loop."""
 
     def __init__(
-        self, listed: Sequence[ServedModel], *, arguments: Mapping[str, Any] | None = None, folder: Path | None = None,
+        self, listed: Sequence[ServedModel], *, further: Further | None = None,
         most: int | None = None, budget: float | None = None, start: Start = ModelServer,
         forecast: Callable[[ServedModel], Forecast] = forecast, taken: Callable[[int], int] = taken,
     ) -> None:  # fmt: skip
-        """folder: of further models, which have these `arguments`.  most: models at once.  budget: bytes that they may
+        """further: finds more of them, which come and go.  most: models at once.  budget: bytes that they may
         take; None: what is free."""
         self.every = [Model(one) for one in listed]
-        self._arguments, self._folder, self._start, self._forecast = arguments or {}, folder, start, forecast
+        self._listed = list(self.every)
+        self._further, self._start, self._forecast = further, start, forecast
         self._most, self._budget, self._taken = most, budget, taken
         self._room = asyncio.Lock()  # of who makes room
         self._changes: set[asyncio.Future[None]] = set()
@@ -101,18 +108,17 @@ class Models:
         self.look()
 
     def look(self) -> None:
-        """Finds models that have come into the folder; those that are gone and do not run are left out."""
-        if self._folder is None:
+        """Finds models that have come; those that are gone and do not run are left out."""
+        if self._further is None:
             return
-        named = [model for model in self.every if not self._of_folder(model)]
-        there = in_folder(self._arguments, self._folder, [model.served for model in named])
-        before = {model.served.name: model for model in self.every if self._of_folder(model)}
-        found = [before.pop(one.name) if one.name in before else Model(one) for one in there]
-        running = [model for model in before.values() if model.server is not None or model.starting is not None]
-        self.every = [*named, *found, *running]
-
-    def _of_folder(self, model: Model) -> bool:
-        return self._folder is not None and self._folder in Path(model.served.model).parents
+        before = {model.served.name: model for model in self.every if model not in self._listed}
+        found = []
+        for one in self._further([model.served for model in self._listed]):
+            model = before.pop(one.name, None) or Model(one)
+            if not model.runs:
+                model.served = one  # its files may be others than before
+            found.append(model)
+        self.every = [*self._listed, *found, *(model for model in before.values() if model.runs)]
 
     def find(self, name: str) -> Model:
         """Returns the model of a name, with `:latest` behind it, too, as Ollama's clients write it. Raises NotFound."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftwing.config.model_list import ServedModel, read_models, seconds
+from draftwing.config.model_list import ServedModel, in_folder, read_models, seconds
 from draftwing.config.option_fields import SERVER
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
@@ -35,9 +36,8 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
         from draftwing.server.router.models import Models
         from draftwing.server.uvicorn_server import server_of
 
-        folder = None if options.models_dir is None else Path(options.models_dir).expanduser().absolute()
         budget = None if options.models_memory is None else options.models_memory * 1e9
-        models = Models(served, arguments=arguments, folder=folder, most=options.models_max, budget=budget)
+        models = Models(served, further=partial(_further, arguments, options), most=options.models_max, budget=budget)
         names = ", ".join(model.served.name for model in models.every) or "none yet"
         logger.info("draftwing %s: models: %s", __version__, names)
         default = served[0].name if "model" in arguments else None
@@ -46,6 +46,18 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
         options = dataclasses.replace(options, disable_ui=True)
         server = server_of(app, options, Front(models), sock.getsockname()[1], hangup, app.state.reload_keys)
         server.run(sockets=[sock])
+
+
+def _further(arguments: Mapping[str, Any], options: Options, named: Sequence[ServedModel]) -> list[ServedModel]:
+    """Returns the models in the folder and in the caches, as far as options ask for them."""
+    found: list[ServedModel] = []
+    if options.models_dir is not None:
+        found += in_folder(arguments, Path(options.models_dir).expanduser().absolute(), named)
+    if options.models_cache:
+        from draftwing.server.router.cached import in_cache
+
+        found += in_cache(arguments, [*named, *found])
+    return found
 
 
 def front_options(arguments: Mapping[str, Any]) -> Options:
