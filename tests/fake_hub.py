@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -21,11 +22,14 @@ _LARGE = (".safetensors", ".gguf")
 
 class FakeHub(ThreadingHTTPServer):
     """files: of the repository; those that end with .safetensors or .gguf are large ones.  asked: (file, Range) of each
-    GET.  broken: how often connections still break off in the middle of a large file."""
+    GET.  broken: how often connections still break off in the middle of a large file.  pause: bytes of a large file
+    behind which it waits for `go`; then `paused` is set."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.broken = dict(files), 0
+        self.pause: int | None = None
+        self.paused, self.go = threading.Event(), threading.Event()
         self.asked: list[tuple[str, str | None]] = []
 
     @property
@@ -97,7 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[start : (start + len(content)) // 2])
             self.close_connection = True
             return
-        self.wfile.write(content[start:])
+        if large and self.server.pause is not None:
+            self.wfile.write(content[start : self.server.pause])
+            self.server.paused.set()
+            self.server.go.wait(60)
+            start = max(start, self.server.pause)
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(content[start:])
 
     def _json(self, value: Any) -> None:
         data = json.dumps(value).encode()

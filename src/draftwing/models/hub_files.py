@@ -12,12 +12,14 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -33,15 +35,19 @@ HEAD = re.compile(r"eagle|dflash|dspark|domino|speculator|medusa", re.IGNORECASE
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT_SECONDS = 10.0
 MAX_HTTP_BYTES = 50 * 10**9  # bytes of a file; the hub gives out no larger ones that way
+Tell = Callable[[str, int, int], None]  # the SHA-256 of a file, its bytes, and how many of them are there
 THREADS = 8  # files that are downloaded at once
 
 
-def fetch(repo: str, revision: str | None, weights: bool = True, gguf: str | None = None) -> Path:
+def fetch(
+    repo: str, revision: str | None, weights: bool = True, gguf: str | None = None, tell: Tell | None = None
+) -> Path:
     """Returns the folder with configuration, tokenizer and, if wanted, weights of `repo`, never its code, or the first
     part of a GGUF file; downloads what is missing. Of a commit that is in the cache the hub is not asked, and without a
     connection the cache counts.
 
-    gguf: which of its GGUF files, see `gguf_repos.chosen`; without it a repository is one if it has nothing else.
+    gguf: which of its GGUF files, see `chosen`; without it a repository is one if it has nothing else.  tell: is called
+    by several threads as large files come.
     Raises CheckpointError for what does not exist, cannot be fetched, or is no model.
     """
     from huggingface_hub.errors import (
@@ -58,7 +64,7 @@ def fetch(repo: str, revision: str | None, weights: bool = True, gguf: str | Non
     try:
         with _quiet_client():
             connect()
-            return _fetch(repo, revision, weights, gguf)
+            return _fetch(repo, revision, weights, gguf, tell)
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
@@ -178,7 +184,7 @@ def _quiet_client() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _fetch(repo: str, revision: str | None, weights: bool, gguf: str | None) -> Path:
+def _fetch(repo: str, revision: str | None, weights: bool, gguf: str | None, tell: Tell | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
@@ -195,8 +201,9 @@ def _fetch(repo: str, revision: str | None, weights: bool, gguf: str | None) -> 
         large = [file for name in names if (file := files[name]).lfs is not None and not (folder / name).exists()]
         if large:
             logger.info("downloading %s (%s)", repo, readable(sum(file.size or 0 for file in large)))
+            _check_room(repo, large, folder.parents[1] / "blobs")
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda file: _download(repo, info.sha, file, folder), large))
+            list(pool.map(lambda file: _download(repo, info.sha, file, folder, tell), large))
         snapshot_download(repo, revision=revision, allow_patterns=names)
     return folder / names[0] if whole else folder
 
@@ -213,7 +220,37 @@ def _unserved(file: Path) -> str | None:
         return None
 
 
-def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
+def _check_room(repo: str, files: Sequence[Any], blobs: Path) -> None:
+    """Raises CheckpointError where the disk has no room for what is missing of large files."""
+    wanted = 0
+    for file in files:
+        part = blobs / f"{file.lfs.sha256}.part"
+        there = (blobs / file.lfs.sha256).exists()
+        wanted += 0 if there else max((file.size or 0) - (part.stat().st_size if part.exists() else 0), 0)
+    free = shutil.disk_usage(blobs.parent).free
+    if wanted > free:
+        raise CheckpointError(
+            f"{repo} needs {readable(wanted)} on the disk of {blobs.parent.parent}, and {readable(free)} are free: "
+            "delete something (`draftwing rm`), or set HF_HUB_CACHE to another disk"
+        )
+
+
+class _Told:
+    """A file that tells how long it is whenever something is written."""
+
+    def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
+        self._file, self._tell = file, tell
+
+    def write(self, data: bytes) -> int:
+        written = self._file.write(data)
+        self._tell(self._file.tell())
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _download(repo: str, commit: str | None, file: Any, folder: Path, tell: Tell | None) -> None:
     """Downloads a file of the hub's large file storage into its cache, to where its client expects it, by its hash.
 
     file: as `HfApi.model_info` has it.  folder: of the snapshot, whose cache it is. Raises CheckpointError for other
@@ -241,9 +278,10 @@ def _download(repo: str, commit: str | None, file: Any, folder: Path) -> None:
                 start = 0
             if start:
                 logger.info("%s: going on at %s of %s", name, readable(start), readable(size))
+            into: Any = stored if tell is None else _Told(stored, partial(tell, digest, size))
             if start < size:  # else it was stopped before the comparison
                 url, headers = hf_hub_url(repo, name, revision=commit), build_hf_headers()
-                http_get(url, stored, resume_size=start, headers=headers, expected_size=size, displayed_filename=name)
+                http_get(url, into, resume_size=start, headers=headers, expected_size=size, displayed_filename=name)
         with part.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
         if found != digest:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
+from socket_server import PIECES, SocketServer
 
 from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
@@ -23,77 +20,6 @@ from draftwing.server.router.memory import Forecast
 from draftwing.server.router.models import Models
 from draftwing.server.signals import Hangup
 from draftwing.server.uvicorn_server import server_of
-
-PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
-
-
-class SocketServer:
-    """Answers with what it was asked; `/stream` in pieces, each when `go` is set; `/dies` and `/breaks` not at all, or
-    in part."""
-
-    every: ClassVar[list[SocketServer]] = []
-
-    def __init__(self, arguments: Mapping[str, Any], path: Path, ended: Callable[[], None]) -> None:
-        self.name, self.path, self.ended = arguments["model"], path, ended
-        self.process = SimpleNamespace(pid=os.getpid())
-        self.go, self.left = asyncio.Event(), asyncio.Event()
-        self.requests = 0
-        SocketServer.every.append(self)
-
-    async def ready(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
-
-    async def stop(self) -> None:
-        self._server.close()
-        await asyncio.sleep(0)
-
-    def how_it_ended(self) -> str:
-        return "killed by a test"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in head[1:] if line)
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
-        method, target, _ = head[0].split(" ")
-        self.requests += 1
-        if target.startswith("/dies"):
-            writer.close()
-            return
-        if target.startswith("/breaks"):
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\ncontent-type: application/json\r\n\r\n{")
-            writer.close()
-            return
-        if "stream" in target:
-            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
-            with contextlib.suppress(ConnectionError):
-                for piece in PIECES:
-                    writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                    going = asyncio.ensure_future(self.go.wait())
-                    done, _ = await asyncio.wait(
-                        {going, gone := asyncio.ensure_future(reader.read(1))}, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if gone in done:
-                        self.left.set()
-                        return
-                    gone.cancel()
-                    await asyncio.gather(gone, return_exceptions=True)
-                if target.startswith("/v1/whole"):
-                    writer.write(b"0\r\n\r\n")
-                writer.close()
-            return
-        if target in ("/v1/models", "/api/ps"):
-            card = {"id": self.name, "name": self.name, "context_length": 9, "size_vram": 0}
-            card["seen"] = headers.get("authorization")
-            listed = json.dumps({"data": [card], "models": [card]}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(listed), listed))
-            writer.close()
-            return
-        said = {"name": self.name, "method": method, "target": target, "headers": headers, "body": body.decode()}
-        answer = json.dumps(said).encode()
-        writer.write(b"HTTP/1.1 201 Created\r\nx-own: 7\r\ncontent-length: %d\r\n\r\n" % len(answer))
-        if method != "HEAD":
-            writer.write(answer)
-        writer.close()
 
 
 @asynccontextmanager

@@ -31,6 +31,8 @@ ADMIN_PATHS = frozenset(
         "/unload_lora_adapter",
         "/models/load",
         "/models/unload",
+        "/api/pull",
+        "/api/delete",
     }
 )  # they concern what other clients do
 FREE_PATHS = frozenset({"/health", "/health_generate", "/liveness", "/readiness"})

@@ -6,9 +6,10 @@ Lists, health and what loads and unloads are answered here; all else by the serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,13 +20,14 @@ from starlette.types import Receive, Scope, Send
 from draftwing.config.api_keys import read_keys
 from draftwing.config.model_list import seconds
 from draftwing.config.options import Options
-from draftwing.errors import ConfigError, NotFound, RequestError, listed
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, NotFound, RequestError, listed
 from draftwing.server.app import free_paths
 from draftwing.server.edge.keys import Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import SMALL, BodyLimit
 from draftwing.server.endpoints import install_error_handlers, unless_disconnected
-from draftwing.server.http import dialect, encode, json_response, spoken_path
+from draftwing.server.http import EventStream, dialect, encode, json_response, line, spoken_path
 from draftwing.server.ollama import VERSION, chat_content, head, text_content
+from draftwing.server.router.library import Library
 from draftwing.server.router.listing import Listing, show
 from draftwing.server.router.models import Model, Models
 from draftwing.server.router.process import ModelServer
@@ -109,6 +111,7 @@ def create_front(models: Models, options: Options, default: str | None = None) -
     _add_own(app, models)
     _add_lists(app, models, lambda: next((one.key for one in keyring.keys.values()), None))
     _add_loading(app, models)
+    _add_stored(app, models, options)
     _add_rest(app, models, default)
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_size=options.max_body_size or MAX_BODY_WITH_IMAGES)
@@ -185,6 +188,53 @@ def _add_loading(app: FastAPI, models: Models) -> None:
         if not await models.unload(model):
             raise RequestError(f"the model {model.served.name!r} is not loaded", "model")
         return {"success": True}
+
+
+def _add_stored(app: FastAPI, models: Models, options: Options) -> None:
+    folder = None if options.models_dir is None else Path(options.models_dir).expanduser().absolute()
+    library = Library(models, folder, options.models_cache)
+
+    @app.post("/api/pull")
+    async def pull(request: Request) -> Response:
+        """Fetches a model into the caches; it stops when the client goes away, and the next one goes on there."""
+        found = await _read(request)
+        name = found.get("model", found.get("name"))
+        if not isinstance(name, str):
+            raise RequestError("name a model, in the field model", "model")
+        name = library.check(name)
+        if found.get("stream", True):
+            return EventStream(request.url.path, _lines(library.pull(name)), lambda: None)
+        await unless_disconnected(request, _last(library.pull(name)))
+        return json_response(encode({"status": "success"}))
+
+    @app.delete("/api/delete")
+    async def delete(request: Request) -> Response:
+        with _refused():
+            await library.delete(_named(models, await _read(request), "name"))
+        return Response()
+
+
+async def _lines(statuses: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    try:
+        async for status in statuses:
+            yield line(status)
+    except DraftwingError as error:
+        yield line({"error": str(error)})
+
+
+async def _last(statuses: AsyncIterator[dict[str, Any]]) -> None:
+    with _refused():
+        async for _ in statuses:
+            pass
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What is wrong with a model that was named is the request's fault."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        raise RequestError(str(error), "model") from None
 
 
 def _add_rest(app: FastAPI, models: Models, default: str | None) -> None:

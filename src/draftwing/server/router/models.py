@@ -16,7 +16,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,8 +43,9 @@ class NoRoom(EngineDead):
 class Model:
     """One of them, and what it does.
 
-    in_flight: requests that its server has.  closing: it is stopped when it has none; further ones wait.  used: when
-    the newest request began or ended, seconds of `time.monotonic`.  since: when it was loaded, seconds of `time.time`.
+    in_flight: requests that its server has.  closing: it is stopped when it has none; further ones wait.  removed: its
+    files are being deleted.  used: when the newest request began or ended, seconds of `time.monotonic`.  since: when it
+    was loaded, seconds of `time.time`.
     failure: why its last start failed, or how its process ended.
     """
 
@@ -53,7 +54,7 @@ class Model:
         self.server: ModelServer | None = None
         self.starting: asyncio.Task[None] | None = None
         self.waiting: list[asyncio.Future[None]] = []  # for the next start, or the one that goes on
-        self.ready = self.closing = False
+        self.ready = self.closing = self.removed = False
         self.in_flight = 0
         self.used, self.since = -math.inf, 0.0
         self.keep_alive = served.keep_alive
@@ -165,9 +166,32 @@ class Models:
         await self._stop(model, server)
         return True
 
+    def is_listed(self, model: Model) -> bool:
+        """Returns whether it is one of those that do not come and go."""
+        return model in self._listed
+
+    async def remove(self, model: Model, delete: Coroutine[Any, Any, None]) -> None:
+        """Has the files of a model deleted when it has answered what it was asked, and takes nothing more for it
+        meanwhile. Raises NotFound where that is being done, and what `delete` raises."""
+        if model.removed:
+            delete.close()
+            raise NotFound(f"the model {model.served.name!r} is being deleted", "model", "model_not_found")
+        model.removed = True
+        try:
+            while model.starting is not None:  # for who has come before
+                await self._change()
+            await self.unload(model)
+            await delete
+        finally:
+            delete.close()
+            model.removed = False
+            self.look()
+
     async def _enter(self, model: Model) -> None:
         if self.ending:
             raise EngineDead("the server is shutting down")
+        if model.removed:
+            raise NotFound(f"the model {model.served.name!r} is being deleted", "model", "model_not_found")
         if model.takes_requests:
             self._begin(model)
             return

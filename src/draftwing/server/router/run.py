@@ -37,7 +37,7 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
         from draftwing.server.uvicorn_server import server_of
 
         budget = None if options.models_memory is None else options.models_memory * 1e9
-        models = Models(served, further=partial(_further, arguments, options), most=options.models_max, budget=budget)
+        models = Models(served, further=partial(further, arguments, options), most=options.models_max, budget=budget)
         names = ", ".join(model.served.name for model in models.every) or "none yet"
         logger.info("draftwing %s: models: %s", __version__, names)
         default = served[0].name if "model" in arguments else None
@@ -48,7 +48,7 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
         server.run(sockets=[sock])
 
 
-def _further(arguments: Mapping[str, Any], options: Options, named: Sequence[ServedModel]) -> list[ServedModel]:
+def further(arguments: Mapping[str, Any], options: Options, named: Sequence[ServedModel]) -> list[ServedModel]:
     """Returns the models in the folder and in the caches, as far as options ask for them."""
     found: list[ServedModel] = []
     if options.models_dir is not None:
