@@ -25,14 +25,15 @@ def make_private(folder: Path) -> None:
             one.mkdir(mode=0o700, exist_ok=True)
 
 
-def _private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
+    """Opens as an `opener` does, what no other user can read."""
     return os.open(path, flags, 0o600)
 
 
 def lock_file(path: Path, seconds: float = 0.0) -> IO[str]:
     """Opens a file that nobody else has, until it is closed. Raises BlockingIOError where another still has it after so
     many seconds."""
-    file = os.fdopen(_private(str(path), os.O_WRONLY | os.O_CREAT), "w")
+    file = os.fdopen(open_private(str(path), os.O_WRONLY | os.O_CREAT), "w")
     until = time.monotonic() + seconds
     while True:
         try:
@@ -56,7 +57,7 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     """Writes `path`, and its folder where there is none. private: no other user can read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "w", encoding="utf-8", opener=_private if private else None) as file:
+    with open(partial, "w", encoding="utf-8", opener=open_private if private else None) as file:
         file.write(text)
     replace_file(partial, path)
 

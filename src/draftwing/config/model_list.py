@@ -16,7 +16,7 @@ from draftwing.config.adapters import adapter_paths
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 
-_OF_ALL = ("models_dir", "models_cache", "models_max", "models_memory")
+_OF_ALL = ("models_dir", "models_cache", "models_max", "models_memory", "batches_dir")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}$", re.ASCII)  # of a GGUF file in several, but the first

@@ -189,6 +189,10 @@ class OptionFields:
         64 * 2**20, SERVER, "most bytes of answers of /v1/responses, with their requests, that are kept for an hour "
         "for previous_response_id; 0: keep nothing", minimum=0, maximum=2**40,
     )  # fmt: skip
+    batches_dir: str | None = option(
+        None, SERVER, "folder that keeps files and batches of /v1/files and /v1/batches (default: there are none)",
+        metavar="DIR",
+    )  # fmt: skip
     allow_auto_truncate: bool = option(
         False, SERVER, "cut a max_tokens above what the context leaves, in place of an HTTP 400; a prompt never is"
     )

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from draftwing.config.api_keys import read_keys
 from draftwing.config.options import Options
 from draftwing.server.anthropic import add_anthropic_routes
+from draftwing.server.batches.routes import UPLOADS, add_batches
 from draftwing.server.chat import Chats
 from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import BodyLimit, ResponseThrottle
@@ -42,7 +43,7 @@ def create_app(
     """Returns the application; its lifespan starts the engine's supervision and ends the engine's process.
 
     drain: seconds that the engine gets to end its last step.  watchers: of requests; closed at the end.
-    Raises ConfigError for keys that cannot be read, and a folder of `learn` that cannot be used.
+    Raises ConfigError for keys that cannot be read, and folders of `learn` and `batches_dir` that cannot be used.
     """
     options = engine.info.options
     keys = read_keys(options)
@@ -61,7 +62,11 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         task = None if learning is None else asyncio.create_task(learning.run())
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            await batches.stop()
         if task is not None:
             task.cancel()
         await engine.stop(drain)
@@ -94,9 +99,11 @@ def create_app(
     add_reference(app)
     if not service.options.disable_ui:
         add_ui_routes(app, service, chats, learning)
+    rows = service.options.max_running_requests or 1
+    batches = add_batches(app, options, keyring, rows, lambda: engine.draining, lambda: engine.error is None)
     _add_heads(app)
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_size=service.max_body_size)
+    app.add_middleware(BodyLimit, max_size=service.max_body_size, streamed=None if batches is None else UPLOADS)
     free = free_paths(service.options)
     if keys:
         app.add_middleware(KeyCheck, keys=keyring, closed=service.options.has_key, allowances=allowances, free=free)

@@ -145,6 +145,10 @@ LEARN_HEADER = "x-draftwing-learn"  # with one of these, as `"learn": false` in 
 _OFF = ("off", "false", "no", "0")
 
 
+PRIORITY_HEADER = "x-draftwing-priority"  # a number, as the field `priority`; the lower one counts
+LOWEST_PRIORITY = -(2**31)  # of a request
+
+
 RECEIPT_HEADER = "x-draftwing-receipt"  # true or false, as the field `receipt`, which counts where both are given
 
 
@@ -219,8 +223,23 @@ async def read_generation(request: Request, model: type[A]) -> AsyncIterator[A]:
         if request.headers.get(LEARN_HEADER, "").strip().lower() in _OFF:
             body.learn = False
         _read_receipt_header(request, body)
+        _read_priority_header(request, body)
         body.place.push(place)
         yield body
+
+
+def _read_priority_header(request: Request, body: GenerationBody) -> None:
+    given = request.headers.get(PRIORITY_HEADER)
+    if given is None:
+        return
+    try:
+        found = int(given)
+    except ValueError:
+        found = None
+    if found is None or not LOWEST_PRIORITY <= found < -LOWEST_PRIORITY:
+        expected = f"from {LOWEST_PRIORITY} to {-LOWEST_PRIORITY - 1}"
+        raise RequestError(f"{PRIORITY_HEADER} must be a number {expected}; found {show(given)}", PRIORITY_HEADER)
+    body.priority = found if body.priority is None else min(body.priority, found)
 
 
 def _read_receipt_header(request: Request, body: GenerationBody) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,9 +35,9 @@ class BodyLimit:
     writes would see a broken connection instead of the reason.
     """
 
-    def __init__(self, app: ASGIApp, max_size: int) -> None:
-        """max_size: bytes of one body."""
-        self._app, self._max_size = app, max_size
+    def __init__(self, app: ASGIApp, max_size: int, streamed: Mapping[str, int] | None = None) -> None:
+        """max_size: bytes of one body.  streamed: the same of paths to which bodies are posted that are not held."""
+        self._app, self._max_size, self._streamed = app, max_size, streamed or {}
         self.held = 0  # bytes of the bodies of all requests that are being answered
         self._gave_back = -math.inf  # when, monotonic seconds
 
@@ -45,11 +45,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[_HERE] = body = _Body(self, self._max_size, scope, receive, send)
+        streamed = self._streamed.get(scope.get("path", "")) if scope["method"] == "POST" else None
+        held = streamed is None
+        max_size = self._max_size if streamed is None else streamed
+        scope[_HERE] = body = _Body(self, max_size, scope, receive, send, held)
         try:
             await self._app(scope, body.receive, body.send)
         finally:
-            self.held -= body.size
+            self.held -= body.size if held else 0
             now = time.monotonic()
             if max(body.size, body.sent) >= LARGE and now - self._gave_back >= GIVE_BACK_SECONDS:
                 self._gave_back = now
@@ -66,10 +69,13 @@ def count_as_body(scope: Scope, size: int) -> None:
 class _Body:
     """The body of one request."""
 
-    def __init__(self, limit: BodyLimit, max_size: int, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, limit: BodyLimit, max_size: int, scope: Scope, receive: Receive, send: Send, held: bool = True
+    ) -> None:
         self.size = 0
         self.sent = 0  # bytes of the response
         self._limit, self._max_size, self._receive, self._send = limit, max_size, receive, send
+        self._held = held
         stated = dict(scope["headers"]).get(b"content-length", b"")
         self._stated = int(stated) if stated.isdigit() else 0
         self._refused = self._ended = False
@@ -86,17 +92,18 @@ class _Body:
     def count(self, size: int, max_size: int | None = None) -> None:
         """Counts a part of a body. max_size: that the body may have, if it is one."""
         self.size += size
-        self._limit.held += size
+        self._limit.held += size if self._held else 0
         if max_size is not None and self.size > max_size:
             self._too_large()
-        if self.size > SMALL and self._limit.held > ALL_BODIES * self._max_size:
+        if self._held and self.size > SMALL and self._limit.held > ALL_BODIES * self._max_size:
             self._refused = True
             why = "the bodies of all requests together are too large; try again later"
             raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})
 
     def _too_large(self) -> None:
         self._refused = True
-        raise HTTPException(413, f"the body is larger than {self._max_size} bytes (--max-body-size)", _CLOSE)
+        option = " (--max-body-size)" if self._held else ""
+        raise HTTPException(413, f"the body is larger than {self._max_size} bytes{option}", _CLOSE)
 
     async def send(self, message: Message) -> None:
         last = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -22,6 +22,7 @@ from draftwing.config.model_list import seconds
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, NotFound, RequestError, listed
 from draftwing.server.app import free_paths
+from draftwing.server.batches.routes import UPLOADS, add_batches, refuse_batches
 from draftwing.server.edge.keys import Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import SMALL, BodyLimit
 from draftwing.server.endpoints import install_error_handlers, unless_disconnected
@@ -36,6 +37,7 @@ from draftwing.server.service import MAX_BODY_WITH_IMAGES
 from draftwing.version import __version__
 
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
+USUAL_ROWS = 64  # requests that an engine runs at once, where no option says
 # By which Ollama's clients load and unload models: without one of these nothing is generated.
 _PROMPTS = {"/api/chat": ("messages", chat_content), "/api/generate": ("prompt", text_content)}
 
@@ -91,7 +93,11 @@ def create_front(models: Models, options: Options, default: str | None = None) -
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            await batches.stop()
         await models.close()
 
     keyring = Keyring(read_keys(options))
@@ -112,15 +118,24 @@ def create_front(models: Models, options: Options, default: str | None = None) -
     _add_lists(app, models, lambda: next((one.key for one in keyring.keys.values()), None))
     _add_loading(app, models)
     _add_stored(app, models, options)
+    rows = min([_rows(model) for model in models.every], default=USUAL_ROWS)
+    batches = add_batches(app, options, keyring, rows, lambda: models.ending)
+    if batches is None:
+        refuse_batches(app)
     _add_rest(app, models, default)
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_size=options.max_body_size or MAX_BODY_WITH_IMAGES)
+    max_size, streamed = options.max_body_size or MAX_BODY_WITH_IMAGES, None if batches is None else UPLOADS
+    app.add_middleware(BodyLimit, max_size=max_size, streamed=streamed)
     if keyring.keys:
         # What a key may use is counted where tokens are: by each model's server.
         app.add_middleware(
             KeyCheck, keys=keyring, closed=options.has_key, allowances=Allowances(()), free=free_paths(options)
         )
     return app
+
+
+def _rows(model: Model) -> int:
+    return model.served.arguments.get("max_running_requests") or USUAL_ROWS
 
 
 def _add_own(app: FastAPI, models: Models) -> None:
