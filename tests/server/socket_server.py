@@ -77,7 +77,10 @@ class SocketServer:
             return
         said = {"name": self.name, "method": method, "target": target, "headers": headers, "body": body.decode()}
         answer = json.dumps(said).encode()
-        writer.write(b"HTTP/1.1 201 Created\r\nx-own: 7\r\ncontent-length: %d\r\n\r\n" % len(answer))
+        writer.write(
+            b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\nx-own: 7\r\ncontent-length: %d\r\n\r\n"
+            % len(answer)
+        )
         if method != "HEAD":
             writer.write(answer)
         writer.close()

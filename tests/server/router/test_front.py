@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -57,6 +58,34 @@ async def test_a_request_reaches_the_model_that_it_names_and_no_other() -> None:
         got = await client.get("/metrics?model=a")
         assert got.json()["target"] == "/metrics?model=a"
         assert (await client.head("/metrics?model=a")).content == b""
+
+
+async def test_a_batch_reaches_the_model_that_its_lines_name(tmp_path: Path) -> None:
+    async with front(batches_dir=str(tmp_path)) as client:
+        url, bodies = "/v1/completions", {str(i): {"model": "b", "x": f"é{i}"} for i in range(9)}
+        lines = [{"custom_id": id, "method": "POST", "url": url, "body": body} for id, body in bodies.items()]
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        sent = await client.post("/v1/files", files={"file": ("in", data)}, data={"purpose": "batch"})
+        body = {"input_file_id": sent.json()["id"], "endpoint": url, "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=body)).json()
+        while batch["status"] != "completed":
+            assert batch["status"] != "failed"
+            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+        content = await client.get(f"/v1/files/{batch['output_file_id']}/content")
+        results = {one["custom_id"]: one["response"] for one in map(json.loads, content.text.splitlines())}
+        assert results.keys() == bodies.keys()
+        for id, found in results.items():
+            said = found["body"]
+            assert found["status_code"] == 201 and said["name"] == "b" and json.loads(said["body"]) == bodies[id]
+            assert said["headers"]["x-draftwing-priority"] == str(-(2**31))
+
+
+async def test_a_front_without_a_folder_for_batches_says_what_to_set() -> None:
+    async with front("a") as client:
+        for method, path in (("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/batches/x")):
+            got = await client.request(method, path)
+            assert got.status_code == 404 and "--batches-dir DIR" in got.text
+        assert not SocketServer.every
 
 
 async def test_names_that_nobody_has_and_bodies_without_one() -> None:
