@@ -368,6 +368,30 @@ async def test_requests_beside_a_batch_of_100_lines_find_rows(tmp_path: Path) ->
         assert 0 < most <= 4  # a quarter of the rows
 
 
+def test_lines_whose_engine_ends_are_asked_again(tmp_path: Path) -> None:
+    engine, successor = made(tmp_path, max_running_requests=16), made(tmp_path)
+    engine.burst, engine.pause = 1, 0.005
+    with TestClient(create_app(local(engine, successor), engine.tokenizer)) as client:
+        batch = begin(client, jsonl(*(line(str(i)) for i in range(20))))
+        awaited(client, batch["id"], lambda one: one["request_counts"]["completed"] > 0)
+        engine.crash = RuntimeError("of a test")
+        batch = awaited(client, batch["id"])
+        assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+        assert 0 < len(successor.requests) < 20
+
+
+def test_a_header_lowers_the_priority_and_never_raises_it(here: tuple[FakeEngine, TestClient]) -> None:
+    engine, client = here
+    for given, own, found in (("-3", None, -3), ("5", 2, 2), ("-1", -7, -7)):
+        body = line("")["body"] | ({} if own is None else {"priority": own})
+        assert client.post(CHAT, json=body, headers={"x-draftwing-priority": given}).status_code == 200
+        assert engine.requests[-1].priority == found
+    for given in ("high", "2147483648", "-2147483649", "1e3"):
+        got = client.post(CHAT, json=line("")["body"], headers={"x-draftwing-priority": given})
+        assert got.status_code == 400 and "x-draftwing-priority" in got.text
+    assert "/v1/batches" in client.get("/openapi.json").json()["paths"] and "/v1/files" in client.get("/docs").text
+
+
 def test_a_server_that_starts_again_goes_on(tmp_path: Path) -> None:
     count = 40
     with served(tmp_path, max_running_requests=8) as (engine, client):
