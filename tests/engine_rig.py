@@ -20,7 +20,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, RowStates, StateSpec, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots, AdapterTargets, Factors
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import WIDE, DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
 from draftwing.ops.attention.spec import TorchAttention
@@ -264,7 +264,7 @@ class Rig:
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral, mixed=mixed)
         if adapters:
-            held = AdapterSlots(model, len(adapters), max(one.rank for one in adapters))
+            held = AdapterSlots(model, len(adapters), max(one.rank for one in adapters), wide=WIDE)
             self.executor.take_adapters(held)
             for slot, adapter in enumerate(adapters, 1):
                 held.put(slot, held.targets.fit(adapter))
@@ -443,7 +443,7 @@ def adapters_for(model, ranks=(4, 7, 2), seed=0, strength=0.7):
     generator, found = torch.Generator().manual_seed(seed), []
     for i, rank in enumerate(ranks):
         factors = {}
-        for j, (name, target) in enumerate(AdapterTargets(model).targets.items()):
+        for j, (name, target) in enumerate(AdapterTargets(model, WIDE).targets.items()):
             if (i + j) % 3 or i == 0:
                 down = torch.randn(rank, target.inputs, generator=generator) / target.inputs**0.5
                 up = torch.randn(target.outputs, rank, generator=generator) * strength / rank**0.5

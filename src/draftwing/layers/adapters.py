@@ -6,6 +6,7 @@ model's `QueryAdapters`, one for all of its matrices; a forward without an adapt
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
@@ -44,3 +45,28 @@ class AdaptedWeight:
             return
         made = self._ranks.sum_rows(self._ops.adapter_down(x, self.weights, slots), ops=self._ops)
         self._ops.adapter_up(y, made, self.weights, slots)
+
+
+class AdaptedGroups:
+    """What the adapters in the slots add to products of rows with one matrix of several each: an expert's, or a head's.
+    A slot of an adapter is a slot of `weights` for each of these matrices, one behind the other."""
+
+    def __init__(self, queries: QueryAdapters, weights: AdapterWeights, ops: LayerOps, groups: int) -> None:
+        """groups: how many matrices there are; others are without adapters."""
+        self._queries, self._weights, self._ops, self._groups = queries, weights, ops, groups
+
+    @property
+    def adds(self) -> bool:
+        """Returns whether a query of this forward has an adapter."""
+        return self._queries.slots is not None
+
+    def add(self, y: Tensor, x: Tensor, groups: Tensor) -> None:
+        """groups [M, n] int64: the matrices that each query's pairs are of; x [M or M * n, inputs] of the products y
+        [M * n, outputs], which are changed."""
+        if self._queries.slots is None:
+            return
+        slots, count = self._queries.slots.unsqueeze(1), groups.shape[1]
+        mine = (slots > 0) & (groups >= 0) & (groups < self._groups)
+        own = torch.where(mine, (slots - 1) * self._groups + groups + 1, 0)
+        rows = x if len(x) == len(y) else x.repeat_interleave(count, 0)
+        self._ops.adapt(y, rows, self._weights, own.flatten())

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.adapters import AdaptedGroups
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
@@ -107,6 +108,11 @@ class ExpertMLP(nn.Module):
             self._whole = ops.whole_mixture(
                 MixtureWeights(*router, gate_up, down, *more, scales, self._gelu, self._gated)
             )
+
+    def take_adapters(self) -> None:
+        """Does nothing in one call any more, if its experts may have adapters."""
+        if self.gate_up.grouped is not None:
+            self._whole = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None, by: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
@@ -291,6 +297,7 @@ class ExpertLinear(Linear):
         self.count = count
         self._dtype, self._format = dtype, weight_format
         self._gemm: ExpertGemm | None = None
+        self.grouped: AdaptedGroups | None = None  # what adapters add, where there may be some
         self.device_weight: Tensor | ExpertRows | None = None  # as the device's kernels hold it, where they do
         self.keeps_bits_in_large_tiles = True  # as these kernels say
 
@@ -334,7 +341,12 @@ class ExpertLinear(Linear):
 
     def forward(self, x: Tensor, routed: Routed, with_bias: bool = True) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features]"""
-        bias = self.bias if with_bias else None
+        made = self._products(x, routed, self.bias if with_bias else None)
+        if self.grouped is not None:
+            self.grouped.add(made, x, routed.experts)
+        return made
+
+    def _products(self, x: Tensor, routed: Routed, bias: Tensor | None) -> Tensor:
         if self._gemm is None:
             return self._ops.experts_linear(x, self.op.dense_weight(), bias, routed)
         return self._gemm.linear(x, bias, routed)
@@ -344,11 +356,18 @@ class ExpertLinear(Linear):
     def gated(self, x: Tensor, routed: Routed, limit: float = 0.0) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features / 2] of the product, whose first half are gates:
         silu(gate) times up, or, with a limit, `LayerOps.clamped_swiglu`."""
-        out = None if self._gemm is None else self._gemm.gated(x, self.bias, routed, limit)
+        # Of rows that may stand beside adapted ones gates are always made of products: fused ones have other bits.
+        fused = None if self.grouped is not None else self._gemm
+        out = None if fused is None else fused.gated(x, self.bias, routed, limit)
         if out is not None:
             return out
         gate_up = self(x, routed)
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
+
+    @property
+    def groups(self) -> int:
+        """Returns of how many matrices adapters may be."""
+        return self.count - self.shared
 
     def each_gemm(self) -> list[Gemm | None]:
         """Returns the device's GEMM of each expert; none where it takes them together."""

@@ -167,6 +167,7 @@ class HeadLinear(ExpertLinear):
     ) -> None:
         """out_features: of one head."""
         super().__init__(in_features, out_features, heads, False, dtype, device, weight_format)
+        self._outputs = out_features
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         blocks = None if self._packed else self.op.stored_rows(0, self.out_features)
@@ -189,7 +190,16 @@ class HeadLinear(ExpertLinear):
         if isinstance(self.op, HeadsOp):
             return self.op.products(x)
         assert routed is not None
-        return super().forward(x.flatten(0, 1), routed).view(*x.shape[:2], -1)
+        return self._products(x.flatten(0, 1), routed, None).view(*x.shape[:2], -1)
+
+    def adapt(self, y: Tensor, x: Tensor, factor: float = 1.0) -> None:
+        """x [M, heads, in_features] of the products y [M, heads, out_features or more], which were multiplied with
+        `factor`, and to which adapters are added."""
+        if self.grouped is None or not self.grouped.adds:
+            return
+        heads = torch.arange(self.count, device=x.device).expand(len(x), -1)
+        x = x if factor == 1 else x * factor
+        self.grouped.add(y.view(-1, y.shape[2])[:, : self._outputs], x.flatten(0, 1), heads)
 
     __call__ = forward  # type: ignore[assignment]
 
@@ -273,12 +283,15 @@ class LatentAttention(Mixer):
             q = self.ops.head_queries(self.key_up.op.products, plain, turned, cos, sin, config.factor)
         else:
             q = self.ops.concat_rope(self.key_up(plain, routed), turned, cos, sin, config.factor)  # [M, heads, width]
+        self.key_up.adapt(q, plain, config.factor)
         if written is not None:
             out = picked.read(self.pool_layer, q, self.kind)
         else:
             keys = self._latents(made, cos, sin)
             out = picked(self.pool_layer, q, keys, keys[..., : config.latent], self.kind)
-        values = self.value_up(out.view(rows, config.heads, -1), routed)
+        out = out.view(rows, config.heads, -1)
+        values = self.value_up(out, routed)
+        self.value_up.adapt(values, out)
         return self.o(values.view(rows, -1), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -7,19 +7,19 @@ serving binds the paged pool, and a test or a trainer a dense mask.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.adapters import AdaptedWeight
+from draftwing.layers.adapters import AdaptedGroups, AdaptedWeight
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
 from draftwing.layers.embedding import Embedding, PerLayerEmbedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
-from draftwing.layers.latent import LatentAttention
+from draftwing.layers.latent import HeadLinear, LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
@@ -34,6 +34,9 @@ from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.ops.whole_layers.contract import WholeLayers
 from draftwing.parallel.ranks import ALONE, Ranks
+
+# Matrices that are several in one, whose slots of adapters take much memory: of experts, and latents' `kv_b_proj`.
+EXPERTS, HEADS = WIDE = "experts", "kv_b_proj"
 
 
 class Narrowed(NamedTuple):
@@ -206,19 +209,30 @@ class DecoderModel(nn.Module):
     def take_adapters(self, weights: Mapping[str, AdapterWeights], deterministic: bool) -> None:
         """Lets adapters add to products from now on, in forwards that say which. weights: of `Linear`s by name, all of
         which `adaptable` has.  deterministic: as of `pack`, which comes before."""
-        linears = self.adaptable()
+        linears = self.adaptable(WIDE)
         for name, own in weights.items():
             linear = linears[name]
+            if isinstance(linear, ExpertLinear):
+                linear.grouped = AdaptedGroups(self._queries, own, self._ops, linear.groups)
+                continue
             linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
+        for part in self.modules():
+            if isinstance(part, ExpertMLP):
+                part.take_adapters()
         self._whole.clear()
 
-    def adaptable(self) -> dict[str, Linear]:
-        """Returns the matrices by name that may have adapters: of mixers and MLPs but for experts."""
+    def adaptable(self, wide: Collection[str] = ()) -> dict[str, Linear]:
+        """Returns the matrices by name that may have adapters: of mixers and MLPs, and of `WIDE` those asked for."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         found = {id(one) for layer in layers for one in layer.linears()}
+        for part in self.modules():
+            if isinstance(part, ExpertLinear):
+                kind = HEADS if isinstance(part, HeadLinear) else EXPERTS
+                if kind in wide and not (kind == EXPERTS and self.ranks.expert_parallel):
+                    found.add(id(part))
         return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ from models.test_decoder import FAMILIES, random_reference
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draftwing.models.adapters.adapter import AdapterSlots
+from draftwing.errors import CheckpointError
+from draftwing.models.adapters.adapter import AdapterSlots, AdapterTargets
+from draftwing.models.adapters.files import WEIGHTS
+from draftwing.models.adapters.groups import kind_of
 from draftwing.models.adapters.peft import read_folder
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.adapters.read import stored_kinds
+from draftwing.models.decoder import EXPERTS, WIDE, DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.train.capture import Causal
@@ -27,15 +33,20 @@ MAKERS["hybrid"] = hybrid_models.KINDS, hybrid_models.reference
 # Which transformers has no class of, or one whose modules have other names; and whose indexers need a cache.
 ELSEWHERE = ("ling2", "sarvam", "kimi-linear", "deepseek-v3.2", "glm-5")
 CASES = [(kind, name) for kind, (names, _) in MAKERS.items() for name in names if name not in ELSEWHERE]
-QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain"}
+QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.
-UNSERVED = ("experts", "router", "kv_b_proj", "per_layer", "block_sparse_moe", "weights_proj", "latent_proj")
+UNSERVED = ("experts", "router", "per_layer", "block_sparse_moe", "weights_proj", "latent_proj")
 OF_EXPERTS = ("shared_mlp", "shared_expert", "mlp.gate.")
+PARAMETERS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
+ONE_SHAPE = "nemotron-h-latent"  # has experts whose parameters cannot be told apart
 LENGTH = 70
 
 
-def write(folder: Path, modules: Mapping[str, nn.Linear], rank: int = 3) -> dict[str, Tensor]:
-    """Writes an adapter of these matrices; returns what it adds to each, float64."""
+def write(
+    folder: Path, modules: Mapping[str, nn.Linear], experts: Mapping[str, Tensor], across: bool = False, rank: int = 3
+) -> dict[str, Tensor]:
+    """Writes an adapter of these matrices, and of parameters of all experts [experts, outputs, inputs], or across;
+    returns what it adds to each, float64."""
     generator, added, tensors = torch.Generator().manual_seed(5), {}, {}
     for name, module in modules.items():
         outputs, inputs = module.weight.shape
@@ -43,8 +54,18 @@ def write(folder: Path, modules: Mapping[str, nn.Linear], rank: int = 3) -> dict
         up = torch.randn(outputs, rank, generator=generator) * module.weight.std() * inputs**0.5 / 8
         tensors[f"base_model.model.{name}.lora_A.weight"], tensors[f"base_model.model.{name}.lora_B.weight"] = down, up
         added[name] = 2 * up.double() @ down.double()
+    for name, weight in experts.items():
+        count, outputs, inputs = weight.transpose(1, 2).shape if across else weight.shape
+        down = torch.randn(rank * count, inputs, generator=generator) / inputs**0.5
+        up = torch.randn(outputs, rank * count, generator=generator) * weight.std() * inputs**0.5 / 4
+        module, _, matrix = name.rpartition(".")
+        own = f"base_model.model.{module}" + ("" if matrix == "down_proj" else ".base_layer")
+        tensors[f"{own}.lora_A.weight"], tensors[f"{own}.lora_B.weight"] = down, up
+        made = torch.einsum("ore,eri->eoi", up.view(outputs, rank, count).double(), down.view(count, rank, -1).double())
+        added[name] = 2 * (made.transpose(1, 2) if across else made)
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {2 * rank}}}')
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_parameters": list(experts)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return added
 
@@ -64,21 +85,91 @@ def test_equal_to_transformers(kind: str, name: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "model")
     model = load_model(tmp_path / "model", torch.float32, "cpu")
     model.pack(make_ops(CPU))
-    slots = AdapterSlots(model, 3, 4)
+    slots = AdapterSlots(model, 3, 4, wide=WIDE)
     every = {module: one for module, one in theirs.named_modules() if type(one) is nn.Linear and "layers." in module}
     left = UNSERVED if model.config.experts is None else (*UNSERVED, *OF_EXPERTS)
     served = {module: one for module, one in every.items() if not any(part in module for part in left)}
+    experts = {
+        param: value for param, value in theirs.named_parameters()
+        if param.endswith(PARAMETERS) and not param.startswith("mtp") and name != ONE_SHAPE
+    }  # fmt: skip
     ids = torch.randint(1, 101, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     plain = theirs(ids).logits
-    for module, added in write(tmp_path / "adapter", served).items():
-        served[module].weight.copy_((served[module].weight.double() + added).float())
+    weights = {module: one.weight for module, one in served.items()} | experts
+    for one, added in write(tmp_path / "adapter", served, experts, name == "gpt-oss").items():
+        weights[one].copy_((weights[one].double() + added).float())
     adapter = read_folder(tmp_path / "adapter", 1 << 24)
     fitted = slots.targets.fit(adapter)
-    assert fitted.factors.keys() == slots.targets.targets.keys()
+    own = {one for one in slots.targets.targets if experts or kind_of(one) != EXPERTS}
+    assert fitted.factors.keys() == own
     slots.put(2, fitted)
-    adapted = theirs(ids).logits
+    if model.config.experts is not None:
+        theirs.set_experts_implementation("eager")  # others take no float64
+    adapted = theirs.double()(ids).logits.float()  # whose own rounding can be above the limit
     assert not torch.allclose(adapted, plain, atol=0.1)
     found = logits(model, ids.flatten(), torch.tensor([2] * LENGTH + [0] * LENGTH))
     torch.testing.assert_close(found[0], adapted[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[1], plain[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits(model, ids.flatten(), None), plain, atol=1e-4, rtol=1e-4)
+
+
+def by_expert(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
+    save_file(
+        {
+            f"base_model.model.{name}": value.clone(memory_format=torch.contiguous_format)
+            for name, value in tensors.items()
+        },
+        folder / WEIGHTS,
+    )
+    return folder
+
+
+@torch.inference_mode()
+def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
+    """In both forms that files have: a pair for each matrix, or for a parameter of all experts."""
+    theirs: Any = moe_models.reference("glm4-moe")
+    theirs.save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", torch.float32, "cpu")
+    targets = AdapterTargets(model, [EXPERTS])
+    experts, rank = "model.layers.1.mlp.experts", 2
+    gate_up, generator = dict(theirs.named_parameters())[f"{experts}.gate_up_proj"], torch.Generator().manual_seed(3)
+    count, outputs, inputs = gate_up.shape
+    down = torch.randn(count * rank, inputs, generator=generator)
+    up = torch.randn(outputs, rank * count, generator=generator)
+    whole = {f"{experts}.lora_A.weight": down, f"{experts}.lora_B.weight": up}
+    each = {}
+    for expert in range(count):
+        for name, rows in (("gate_proj", up[: outputs // 2]), ("up_proj", up[outputs // 2 :])):
+            own = f"{experts}.{expert}.{name}"
+            each[f"{own}.lora_A.weight"] = down[expert * rank : (expert + 1) * rank]
+            each[f"{own}.lora_B.weight"] = rows[:, expert::count]
+    parameters = {
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+        "rank_pattern": {"experts.gate_up_proj": 2},
+        "r": 7,
+    }
+    one = targets.fit(read_folder(by_expert(tmp_path / "one", whole, **parameters), 1 << 24))
+    other = targets.fit(read_folder(by_expert(tmp_path / "other", each), 1 << 24))
+    assert one.factors.keys() == other.factors.keys() and len(one.factors) == 2 * count
+    for name, (found_down, found_up, scale) in one.factors.items():
+        assert scale == other.factors[name].scale == 1
+        assert torch.equal(found_down, other.factors[name].down) and torch.equal(found_up, other.factors[name].up)
+    assert stored_kinds(tmp_path / "one") == stored_kinds(tmp_path / "other") == {EXPERTS}
+    for wide, said in (((), "--lora-modules"), ([EXPERTS], "")):
+        for adapter in (tmp_path / "one", tmp_path / "other"):
+            with pytest.raises(CheckpointError, match=said) if said else nullcontext():
+                AdapterTargets(model, wide).fit(read_folder(adapter, 1 << 24))
+    more = {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 1},
+    }
+    with pytest.raises(CheckpointError, match="one rank"):
+        read_folder(by_expert(tmp_path / "more", whole, **more), 1 << 24)
+    with pytest.raises(CheckpointError, match=r"experts \* 3, inputs"):
+        read_folder(by_expert(tmp_path / "odd", whole, target_parameters=["experts.gate_up_proj"], r=3), 1 << 24)
+    across = {f"{experts}.lora_A.weight": up.T, f"{experts}.lora_B.weight": down.T[: inputs // 2]}
+    folder = by_expert(tmp_path / "across", across, target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(CheckpointError, match="lora_A by inputs"):
+        targets.fit(read_folder(folder, 1 << 24))

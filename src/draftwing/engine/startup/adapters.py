@@ -10,7 +10,7 @@ from draftwing.config.adapters import DEFAULT_RANK, AdapterCard
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
-from draftwing.models.adapters.read import read_adapter, stored_rank
+from draftwing.models.adapters.read import read_adapter, stored_kinds, stored_rank
 from draftwing.models.decoder import DecoderModel
 
 log = logging.getLogger("draftwing")
@@ -33,7 +33,8 @@ def adapter_slots(options: Options, model: DecoderModel) -> AdapterSlots | None:
     if not options.serves_adapters:
         return None
     assert options.max_lora_rank is not None
-    slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, options.deterministic)
+    wide = set[str]().union(*(stored_kinds(path) for _, path in options.adapters))
+    slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, options.deterministic, wide)
     if model.ranks.rank == 0:
         log.info("adapters: %d slots of rank %d, %.2f GB", options.max_loras, options.max_lora_rank, slots.nbytes / 1e9)
     return slots

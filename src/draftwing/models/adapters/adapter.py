@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, listed
+from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.hybrid import HybridConfig
+from draftwing.layers.latent import HeadLinear, LatentAttentionConfig
+from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import EXPERTS, DecoderModel
 from draftwing.models.weight_map import checkpoint_names
 from draftwing.ops.adapters.spec import SIZES, AdapterWeights
 from draftwing.ops.table import LayerOps
@@ -86,7 +90,8 @@ def mixture(parts: Sequence[tuple[Adapter, float]], digest: str) -> Adapter:
 
 
 class Target(NamedTuple):
-    """Where the factors of a stored matrix go: a slice of a `Linear`. outputs, inputs: as it is stored."""
+    """Where the factors of a stored matrix go: a slice of a `Linear`, -1: another rank has it. outputs, inputs: as it
+    is stored."""
 
     linear: str
     slice: int
@@ -108,19 +113,26 @@ class Target(NamedTuple):
 class AdapterTargets:
     """The matrices of a model that adapters may change, by their names in its checkpoints."""
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel, wide: Collection[str] = ()) -> None:
+        """wide: which of `WIDE` may have adapters, too."""
         config, ranks = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None), model.ranks
         hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
         self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
         self.config = config
-        own, linears = _matrices(config, ranks), model.adaptable()
+        latents = (one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig))
+        self._latents, self._ranks, self._wide = next(latents, None), ranks, wide
+        own, linears = _matrices(config, ranks), model.adaptable(wide)
         self._every = _matrices(config, ALONE).keys()
-        self.ends: dict[str, list[int]] = {}
+        self.ends: dict[str, list[int]] = {}  # of slices, by `Linear`
+        self.groups = {name: _groups(linear) for name, linear in linears.items()}  # of as many slices
         self.targets: dict[str, Target] = {}
         for name, part in sorted(own.items(), key=lambda one: one[1].start):
             if part.param not in linears:
                 continue
             ends, inputs = self.ends.setdefault(part.param, []), linears[part.param].in_features
+            if isinstance(linears[part.param], HeadLinear):
+                self._add_heads(name, part, ends, inputs)
+                continue
             assert part.start == (ends[-1] if ends else 0), "matrices lie one behind the other"
             ends.append(part.start + part.size)
             sizes = [part.size, inputs]
@@ -130,18 +142,38 @@ class AdapterTargets:
                 sizes[part.cut.axis] = part.cut.share.whole
             self.targets[name] = Target(part.param, len(ends) - 1, part, *sizes)
 
+    def _add_heads(self, name: str, part: ParamSlice, ends: list[int], inputs: int) -> None:
+        """Has a matrix for each head of all ranks."""
+        heads, one = self.groups[part.param], part._replace(cut=None, order=None)
+        each, first = part.size // heads, self._ranks.rank * heads
+        ends += range(each, part.size + 1, each)
+        for head in range(heads * self._ranks.size):
+            at = head - first if head - first in range(heads) else -1
+            self.targets[f"{name}.{head}"] = Target(part.param, at, one, each, inputs)
+
     def fit(self, adapter: Adapter) -> Adapter:
         """Returns the adapter by the names of `targets`, where its model is stored under others, or in other parts.
         Raises CheckpointError for one of another model, or of matrices that take none."""
-        factors = {name: own for module, one in adapter.factors.items() for name, own in self._apart(module, one)}
+        factors: dict[str, Factors] = {}
+        for module, one in adapter.factors.items():
+            for name, own in self._apart(module, one):
+                if name in factors:
+                    raise CheckpointError(f"{name}: expected one pair of factors for each matrix, found two")
+                factors[name] = own
         fitted = replace(adapter, factors=factors)
         self._check(fitted)
         return fitted
 
     def _apart(self, module: str, factors: Factors) -> Iterator[tuple[str, Factors]]:
         """Yields what the loader makes of the matrix: parts of its outputs."""
-        for name, up in self._parts(f"{module}.weight", factors.up):
-            yield name.removesuffix(".weight"), factors._replace(up=up)
+        for own, (down, up) in of_experts(self.config, module, factors.down, factors.up):
+            for part, ups in self._parts(f"{own}.weight", up):
+                name = part.removesuffix(".weight")
+                if self._latents is None:
+                    yield name, Factors(down, ups, factors.scale)
+                else:
+                    pairs = of_heads(self._latents, name, down, ups)
+                    yield from ((head, Factors(*pair, factors.scale)) for head, pair in pairs)
 
     def _parts(self, name: str, up: Tensor) -> Iterator[tuple[str, Tensor]]:
         apart = self.config.family.apart
@@ -170,10 +202,18 @@ class AdapterTargets:
         return 8 * max(rank, MAX_RANK) * values + 1024 * len(self.targets) + (1 << 20)
 
     def _why_not(self, name: str, adapter: Adapter) -> str:
+        kind = kind_of(name)
+        if kind == EXPERTS and self._ranks.expert_parallel:
+            return f"{name}: adapters of experts are not served with --enable-expert-parallel; start without it"
+        if kind is not None and kind not in self._wide and (name in self._every or name.rpartition(".")[2].isdigit()):
+            return (
+                f"{name}: slots have no room for adapters of {kind}: it is set aside where one of --lora-modules has "
+                "such matrices; expected this adapter there, or one without them"
+            )
         if name in self._every:
             return (
-                f"{name}: adapters of embeddings, heads, experts, routers and matrices that are never multiplied as "
-                f"such (kv_b_proj) are not served; expected target_modules among {listed(self.kinds)}"
+                f"{name}: adapters of embeddings, heads, routers and experts of all rows are not served; expected "
+                f"target_modules among {listed(self.kinds)}"
             )
         base = f" (base_model_name_or_path is {adapter.base!r})" if adapter.base else ""
         return f"{name}: the model has no such matrix: expected an adapter of this model; found one of another{base}"
@@ -181,7 +221,12 @@ class AdapterTargets:
     @property
     def kinds(self) -> list[str]:
         """Returns the last parts of names."""
-        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.targets))
+        names = (name.split(".") for name in self.targets)
+        return list(dict.fromkeys(f"kv{one[-2][1:]}" if one[-1].isdigit() else one[-1] for one in names))
+
+
+def _groups(linear: Linear) -> int:
+    return linear.groups if isinstance(linear, ExpertLinear) else 1
 
 
 def _matrices(config: ModelConfig, ranks: Ranks) -> dict[str, ParamSlice]:
@@ -197,16 +242,25 @@ def _matrices(config: ModelConfig, ranks: Ranks) -> dict[str, ParamSlice]:
 class AdapterSlots:
     """The adapters that a model has at hand on one rank, by slot, from 1 on."""
 
-    def __init__(self, model: DecoderModel, count: int, rank: int, deterministic: bool = False) -> None:
-        """model: packed; from now on its products are with adapters.  rank: the most of any adapter."""
-        self.targets = AdapterTargets(model)
-        linears, device = model.adaptable(), model.norm.weight.device
+    def __init__(
+        self, model: DecoderModel, count: int, rank: int, deterministic: bool = False, wide: Collection[str] = ()
+    ) -> None:
+        """model: packed; from now on its products are with adapters.  rank: the most of any adapter.  wide: as
+        `AdapterTargets` has it."""
+        self.targets = AdapterTargets(model, wide)
+        linears, device = model.adaptable(wide), model.norm.weight.device
         dtype = torch.bfloat16 if model.dtype == torch.float32 and _in_blocks(model) else model.dtype
         self.weights = {
-            name: AdapterWeights.empty(count, rank, linears[name].in_features, ends, dtype, device)
+            name: self._empty(name, count, rank, linears[name].in_features, ends, dtype, device)
             for name, ends in self.targets.ends.items()
         }
         model.take_adapters(self.weights, deterministic)
+
+    def _empty(
+        self, name: str, count: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device
+    ) -> AdapterWeights:
+        groups = self.targets.groups[name]
+        return AdapterWeights.empty(count * groups, rank, inputs, ends[: len(ends) // groups], dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -222,11 +276,16 @@ class AdapterSlots:
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot, which nothing that runs has. adapter: that was checked, of a rank that slots have room for."""
-        for weights in self.weights.values():
-            weights.clear(slot)
+        groups = self.targets.groups
+        for name, weights in self.weights.items():
+            weights.clear((slot - 1) * groups[name] + 1, groups[name])
         for name, factors in adapter.factors.items():
             target = self.targets.targets[name]
-            self.weights[target.linear].set(slot, target.slice, *target.of(factors))
+            if target.slice < 0:
+                continue
+            weights = self.weights[target.linear]
+            group, place = divmod(target.slice, len(weights.bounds) - 1)
+            weights.set((slot - 1) * groups[target.linear] + group + 1, place, *target.of(factors))
 
 
 def _in_blocks(model: DecoderModel) -> bool:

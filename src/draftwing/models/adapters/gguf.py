@@ -55,6 +55,11 @@ def stored_rank(path: Path) -> int:
     return max((shape[0] for shape in shapes if shape), default=1)
 
 
+def stored_names(path: Path) -> list[str]:
+    """Returns the names of a file's tensors. Raises CheckpointError."""
+    return list(open_gguf(path).tensors)
+
+
 def _check(file: GGUFFile, config: ModelConfig) -> None:
     def found(key: str) -> Any:
         return file.metadata.get(key)

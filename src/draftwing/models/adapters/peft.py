@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ from safetensors.torch import load
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.models.adapters.adapter import Adapter, Factors, checked_factors
+from draftwing.models.adapters import groups
+from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors, checked_factors
 from draftwing.models.adapters.files import CONFIG, WEIGHTS, read_config, read_file
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
 _PREFIX = "base_model.model."
+_PARAMETER = re.compile(r"(?:.+\.)?experts\.(?:gate_up_proj|up_proj|down_proj)")  # of `target_parameters`
+_OF_ALL = re.compile(r"((?:.+\.)?experts)(?:\.base_layer)*")
 _TENSOR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
 # What is not served, by key of the config, and what it would do.
 _REFUSED = {
@@ -28,7 +31,6 @@ _REFUSED = {
     "use_bdlora": "block-diagonal LoRA",
     "lora_bias": "biases of factors",
     "modules_to_save": "whole modules that were trained",
-    "target_parameters": "adapters of parameters, such as experts that are stored as one",
     "trainable_token_indices": "embeddings of tokens that were trained",
     "layer_replication": "layers that are copies of others",
     "alora_invocation_tokens": "activated LoRA, which begins at tokens of its own",
@@ -68,6 +70,13 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     for key, what in _REFUSED.items():
         if config.get(key):
             raise CheckpointError(f"{path}: {key} asks for {what}, which is not served; expected a plain LoRA")
+    wanted = config.get("target_parameters") or ()
+    odd = [one for one in wanted if not isinstance(one, str) or _PARAMETER.fullmatch(one) is None]
+    if not isinstance(wanted, list | tuple) or odd:
+        raise CheckpointError(
+            f"{path}: target_parameters: expected experts.gate_up_proj (or up_proj) and experts.down_proj "
+            f"alone; found {show(wanted)}"
+        )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{path}: bias: expected none, found {show(config['bias'])}: biases are not adapted")
     begun = config.get("init_lora_weights")
@@ -96,6 +105,12 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
         if name in found:
             raise CheckpointError(f"{path}: {show(module)}: expected one pair for each matrix, found two")
         where = f"{path}: {show(module)}"
+        if (of_all := _OF_ALL.fullmatch(module)) and config.get("target_parameters"):
+            rank, times = scale.of_parameters(of_all[1], config["target_parameters"], where)
+            for own, (down, up) in groups.apart(pair["A"], pair["B"], rank, name):
+                checked_factors(down, up, where)
+                found[own] = Factors(down, up, times)
+            continue
         checked_factors(pair["A"], pair["B"], where)
         found[name] = Factors(pair["A"], pair["B"], scale.of(module, len(pair["A"]), where))
     return found
@@ -124,7 +139,21 @@ class _Scales:
         self._ranks = _patterns(config, "rank_pattern", path)
         self._alphas = _patterns(config, "alpha_pattern", path)
 
-    def of(self, module: str, rank: int, where: str) -> float:
+    def of_parameters(self, experts: str, parameters: Sequence[str], where: str) -> tuple[int, float]:
+        """Returns rank and scale of a module's parameters, of which files do not say which one they are of. Raises
+        CheckpointError where these differ."""
+        names = [f"{experts}.{one.rpartition('.')[2]}" for one in parameters]
+        ranks = {_matched(self._ranks, name, self._rank) for name in names}
+        rank, known = next(iter(ranks)), len(ranks) == 1 and ranks <= set(range(1, MAX_RANK + 1))
+        scales = {self.of(name, rank, where) for name in names} if known else set()
+        if len(scales) != 1:
+            raise CheckpointError(
+                f"{where}: expected one rank, a whole number, and one alpha of all of experts' parameters; found ranks "
+                f"{show(sorted(map(str, ranks)))}: rank_pattern and alpha_pattern of one of them are not served"
+            )
+        return int(rank), scales.pop()
+
+    def of(self, module: str, rank: float, where: str) -> float:
         wanted = _matched(self._ranks, module, self._rank)
         if wanted != rank:
             raise CheckpointError(f"{where}: expected the rank that {CONFIG} has, {show(wanted)}; found {rank}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters import gguf, peft
 from draftwing.models.adapters.adapter import MAX_RANK, Adapter
-from draftwing.models.adapters.files import CONFIG, read_config
+from draftwing.models.adapters.files import CONFIG, WEIGHTS, read_config
+from draftwing.models.adapters.groups import kinds_of
 from draftwing.models.config import ModelConfig
 
 
@@ -25,6 +28,19 @@ def stored_rank(path: Path) -> int:
     patterns = config.get("rank_pattern") or {}
     ranks = [config.get("r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
     return max((rank for rank in ranks if isinstance(rank, int) and 0 < rank <= MAX_RANK), default=1)
+
+
+def stored_kinds(path: Path) -> set[str]:
+    """Returns which of `WIDE` an adapter has matrices of, by the names of its tensors; none of one that cannot be read.
+    Raises CheckpointError where there is none."""
+    if _is_file(path):
+        return kinds_of(gguf.stored_names(path))
+    try:
+        with safe_open(path / WEIGHTS, "pt") as file:
+            # Of all experts a module is called so itself.
+            return kinds_of(name.replace(".lora_", ".") for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return set()
 
 
 def _is_file(path: Path) -> bool:

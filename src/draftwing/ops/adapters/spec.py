@@ -50,10 +50,10 @@ class AdapterWeights(NamedTuple):
         self.up[slot - 1, :rank, begin:end].copy_(up.T)
         self.ranks[slot - 1, place], self.scales[slot - 1, place] = rank, scale
 
-    def clear(self, slot: int) -> None:
-        """Lets a slot, from 1 on, add nothing."""
+    def clear(self, slot: int, count: int = 1) -> None:
+        """Lets so many slots, from 1 on, add nothing."""
         for part in (self.ranks, self.scales, self.down, self.up):
-            part[slot - 1].zero_()
+            part[slot - 1 : slot - 1 + count].zero_()
 
 
 class QueryAdapters:
