@@ -22,6 +22,7 @@ from draftwing.config import aliases
 from draftwing.config.aliases import DEFAULT_MODEL, HubModel
 from draftwing.config.options import Options
 from draftwing.engine.lookup_memory import LookupMemory
+from draftwing.kv.prefix_store import Entry, PrefixStore, owner_of
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.models.hub import default_model_file
@@ -188,6 +189,16 @@ def test_traffic_is_listed_and_deleted(learnt: Path, tmp_path: Path, capsys: pyt
     run(capsys, "traffic", "rm", "anonymous", *options)
     assert "nothing" in run(capsys, "traffic", "list", *options)
     assert "alice" in run(capsys, "heads", "list", *options)
+
+
+def test_cached_prefixes_are_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for client in ("alice", "", "bob"):
+        store = PrefixStore(tmp_path, bytes(16), 10**6)
+        store.write(Entry(client.encode().ljust(16), bytes(16), owner_of(client), 64), b"keys")
+    assert run(capsys, "traffic", "rm", "alice", "--prefix-cache-dir", str(tmp_path)).startswith("deleted 1 blocks")
+    run(capsys, "traffic", "rm", "anonymous", "--prefix-cache-dir", str(tmp_path))
+    store = PrefixStore(tmp_path, bytes(16), 10**6)
+    assert len(store) == 1 and b"bob".ljust(16) in store
 
 
 def test_a_running_server_deletes(learnt: Path, capsys: pytest.CaptureFixture[str]) -> None:

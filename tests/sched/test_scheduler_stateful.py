@@ -216,7 +216,7 @@ class Serving(RuleBasedStateMachine):
         self.policy.next = shape
         self.sched._prefills._waited = 100 * (shape % 2 == 1)
         if self.sched.config.deferral.by_slot and self.sched.config.skips_extend:
-            self.sched._catch_ups._prompts._rested = 100 * (shape % 3 > 0)
+            self.sched.catch_ups._prompts._rested = 100 * (shape % 3 > 0)
         before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size
         plan = self.sched.plan()
         self.hear()
@@ -366,7 +366,7 @@ def any_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def match_everything(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, KVManager, "_may_reuse", lambda method, self, req: len(req.tokens))
+    wrap(patch, KVManager, "may_reuse", lambda method, self, req: len(req.tokens))
 
 
 def narrow_windows(patch: pytest.MonkeyPatch) -> None:

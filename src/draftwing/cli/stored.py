@@ -168,6 +168,7 @@ def add_learning_commands(commands: Any) -> dict[str, Run]:
     removed.add_argument("client", metavar="CLIENT", help='name of its API key; "anonymous" for requests without one')
     removed.add_argument("--learn", metavar="DIR", help="from this folder, which no server has open")
     removed.add_argument("--speculative-memory", metavar="FILE", help="from this file, which no server has open")
+    removed.add_argument("--prefix-cache-dir", metavar="DIR", help="from this folder")
     removed.add_argument("--url", metavar="URL", help="from all that a running server has")
     removed.add_argument("--api-key", metavar="STR", help="for --url: a key that may do so")
     return {"heads": run_heads, "traffic": run_traffic}
@@ -226,7 +227,8 @@ def _heads_table(records: list[HeadRecord], current: int | None) -> str:
 
 def run_traffic(arguments: dict[str, Any]) -> None:
     if arguments["action"] == "rm":
-        _remove(**{name: arguments[name] for name in ("client", "learn", "speculative_memory", "url", "api_key")})
+        names = ("client", "learn", "speculative_memory", "prefix_cache_dir", "url", "api_key")
+        _remove(**{name: arguments[name] for name in names})
         return
     found = TrafficStore(_folder(arguments["learn"])).clients()
     if arguments["json"]:
@@ -243,11 +245,14 @@ def run_traffic(arguments: dict[str, Any]) -> None:
 
 
 def _remove(
-    client: str, learn: str | None, speculative_memory: str | None, url: str | None, api_key: str | None
-) -> None:
+    client: str, learn: str | None, speculative_memory: str | None, prefix_cache_dir: str | None, url: str | None,
+    api_key: str | None,
+) -> None:  # fmt: skip
     """Deletes a client's traffic where it is told to, and says what there was."""
-    if (url is None) == (learn is None and speculative_memory is None):
-        raise ConfigError("give --url of a running server, or --learn and --speculative-memory where none runs")
+    if (url is None) == (learn is None and speculative_memory is None and prefix_cache_dir is None):
+        raise ConfigError(
+            "give --url of a running server, or --learn, --speculative-memory and --prefix-cache-dir where none runs"
+        )
     found: dict[str, Any] = {"exchanges": 0, "heads": [], "lookups": 0}
     if url is not None:
         from draftwing.cli.client import Client
@@ -262,6 +267,13 @@ def _remove(
         from draftwing.engine.lookup_memory import delete_client
 
         found["lookups"] = sum(delete_client(speculative_memory, name) for name in names_of(client))
+    if prefix_cache_dir is not None:
+        from draftwing.kv.prefix_store import delete_client as delete_prefixes
+
+        path = Path(prefix_cache_dir).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"--prefix-cache-dir: {path} is no folder")
+        print(f"deleted {sum(delete_prefixes(path, name) for name in names_of(client))} blocks of cached prefixes")
     print(f"deleted {found['exchanges']} exchanges and {found['lookups']} answers for lookups of {client}")
     if found["heads"]:
         numbers = ", ".join(map(str, found["heads"]))

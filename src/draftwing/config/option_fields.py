@@ -309,6 +309,15 @@ class OptionFields:
         "(CUDA) and int8 (CPU): twice the tokens", choices=("auto", "float32", "bfloat16", "fp8_e4m3", "int8"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
+    prefix_cache_dir: str | None = option(
+        None, MEMORY,
+        "folder that keeps the KV of prompts and answers, so that conversations go on after a restart without their "
+        "prefill (default: it is forgotten)", metavar="DIR",
+    )  # fmt: skip
+    prefix_cache_size: float = option(
+        16.0, MEMORY, "most GB of --prefix-cache-dir; what saves fewest tokens and was used longest ago goes first",
+        minimum=0.001, maximum=2**20,
+    )  # fmt: skip
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
     num_threads: int | None = option(

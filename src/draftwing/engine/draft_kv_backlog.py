@@ -108,6 +108,11 @@ class DraftKVBacklog:
             assert hidden is not None
             self._ops.put_rows(self._slots, slots, hidden)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Returns what it keeps by KV slot, which is the first axis."""
+        return [] if self._slots is None else [self._slots]
+
     def clear(self, slots: Tensor) -> None:
         """Zeroes the hidden states of these slots [n]."""
         if self._slots is not None:

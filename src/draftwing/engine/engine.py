@@ -38,6 +38,7 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.models import draft_path_of
@@ -64,10 +65,6 @@ from draftwing.text.tokenizer import Tokenizer, bad_word_ids
 log = logging.getLogger("draftwing")
 RECEIVED = 32  # new requests for each step, beyond what could run at once
 ENDED = 128  # requests that end for each step
-# Without a request, after which one thing is done that the start has left, for which a request has to wait: graphs of a
-# batch size and tree some 0.07 s, a long prompt up to 0.2, once how fast memory is read up to 0.5 (docs/dev/start.md).
-# Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
-# benchmarks/sim/captures.py.
 # Without a request, after which one thing is done that the start has left, for which a request has to wait: graphs of a
 # batch size and tree some 0.07 s, a long prompt up to 0.2, once how fast memory is read up to 0.5 (docs/dev/start.md).
 # Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
@@ -195,6 +192,8 @@ class Engine:
             self._watch_head(draft_path_of(self.options) or path)
             if memory is not None:
                 self._remember(memory)
+            if options.prefix_cache_dir is not None:
+                self._save_prefixes(SavedPrefixes.opened(self.options, parts, provenance))
             made.pop_all()
 
     def _start(
@@ -267,6 +266,7 @@ class Engine:
                 self.options.max_loras, self.options.max_lora_rank or 0, put, time.monotonic
             )
         self._memory: LookupMemory | None = None
+        self._saved: SavedPrefixes | None = None
         self._forgetting = threading.Lock()  # held while it is decided whether an answer is kept
 
     def _watch_head(self, folder: Path) -> None:
@@ -289,6 +289,19 @@ class Engine:
         memory.learnt = policy.learnt
         self._memory = memory
         memory.start()
+
+    def _save_prefixes(self, saved: SavedPrefixes | None) -> None:
+        """Has prefixes kept for the next engine, and takes those of the one before."""
+        if saved is not None:
+            self._saved = saved
+            self.parts.sched.cached = self._cached
+            self.parts.sched.kv.spoilt = saved.spoilt
+
+    def _cached(self, req: Req) -> None:
+        """Has kept what is cached of a request, unless its client was forgotten meanwhile."""
+        with self._forgetting:
+            if self._saved is not None and req.salt == self._namespaces.of(req.request):
+                self._saved.cached(req)
 
     def _answered(self, req: Req, reason: dict[str, Any]) -> None:
         if req.adapter:
@@ -319,7 +332,11 @@ class Engine:
         with self._forgetting:
             self._namespaces.forget(client)
             self._checks.forget(client)
-        return 0 if self._memory is None else self._memory.delete(client)
+        try:
+            return 0 if self._memory is None else self._memory.delete(client)
+        finally:
+            if self._saved is not None:
+                self._saved.forget(client)
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run. `step` does it, too, where it waits for long."""
@@ -360,6 +377,8 @@ class Engine:
             self.parts.executor.run_on_all_ranks(Executor.flush)
             if self._memory is not None:
                 self._memory.clear()
+            if self._saved is not None:
+                self._saved.clear()
             return True
 
     def swap_draft(self, folder: Path | None) -> None:
@@ -431,6 +450,7 @@ class Engine:
             **self._state_stats(),
             **self._checks.stats(),
             **({} if self._adapters is None else self._adapters.stats),
+            **({} if self._saved is None else self._saved.stats()),
             **self.reporter.stats(),
         }
 
@@ -484,7 +504,9 @@ class Engine:
         parts = self.parts
         while not self._input.wait(IDLE_SECONDS if self._has_later else None):
             with self._turning:
-                if parts.later:
+                if self._saved is not None and self._saved.pending:
+                    self._saved.write_some(lambda: not self._input.empty)
+                elif parts.later:
                     self._unless_loading(parts.run_later)
                 elif not self._knows_rate:
                     self.measure_read_rate()
@@ -494,7 +516,8 @@ class Engine:
     @property
     def _has_later(self) -> bool:
         """Returns whether there is something to do for when nothing runs."""
-        return bool(self.parts.later) or not self._knows_rate or self._checks.pending
+        saves = self._saved is not None and self._saved.pending
+        return saves or bool(self.parts.later) or not self._knows_rate or self._checks.pending
 
     def _begin_check(self) -> bool:
         """Has the next answer replayed that waits for it, alone; False where none does."""
@@ -543,6 +566,8 @@ class Engine:
                 parts.keep_costs()
                 parts.lengths.clear()
                 self._knows_rate = True  # nobody asks any more
+                if self._saved is not None:
+                    self._saved.write_all()
                 parts.executor.close()
                 if self._memory is not None:
                     self._memory.close()
@@ -571,6 +596,12 @@ class Engine:
                 raise
             raise blamed from error
 
+    def _schedule(self, req: Req) -> None:
+        """Gives the scheduler a request, and the prefix cache what the disk has of its prompt."""
+        if self._saved is not None:
+            self._saved.bring_back(req)
+        self.parts.sched.submit(req)
+
     def _receive(self) -> None:
         """What could run at once is taken at once, of all else a part."""
         sched = self.parts.sched
@@ -587,18 +618,18 @@ class Engine:
             self._stop_check()
         for req in new:
             if not req.request.adapters:
-                sched.submit(req)
+                self._schedule(req)
                 continue
             assert adapters is not None
             if adapters.enter(req):
-                sched.submit(req)
+                self._schedule(req)
 
     def _receive_adapted(self, adapters: EngineAdapters) -> None:
         """Takes requests that waited for a slot for their adapter."""
         for req in adapters.expired(time.monotonic()):
             self.parts.sched.refuse(req, TIMED_OUT)
         while (found := adapters.next()) is not None:
-            self.parts.sched.submit(found)
+            self._schedule(found)
 
     def _admissible(self, request: GenerationRequest) -> Req:
         request = self.info.admit(request)

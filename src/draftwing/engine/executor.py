@@ -227,6 +227,11 @@ class Executor:
         if self._backlog is not None:
             self._backlog.clear(device_slots)
 
+    @property
+    def by_slot(self) -> list[Tensor]:
+        """Returns all that is kept of tokens by KV slot, which is the first axis."""
+        return [*self.attn.pool.tensors, *(() if self._backlog is None else self._backlog.tensors)]
+
     def shorten_timeouts(self) -> None:
         """Does as `Ranks.shorten_timeouts`, now that all ranks have started."""
         self.model.ranks.shorten_timeouts()

@@ -95,6 +95,14 @@ class DraftExtendPlanner:
             self._add(req)
         req.behind = 0
 
+    def seen(self, slots: IntArray) -> np.ndarray:
+        """Returns of which cached slots [n] the drafter has its own KV."""
+        return self._prompts.seen(slots)
+
+    def note_seen(self, slots: IntArray, seen: np.ndarray) -> None:
+        """Notes what `seen` has said of KV that lies in these slots [n] now."""
+        self._prompts.note_seen(slots, seen)
+
     def take_shown(self) -> tuple[DraftChunk, ...]:
         """Returns `Plan.shown` of the next plan."""
         return self._prompts.take()
@@ -180,6 +188,14 @@ class PromptBacklog(Protocol):
         """`DraftExtend.texts` of the next plan."""
         ...
 
+    def seen(self, slots: IntArray) -> np.ndarray:
+        """Does what `DraftExtendPlanner.seen` promises."""
+        return np.ones(len(slots), bool)  # what is cached is complete
+
+    def note_seen(self, slots: IntArray, seen: np.ndarray) -> None:
+        """Does what `DraftExtendPlanner.note_seen` promises."""
+        return None
+
 
 class HiddenStateBuffer(PromptBacklog):
     """Keeps the target's hidden states for a drafter that needs them, each prompt's in places of its own. Where
@@ -263,6 +279,12 @@ class RecomputeFromTokens(PromptBacklog):
     def share(self, req: Req) -> None:
         if not req.skipped and (first := self._first(req, req.kv)) < req.kv:
             self._due[req.row] = req.slots[: req.kv], first
+
+    def seen(self, slots: IntArray) -> np.ndarray:
+        return self._seen[slots]
+
+    def note_seen(self, slots: IntArray, seen: np.ndarray) -> None:
+        self._seen[slots] = seen
 
     def _first(self, req: Req, end: int) -> int:
         """Returns the first of its positions below `end` that the drafter has not seen, `end` if there is none."""

@@ -10,7 +10,7 @@ behind one system prompt all but the first wait."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -151,6 +151,7 @@ class KVManager:
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
         self._inflight = InflightPrefixes()
         self._quarantined: list[IntArray] = []  # slots, see `take_quarantined`
+        self.spoilt: Callable[[], object] = lambda: None  # is told of each `quarantine`
 
     # -- to requests ------------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class KVManager:
         alike = [one for one in found if one[1] >= MIN_SHARED_TOKENS]
         if not alike:
             return False
-        most = self._may_reuse(req)
+        most = self.may_reuse(req)
         cached = len(self.radix.match(tokens, req.salt, most).slots)
         saved = [(self._reusable(other, min(common, most)) - cached, left) for other, common, left in alike]
         return any(less >= MIN_SHARED_TOKENS and left <= MAX_LEFT_PER_SHARED * less for less, left in saved)
@@ -196,7 +197,7 @@ class KVManager:
     def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
         """Gives it a row and what is cached of its tokens; False, and nothing changes, where they would leave fewer
         than `reserve` slots to others who run."""
-        most = self._may_reuse(req)
+        most = self.may_reuse(req)
         match = self.radix.match(tokens, req.salt, most)
         self.radix.lock(match.node)
         cached = len(match.slots)
@@ -226,12 +227,65 @@ class KVManager:
         )  # fmt: skip
         return True
 
-    def _may_reuse(self, req: Req) -> int:
+    def may_reuse(self, req: Req) -> int:
         """Returns most cached positions that a request can use: it must run the last one, and those whose outcome it
         wants."""
         most = len(req.tokens) - max(1, self._lookahead)
         wanted = req.next_prompt_logprob
         return most if wanted is None else min(most, max(wanted - 1, 0))
+
+    def cached(self, req: Req) -> int:
+        """Returns how many tokens of a waiting request it could begin with now."""
+        match = self.radix.match(req.array, req.salt, self.may_reuse(req))
+        self.radix.lock(match.node)
+        self.radix.unlock(match.node)  # a root that nobody needs goes
+        return len(match.slots)
+
+    def bring_back(self, req: Req, upto: int, fill: Callable[[int, IntArray], int]) -> int:
+        """Caches KV of a waiting request's tokens that lies elsewhere, as far as there are slots for all of it.
+
+        upto: positions.  fill: called with the first position that is not cached and slots for it and those behind it;
+        returns up to which position it has filled them. Returns up to which position there is KV now."""
+        match = self.radix.match_kv(req.array, req.salt, upto)
+        start = len(match.slots)
+        need = upto - start
+        self.radix.lock(match.node)
+        try:
+            if need <= 0 or need > self.obtainable:
+                return start
+            if need > self.pool.available:
+                self.pool.free(self.radix.evict(need - self.pool.available))
+            new, end = self.pool.alloc(need), start
+            try:
+                end = fill(start, new)
+            finally:
+                self.pool.free(new[end - start :])
+            if end > start:
+                slots, owned = np.concatenate((match.slots, new[: end - start])), np.arange(end) >= start
+                self.radix.insert(req.array[: end + self._lookahead], slots, owned, req.salt)
+            return end
+        finally:
+            self.radix.unlock(match.node)
+
+    def bring_back_state(self, req: Req, position: int, fill: Callable[[int], bool]) -> bool:
+        """Does so with a snapshot of recurrent states after so many tokens, whose KV is cached. fill: called with a
+        state slot; whether it has filled it."""
+        assert self.states is not None
+        node = self.radix.node_at(req.array, req.salt, position)
+        if node is None or node.state:
+            return node is not None
+        self.radix.lock(node)  # to take a slot may drop snapshots, and never evicts KV
+        try:
+            slot = self.states.take_free()
+            if not slot:
+                return False
+            if not fill(slot):
+                self.states.free(slot)
+                return False
+            self.states.keep(node, slot, True)
+            return True
+        finally:
+            self.radix.unlock(node)
 
     def cover(self, req: Req, upto: int) -> bool:
         """Gives `req` slots for positions below `upto`; False, and nothing changes, where there are not enough."""
@@ -341,6 +395,7 @@ class KVManager:
         may have read: some of it may be what spoils them."""
         self._quarantined.append(_owned(req))
         req.kv = 0
+        self.spoilt()
 
     def quarantine_cache(self) -> None:
         """Does as `quarantine`, of what is cached and nobody reads."""

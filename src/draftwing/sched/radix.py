@@ -76,14 +76,28 @@ class RadixCache:
         node = self.root(salt)
         if not self.enabled:
             return Match(node, np.empty(0, np.int64))
-        node, reach = self._walk(node, self._windows(tokens)[: max(limit, 0)])
+        node, reach = self._walk(node, self.windows(tokens)[: max(limit, 0)])
         if self.drop_state is not None:
             node = next(step for step in _path(node) if step.state or step.parent is None)
         return Match(node, self.path_slots(node), reach)
 
+    def match_kv(self, tokens: IntArray, salt: int, limit: int) -> Match:
+        """Returns the longest prefix with cached KV, whether or not there is a state at its end."""
+        node, reach = self._walk(self.root(salt), self.windows(tokens)[: max(limit, 0)])
+        return Match(node, self.path_slots(node), reach)
+
+    def snapshots(self, node: Node) -> list[tuple[int, int]]:
+        """Returns positions with a state on the path to the end of `node`, and the state's slot, the last one first."""
+        end, found = sum(len(step.slots) for step in _path(node)), []
+        for step in _path(node):
+            if step.state:
+                found.append((end, step.state))
+            end -= len(step.slots)
+        return found
+
     def node_at(self, tokens: IntArray, salt: int, length: int) -> Node | None:
         """Returns the node at the end of so many positions; None where they are not all cached."""
-        node, done = self._walk(self.root(salt), self._windows(tokens)[:length])
+        node, done = self._walk(self.root(salt), self.windows(tokens)[:length])
         return node if done == length else None
 
     def path_slots(self, node: Node) -> IntArray:
@@ -96,7 +110,7 @@ class RadixCache:
         node = self.root(salt)
         if not self.enabled:
             return node
-        keys = self._windows(tokens)
+        keys = self.windows(tokens)
         node, done = self._walk(node, keys)
         if done < len(keys):
             assert owned[done : len(keys)].all(), "a slot beyond the tree's path must be the caller's"
@@ -152,7 +166,8 @@ class RadixCache:
         parts = [node.slots for node in self.nodes()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _windows(self, tokens: IntArray) -> IntArray:
+    def windows(self, tokens: IntArray) -> IntArray:
+        """Returns the keys of all positions that have one, [positions, window]."""
         if len(tokens) < self.window:
             return np.empty((0, self.window), np.int64)
         return sliding_window_view(tokens, self.window)

@@ -82,12 +82,14 @@ class Scheduler:
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
-        self._catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
+        self.catch_ups = DraftExtendPlanner(config.skips_extend, config.max_backlog, config.deferral, config.slots)
         # Is told each request that was not aborted, at its end, and why it ended; none that is private.
         self.answered: Callable[[Req, dict[str, Any]], None] = lambda req, reason: None
+        # Is told each request that ends while it runs, aborted or not, when its KV is cached; none that is private.
+        self.cached: Callable[[Req], None] = lambda req: None
         self._news: list[Output] = []
         self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
-        self.results = Results(self.kv, self.choice, self._catch_ups, self._prompt_logprobs, self._finish, self._news)
+        self.results = Results(self.kv, self.choice, self.catch_ups, self._prompt_logprobs, self._finish, self._news)
 
     # -- requests in, requests out ------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class Scheduler:
         if not self.idle:
             return False
         self.kv.flush()
-        self._catch_ups.clear()
+        self.catch_ups.clear()
         return True
 
     # -- planning -----------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Scheduler:
                     self._alone = True
                     break
                 continue
-            kept = self._catch_ups.prefill(req, length, final)
+            kept = self.catch_ups.prefill(req, length, final)
             saves = () if self.kv.states is None else self.kv.states.saves(req, length)
             chunks.append(Chunk(req.row, req.sent, length, final, kept, saves))
             chosen.append(req)
@@ -309,7 +311,7 @@ class Scheduler:
             return None
         waiting = self._prompts_wait
         mixes = mixes if waiting else None
-        shape = self.choice.choose(ready, self._prefilled, waiting, self._catch_ups.passes(ready), mixes)
+        shape = self.choice.choose(ready, self._prefilled, waiting, self.catch_ups.passes(ready), mixes)
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []
@@ -321,7 +323,7 @@ class Scheduler:
         if not chosen:
             return None
         max_kv_len, most = max(req.bound for req in chosen), shape.max_commit
-        self._catch_ups.plan(self._steps, shape, chosen)
+        self.catch_ups.plan(self._steps, shape, chosen)
         for req in chosen:
             req.bound += most
             req.inflight += 1
@@ -333,13 +335,13 @@ class Scheduler:
         `ShapePolicy.explain` does."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
         mixes = self._mixes(ready) if self._prompts_wait else None
-        context = self.choice.context(ready, self._prefilled, self._catch_ups.passes(ready), mixes)
+        context = self.choice.context(ready, self._prefilled, self.catch_ups.passes(ready), mixes)
         return context, self.choice.explain(ready, context)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
-            self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self._catch_ups.take(),
-            self._catch_ups.take_shown(), self.kv.take_states(),
+            self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self.catch_ups.take(),
+            self.catch_ups.take_shown(), self.kv.take_states(),
         )  # fmt: skip
         if self.kv.states is not None:
             self.kv.states.planned(reqs, 0 if chunks else shape.nodes)
@@ -381,7 +383,7 @@ class Scheduler:
         self.waiting.requeue(req)
 
     def _release(self, req: Req) -> None:
-        self._catch_ups.release(req, self.kv.radix.enabled and not req.private)
+        self.catch_ups.release(req, self.kv.radix.enabled and not req.private)
         self.kv.release(req)
         self.running.remove(req)
         req.row = req.admission = -1
@@ -404,6 +406,8 @@ class Scheduler:
         if req.running:
             req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
             self._release(req)
+            if not req.private:
+                self.cached(req)
         else:
             self.waiting.leave(req)
         req.state = ReqState.DONE

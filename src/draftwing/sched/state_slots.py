@@ -100,7 +100,7 @@ class StateSlots:
         for node in [node for node in (*self._past, *self._next) if not node.pins]:
             self.drop(node)
 
-    def _take(self) -> int:
+    def take_free(self) -> int:
         """Returns a free slot, or that of the first snapshot to be evicted; 0 where there is none."""
         if not self._free:
             node = next((node for node in chain(self._past, self._next) if not node.pins), None)
@@ -134,7 +134,7 @@ class StateSlots:
             self._begun(node)
             self._pinned += not node.pins
             node.pins += 1
-        read, write, spare = node.state, self._take(), self._take()
+        read, write, spare = node.state, self.take_free(), self.take_free()
         assert write and spare, "there was no room"
         req.states = HeldStates(read, write, spare, node if read else None, self._positions(req, length, reach))
         self._entries[req.row] = read, write, length
@@ -170,7 +170,7 @@ class StateSlots:
         held, found = req.states, []
         assert held is not None
         for position in sorted(held.wanted):
-            if req.sent < position <= req.sent + length and (slot := self._take()):
+            if req.sent < position <= req.sent + length and (slot := self.take_free()):
                 held.saves.append((position, slot))
                 found.append((position - req.sent, slot))
         return tuple(found)

@@ -1,0 +1,277 @@
+"""A folder of cached prefixes: files of `BLOCK` positions each, found by a digest of all tokens up to their end.
+
+The digest of a block is one of the digest before it and of its own keys; the first one before it is that of a
+*namespace*: client, salt and adapter. Below the folder each *identity* has a folder of its own: model files, formats,
+versions, all on which bits of a cache depend. A file's name has all that the budget needs to know, so a start reads
+names alone. What a file holds is believed by its checksum: a torn, foreign or older one is removed, as if it had not
+been there.
+
+Several engines may have one folder: files appear whole, are never changed, and may go at any time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import re
+import shutil
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from draftwing.core import IntArray
+from draftwing.files import PARTIAL, lock_file, make_private
+
+BLOCK: Final = (
+    64  # positions of a file; snapshots of recurrent states lie at multiples of it, too (`state_slots.GRAIN`)
+)
+VERSION: Final = 1  # of names and files
+DIGEST: Final = 16  # bytes
+_OWNER: Final = 8
+_MAGIC: Final = b"DWPREFIX"
+_HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{_OWNER}sIQI")
+_CHECK: Final = 16  # bytes of the header's own checksum
+_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{1,8})\.kv")
+_FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
+_AGE: Final = 60.0  # seconds that are nothing: what was used within the last minute is all as new
+_SPARE: Final = 0.05  # of the limit that is freed at once, where something has to go
+
+
+class Entry(NamedTuple):
+    """A file. digest: of all tokens up to its end.  parent: the same of the block before, or of a state's own block.
+    owner: a digest of the client.  end: positions up to its end."""
+
+    digest: bytes
+    parent: bytes
+    owner: bytes
+    end: int
+
+
+class Stored(NamedTuple):
+    """A file that is there. folder: its name.  used: when it was written or read last, seconds since 1970."""
+
+    folder: str
+    entry: Entry
+    size: int
+    used: float
+
+
+def delete_client(folder: Path, client: str) -> int:
+    """Removes a client's files of all models and versions. Returns how many there were. Raises OSError."""
+    owner, found = owner_of(client).hex(), 0
+    for path in folder.glob("prefixes-v*/*.kv"):
+        if (match := _NAME.fullmatch(path.name)) is not None and match[3] == owner:
+            path.unlink(missing_ok=True)
+            found += 1
+    return found
+
+
+def digest_of(*parts: bytes, size: int = DIGEST) -> bytes:
+    """Returns a digest of parts, none of which can be taken for another."""
+    found = blake2b(digest_size=size)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
+
+
+def owner_of(client: str) -> bytes:
+    """Returns `Entry.owner` of a client's files."""
+    return digest_of(b"owner", client.encode(), size=_OWNER)
+
+
+def block_digests(namespace: bytes, keys: IntArray) -> Iterator[bytes]:
+    """Yields the digest of each whole block of a text. keys [positions, window] int64: as of the prefix cache."""
+    before = namespace
+    for at in range(0, len(keys) - BLOCK + 1, BLOCK):
+        before = digest_of(before, keys[at : at + BLOCK].tobytes())
+        yield before
+
+
+def state_digest(block: bytes) -> bytes:
+    """Returns the digest of a snapshot of recurrent states at the end of a block."""
+    return digest_of(b"state", block)
+
+
+class PrefixStore:
+    """One thread at a time may call it. size: bytes of all files, of other identities, too."""
+
+    def __init__(self, folder: Path, identity: bytes, limit: int) -> None:
+        """identity: `DIGEST` bytes.  limit: bytes of all files together. Raises OSError where the folder cannot be
+        made."""
+        self._root, self._identity, self._limit = folder, identity, limit
+        self._name = f"prefixes-v{VERSION}-{identity.hex()}"
+        self._folder = folder / self._name
+        self._files: dict[tuple[str, bytes], Stored] = {}
+        self.size = 0
+        make_private(self._folder)
+        self.refresh()
+        self._make_room(0, ())
+
+    def refresh(self) -> None:
+        """Looks at what is there: other engines may write and remove files, too."""
+        self._files, self.size = {}, 0
+        for folder in self._folders():
+            with suppress(OSError), os.scandir(folder) as found:
+                for file in found:
+                    with suppress(OSError):
+                        self._look(folder, file)
+
+    def _folders(self) -> Iterator[Path]:
+        """Yields folders of this version; removes those of others."""
+        with os.scandir(self._root) as found:
+            names = [one.name for one in found if one.is_dir(follow_symlinks=False)]
+        for name in names:
+            if (match := _FOLDER.fullmatch(name)) is None:
+                continue
+            if int(match[1]) == VERSION:
+                yield self._root / name
+            else:
+                shutil.rmtree(self._root / name, ignore_errors=True)
+
+    def _look(self, folder: Path, file: os.DirEntry[str]) -> None:
+        if file.name.endswith(PARTIAL):
+            self._remove_partial(Path(file.path))
+        elif (match := _NAME.fullmatch(file.name)) is not None:
+            stat = file.stat(follow_symlinks=False)
+            digest, parent, owner = (bytes.fromhex(part) for part in match.groups()[:3])
+            self._add(Stored(folder.name, Entry(digest, parent, owner, int(match[4], 16)), stat.st_size, stat.st_mtime))
+
+    @staticmethod
+    def _remove_partial(path: Path) -> None:
+        """Removes what a process left that was killed while it wrote: whoever writes has its lock."""
+        with suppress(OSError), lock_file(path):
+            path.unlink()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return (self._name, digest) in self._files
+
+    def __len__(self) -> int:
+        return sum(folder == self._name for folder, _ in self._files)
+
+    # -- reading and writing ------------------------------------------------------------------------------------------
+
+    def write(self, entry: Entry, data: bytes | memoryview, keep: Collection[bytes] = ()) -> bool:
+        """Writes a file, or leaves it out where there is no room. keep: digests that may not go for it. Raises
+        OSError."""
+        size = _HEADER.size + _CHECK + len(data)
+        if not self._make_room(size, keep):
+            return False
+        path = self._path(entry)
+        partial = path.with_name(f"{os.getpid():x}-{os.urandom(8).hex()}{PARTIAL}")
+        try:
+            with lock_file(partial) as lock, open(lock.fileno(), "wb", buffering=0, closefd=False) as file:
+                for part in (_header(self._identity, entry, data), memoryview(data).cast("B")):
+                    while len(part):
+                        part = part[file.write(part) :]
+                partial.rename(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        self._add(Stored(self._name, entry, size, time.time()))
+        return True
+
+    def read(self, digest: bytes) -> memoryview | None:
+        """Returns what was written; None, and removes the file, where it is not what it should be."""
+        stored = self._files.get((self._name, digest))
+        if stored is None:
+            return None
+        path, at = self._path(stored.entry), 0
+        try:
+            with path.open("rb", buffering=0) as file:
+                content = bytearray(os.fstat(file.fileno()).st_size)  # nobody else's, so that it can be a tensor
+                while (got := file.readinto(memoryview(content)[at:])) and (at := at + got) < len(content):
+                    pass
+        except OSError:
+            self._drop(stored)
+            return None
+        start = _HEADER.size + _CHECK
+        data = memoryview(content)[start:]
+        if content[:start] != _header(self._identity, stored.entry, data):
+            self._remove(stored)
+            return None
+        return data
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Notes that files are of use now."""
+        now = time.time()
+        for digest in digests:
+            if (stored := self._files.get((self._name, digest))) is not None:
+                with suppress(OSError):
+                    os.utime(self._path(stored.entry), (now, now))
+                self._files[self._name, digest] = stored._replace(used=now)
+
+    def delete(self, owner: bytes | None = None) -> int:
+        """Removes an owner's files of all identities; None: all files of this one. Returns how many there were. Raises
+        OSError where one cannot be removed."""
+        self.refresh()
+        gone = [
+            one for one in self._files.values()
+            if (one.folder == self._name if owner is None else one.entry.owner == owner)
+        ]  # fmt: skip
+        for stored in gone:
+            (self._root / stored.folder / _name(stored.entry)).unlink(missing_ok=True)
+            self._drop(stored)
+        return len(gone)
+
+    # -- the budget ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self, size: int, keep: Collection[bytes]) -> bool:
+        """Removes files until there is room for so many bytes: those first that save least, tokens by time since they
+        were used. The end of a text goes before what it goes on from."""
+        if self.size + size <= self._limit:
+            return True
+        aim, now, kept = self._limit * (1 - _SPARE) - size, time.time(), frozenset(keep)
+
+        def rank(one: Stored) -> tuple[float, str, bytes]:
+            return one.entry.end / (max(now - one.used, 0.0) + _AGE), one.folder, one.entry.digest
+
+        children = Counter((one.folder, one.entry.parent) for one in self._files.values())
+        ends = [rank(one) for key, one in self._files.items() if not children[key] and key[1] not in kept]
+        heapq.heapify(ends)
+        while self.size > aim and ends:
+            _, folder, digest = heapq.heappop(ends)
+            stored = self._files[folder, digest]
+            self._remove(stored)
+            before = stored.folder, stored.entry.parent
+            children[before] -= 1
+            if not children[before] and before in self._files and before[1] not in kept:
+                heapq.heappush(ends, rank(self._files[before]))
+        return self.size + size <= self._limit
+
+    def _add(self, stored: Stored) -> None:
+        key = stored.folder, stored.entry.digest
+        if key in self._files:
+            self.size -= self._files[key].size
+        self._files[key] = stored
+        self.size += stored.size
+
+    def _drop(self, stored: Stored) -> None:
+        del self._files[stored.folder, stored.entry.digest]
+        self.size -= stored.size
+
+    def _remove(self, stored: Stored) -> None:
+        with suppress(OSError):
+            (self._root / stored.folder / _name(stored.entry)).unlink()
+        self._drop(stored)
+
+    def _path(self, entry: Entry) -> Path:
+        return self._folder / _name(entry)
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.digest.hex()}-{entry.parent.hex()}-{entry.owner.hex()}-{entry.end:x}.kv"
+
+
+def _header(identity: bytes, entry: Entry, data: bytes | memoryview) -> bytes:
+    fields = _HEADER.pack(
+        _MAGIC, VERSION, identity, entry.digest, entry.parent, entry.owner, entry.end, len(data), zlib.crc32(data)
+    )
+    return fields + digest_of(fields, size=_CHECK)

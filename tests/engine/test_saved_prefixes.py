@@ -1,0 +1,320 @@
+"""Conversations go on after a restart: the same text, and no prefill of what the disk has."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hybrid_models import layer_weights, reference, saved, with_layer
+from reference.block_heads import dflash_head
+from reference.checkpoints import eagle3_head, llama_target
+from reference.learnable import write_target
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM, SamplingParams
+from draftwing.config.options import Options
+from draftwing.engine.engine import Engine
+from draftwing.errors import ConfigError
+from draftwing.requests.request import GenerationRequest
+
+TOKENS = 40
+OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=6, eos_token_id=256, max_position_embeddings=1024)
+
+
+class Reply(NamedTuple):
+    tokens: list[int]
+    cached: int  # tokens of the prompt
+    steps: int = 0  # with drafts
+
+
+def opened(model: Path, folder: Path | None = None, **more: Any) -> Engine:
+    named = {} if folder is None else {"prefix_cache_dir": str(folder)}
+    known: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "num_threads": 1, "random_seed": 3, "max_total_tokens": 2048,
+        "max_running_requests": 4, "speculative_algorithm": "none", "chunked_prefill_size": 128,
+    }  # fmt: skip
+    return Engine(Options(model=str(model), **{**known, **named, **more}))
+
+
+def ask(engine: Engine, prompt: Sequence[int], temperature: float = 0.8, **fields: Any) -> Reply:
+    params = SamplingParams(max_new_tokens=TOKENS, temperature=temperature, sampling_seed=5, ignore_eos=True)
+    engine.submit(GenerationRequest("one", list(prompt), params, **fields))
+    tokens, meta = list[int](), dict[str, Any]()
+    while not engine.idle():
+        for output in engine.step():
+            tokens += output.token_ids
+            meta = output.meta or meta
+            assert output.finish_reason is None or output.finish_reason["type"] == "length", output.finish_reason
+    engine.parts.sched.check_integrity()
+    return Reply(tokens, meta["cached_tokens"], meta.get("spec_verify_ct", 0))
+
+
+def once(model: Path, folder: Path | None, prompt: Sequence[int], fields: Any = None, **more: Any) -> Reply:
+    """The answer of an engine that is started for it, and closed."""
+    engine = opened(model, folder, **more)
+    try:
+        return ask(engine, prompt, **(fields or {}))
+    finally:
+        engine.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("models") / "llama", plain=OF)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def made(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("hybrid") / kind
+        theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=1024)
+        if kind == "qwen3.5":
+            with_layer(folder, theirs, layer_weights(theirs))  # and its prediction layer
+        else:
+            saved(folder, theirs)
+        write_tokenizer(folder)
+        return folder
+
+    return cache(made)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_goes_on_after_a_restart(model: Path, tmp_path: Path, temperature: float) -> None:
+    fields, prompt = {"temperature": temperature}, tokens(500)
+    first = once(model, None, prompt, fields)
+    assert len(set(first.tokens)) > 8
+    assert once(model, tmp_path, prompt, fields) == first
+    again = once(model, tmp_path, prompt, fields)
+    assert again.tokens == first.tokens and again.cached == 448
+    turn = [*prompt, *first.tokens, *tokens(30, 1)]
+    plain, found = once(model, None, turn, fields), once(model, tmp_path, turn, fields)
+    assert found.tokens == plain.tokens and found.cached == 512 > plain.cached
+    # the turn itself was written behind what was there
+    assert once(model, tmp_path, [*turn, *plain.tokens, 1], fields).cached == 576
+
+
+def test_what_is_in_memory_is_not_read(model: Path, tmp_path: Path) -> None:
+    """A prompt of which memory has a beginning that is no whole number of blocks."""
+    prompt = tokens(500)
+    expected = once(model, tmp_path, prompt)
+    engine = opened(model, tmp_path)
+    assert ask(engine, [*prompt[:100], *tokens(30, 1)]).cached == 64
+    found = ask(engine, prompt)
+    assert found.tokens == expected.tokens and found.cached == 448
+    assert engine.stats()["prefix_cache_restored_tokens"] == 64 + 348
+    assert ask(engine, prompt).cached == 499 and engine.stats()["prefix_cache_restored_tokens"] == 64 + 348
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2"])
+def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    model, prompt = hybrid(kind), tokens(300)
+    first = once(model, None, prompt)
+    assert len(set(first.tokens)) > 8
+    assert once(model, tmp_path, prompt) == first
+    again = once(model, tmp_path, prompt)
+    assert again.tokens == first.tokens and again.cached == 256
+    turn = [*prompt[:270], *tokens(200, 1)]
+    assert once(model, tmp_path, turn)[:2] == (once(model, None, turn).tokens, 256)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["EAGLE3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "DFLASH", "STANDALONE"))]
+)
+def test_drafts_change_no_text(model: Path, tmp_path: Path, algorithm: str) -> None:
+    more: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_fixed_shape": True}
+    if algorithm == "STANDALONE":
+        more |= {"speculative_draft_model_path": str(model)}
+    elif algorithm != "NGRAM":
+        head = eagle3_head(OF, vocab_size=VOCAB) if algorithm == "EAGLE3" else dflash_head(OF)
+        more |= {"speculative_draft_model_path": str(head.write(tmp_path / "head"))}
+    prompt = tokens(500)
+    first = once(model, None, prompt)
+    turn = [*prompt, *first.tokens, *tokens(30, 1)]
+    plain = once(model, None, turn)
+    assert once(model, tmp_path / "kept", prompt, **more).tokens == first.tokens
+    found = once(model, tmp_path / "kept", turn, **more)
+    assert found.tokens == plain.tokens and found.cached >= 448
+    # without drafts the cache has another form, and is not read
+    assert once(model, tmp_path / "kept", turn) == plain
+    assert once(model, tmp_path / "kept", turn).cached >= 448
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
+def test_drafters_go_on_with_their_keys(model: Path, tmp_path: Path, algorithm: str) -> None:
+    """As many drafts are accepted as where the prefix is in memory; of the target's own, all."""
+    head = model if algorithm == "STANDALONE" else eagle3_head(OF, vocab_size=VOCAB).write(tmp_path / "head")
+    more: dict[str, Any] = {
+        "speculative_algorithm": algorithm, "speculative_fixed_shape": True, "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "speculative_draft_model_path": str(head),
+    }  # fmt: skip
+    prompt = tokens(450)
+    engine = opened(model, tmp_path / "kept", **more)
+    ask(engine, prompt, 0.0)
+    expected = ask(engine, prompt, 0.0)
+    engine.close()
+    found = once(model, tmp_path / "kept", prompt, {"temperature": 0.0}, **more)
+    assert found.cached == 448 and found.tokens == expected.tokens and found.steps == expected.steps
+    if algorithm == "STANDALONE":
+        assert found.steps <= TOKENS / 4 + 2
+
+
+def test_a_prediction_layer_s_keys_come_back(hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+    more: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_fixed_shape": True}
+    model, prompt = hybrid("qwen3.5"), tokens(300)
+    first = once(model, None, prompt)
+    for cached in (0, 256):
+        assert once(model, tmp_path, prompt, **more)[:2] == (first.tokens, cached)
+
+
+@pytest.mark.slow
+def test_other_models_and_formats_read_nothing(model: Path, tmp_path: Path) -> None:
+    prompt = tokens(200)
+    once(model, tmp_path / "kept", prompt)
+    other = write_target(tmp_path / "other", 0.3, plain=OF)
+    assert once(other, tmp_path / "kept", prompt) == once(other, None, prompt)
+    for more in ({"kv_cache_dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"context_length": 512}):
+        assert once(model, tmp_path / "kept", prompt, **more) == once(model, None, prompt, **more)
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert once(moved, tmp_path / "kept", prompt).cached == 192, "it is the same model"
+
+
+@pytest.mark.slow
+def test_clients_and_salts_stay_apart(model: Path, tmp_path: Path) -> None:
+    prompt = tokens(200)
+    names: list[dict[str, Any]] = [
+        {}, {"client": "alice"}, {"client": "bob"}, {"cache_salt": "alice"}, {"client": "alice", "cache_salt": "x"},
+        {"client": "alice", "cache_salt": ""},
+    ]  # fmt: skip
+    for fields in names:
+        assert once(model, tmp_path, prompt, fields).cached == 0
+    for fields in names:
+        assert once(model, tmp_path, prompt, fields).cached == 192
+    assert not any(b"alice" in path.read_bytes() or "alice" in path.name for path in tmp_path.rglob("*.kv"))
+
+
+def test_what_must_not_be_kept_is_in_no_file(model: Path, tmp_path: Path) -> None:
+    kept = tokens(100)
+    engine = opened(model, tmp_path)
+    ask(engine, kept)
+    ask(engine, [*kept, *tokens(300, 1)], learn=False)
+    assert ask(engine, [*kept, *tokens(300, 1)], learn=False).cached > 300, "while it runs it is cached as any other"
+    engine.close()
+    assert len(list(tmp_path.rglob("*.kv"))) == (100 + TOKENS - 1) // 64
+    assert once(model, tmp_path, [*kept, *tokens(300, 1)]).cached == 64
+
+
+@pytest.mark.slow
+def test_a_client_is_forgotten(model: Path, tmp_path: Path) -> None:
+    prompt = tokens(200)
+    for client in ("alice", "bob"):
+        once(model, tmp_path, prompt, {"client": client})
+    engine = opened(model, tmp_path)
+    ask(engine, tokens(200, 1), client="alice")  # waits to be written
+    engine.forget_client("alice")
+    engine.close()
+    assert [once(model, tmp_path, prompt, {"client": one}).cached for one in ("alice", "bob")] == [0, 192]
+    assert once(model, tmp_path, tokens(200, 1), {"client": "alice"}).cached == 0
+
+
+def test_a_flush_empties_it(model: Path, tmp_path: Path) -> None:
+    once(model, tmp_path, tokens(200))
+    engine = opened(model, tmp_path)
+    assert engine.flush_cache()
+    engine.close()
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+@pytest.mark.slow
+def test_damaged_files_change_no_text(model: Path, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for one in (model, hybrid("lfm2")):
+        prompt, folder = tokens(500), tmp_path / one.name
+        expected = once(one, folder, prompt).tokens
+        for _ in range(6):
+            files = sorted(folder.rglob("*.kv"))
+            for path in rng.sample(files, 2):
+                data, at = path.read_bytes(), rng.randrange(path.stat().st_size)
+                path.write_bytes(data[:at] if rng.random() < 0.5 else data[:at] + b"?" + data[at + 1 :])
+            assert once(one, folder, prompt).tokens == expected
+        found = [once(one, folder, prompt).cached for _ in range(4)]
+        assert found[-1] == 448, "what was damaged is written again"
+
+
+@pytest.mark.slow
+def test_a_small_pool_is_not_overfilled(model: Path, tmp_path: Path) -> None:
+    """Prompts come back while others run, in a pool that has no room for all of them."""
+    prompts = [tokens(300, seed) for seed in range(6)]
+    expected = [once(model, tmp_path, prompt).tokens for prompt in prompts]
+    engine = opened(model, tmp_path, max_total_tokens=800)
+    for uid, prompt in enumerate(prompts):
+        params = SamplingParams(max_new_tokens=TOKENS, temperature=0.8, sampling_seed=5, ignore_eos=True)
+        engine.submit(GenerationRequest(str(uid), prompt, params))
+    found: dict[str, list[int]] = {}
+    while not engine.idle():
+        for output in engine.step():
+            found.setdefault(output.uid, []).extend(output.token_ids)
+        engine.parts.sched.check_integrity()
+    assert [found[str(uid)] for uid in range(6)] == expected
+    assert engine.stats()["prefix_cache_restored_tokens"] >= 256
+    engine.close()
+
+
+def test_it_is_written_while_nothing_runs(model: Path, tmp_path: Path) -> None:
+    engine, blocks = opened(model, tmp_path), (300 + TOKENS - 1) // 64
+    engine.measure_read_rate()  # else that is done first
+    ask(engine, tokens(300))
+    assert not list(tmp_path.rglob("*.kv")), "no step waits for the disk"
+    waits = threading.Thread(target=engine.step, args=(True,))
+    waits.start()
+    until = time.monotonic() + 60
+    while len(list(tmp_path.rglob("*.kv"))) < blocks and time.monotonic() < until:
+        time.sleep(0.01)
+    engine.wake()
+    waits.join()
+    assert len(list(tmp_path.rglob("*.kv"))) == blocks
+    assert once(model, tmp_path, tokens(300)).cached == 256, "while the first one runs"
+    engine.close()
+
+
+def test_a_full_disk_is_said_and_nothing_fails(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened(model, tmp_path)
+    first = ask(engine, tokens(300))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda self, to: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        engine.close()
+    assert "No space left" in caplog.text and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert once(model, tmp_path, tokens(300)) == first
+
+
+def test_it_is_refused_where_it_cannot_work(model: Path, tmp_path: Path) -> None:
+    for more in ({"disable_radix_cache": True}, {"tp_size": 2}):
+        with pytest.raises(ConfigError, match="prefix_cache_dir"):
+            opened(model, tmp_path, **more)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir.*cannot be written"):
+        opened(model, tmp_path / "file")
+
+
+def test_llm_has_it(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_total_tokens": 1024}
+    params = {"temperature": 0.0, "max_new_tokens": 20}
+    for cached in (0, 192):
+        with LLM(str(model), **options, prefix_cache_dir=str(tmp_path), prefix_cache_size=0.01) as llm:
+            (answer,) = llm.generate([tokens(250)], params)
+            assert answer.meta_info["cached_tokens"] == cached
