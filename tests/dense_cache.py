@@ -53,6 +53,9 @@ class DenseCache(Attend):
         seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
         if kind.window:
             seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
+        if kind.chunk:
+            place = torch.arange(k.shape[0])
+            seen &= place // kind.chunk == place[k.shape[0] - q.shape[0] :, None] // kind.chunk
         if self.hidden is not None:
             seen &= ~self.hidden
             self.hidden = None

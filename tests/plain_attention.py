@@ -22,7 +22,8 @@ TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys rea
 def brute_force(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
     """The newest of S tokens: q [heads, dim], k, v [S, kv_heads, dim] -> [heads * dim] float64"""
     heads, dim = q.shape
-    k, v = (x[-kind.window :].double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    seen = (len(k) - 1) % kind.chunk + 1 if kind.chunk else kind.window
+    k, v = (x[-seen:].double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("hd,shd->hs", q.double(), k) / math.sqrt(kind.scalar or dim)
     scores = kind.cap * (scores / kind.cap).tanh() if kind.cap else scores
     sinks = scores.new_full((heads,), -torch.inf) if kind.sinks is None else kind.sinks.to(scores)

@@ -90,17 +90,18 @@ def test_features_are_those_that_serving_feeds_a_head(
         torch.testing.assert_close(taps_too, served_aux[: len(one)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (5, 0), (0, 5)])
 @pytest.mark.parametrize(("sinks", "cap"), [(False, 0.0), (True, 0.0), (True, 1.5)])
-def test_targets_with_windows_sinks_and_caps(window: int, sinks: bool, cap: float) -> None:
+def test_targets_with_windows_chunks_sinks_and_caps(window: int, chunk: int, sinks: bool, cap: float) -> None:
     """What they attend to while they are captured, by brute force in float64."""
     rng, count, length = torch.Generator().manual_seed(1), 2, 12
     q, k, v = (torch.randn(count * length, heads, 8, generator=rng) for heads in (4, 2, 2))
-    kind = AttentionKind(window, torch.randn(4, generator=rng) if sinks else None, 20, cap)
+    kind = AttentionKind(window, torch.randn(4, generator=rng) if sinks else None, 20, cap, chunk=chunk)
     found = Causal(count, length)(0, q, k, v, kind)
     for row in range(count * length):
         start = row // length * length
-        seen = slice(max(start, row + 1 - window) if window else start, row + 1)
+        first = row - (row - start) % chunk if chunk else row + 1 - window if window else start
+        seen = slice(max(start, first), row + 1)
         for head in range(4):
             scores = k[seen, head // 2].double() @ q[row, head].double() * 20**-0.5
             scores = cap * (scores / cap).tanh() if cap else scores

@@ -108,7 +108,7 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts
-        or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, a factor of what it adds, something behind
+        or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, chunks, a factor of what it adds, something behind
         its MLP, or a mixer that is no attention with keys and values of its own, no gate and no norms but those of
         heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
@@ -120,7 +120,7 @@ class DecoderLayer(nn.Module):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
-        if attention.scaled_queries or attention.norms_after or attention.kind.cap:
+        if attention.scaled_queries or attention.norms_after or attention.kind.cap or attention.kind.chunk:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features

@@ -24,7 +24,7 @@ from draftwing.log import progress_bar
 from draftwing.models.decoder import DecoderModel, use_between
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.ops.attention.batch import FULL, AttentionKind, HeadNorms
+from draftwing.ops.attention.batch import FULL, AttentionKind, HeadNorms, first_seen
 from draftwing.ops.attention.dense import DenseAttend
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
@@ -161,8 +161,9 @@ class Causal(DenseAttend):
 def _mask(kind: AttentionKind, length: int, q: Tensor) -> Tensor:
     """Returns what is added to scores, [1 or heads, length, length], with sinks one column more."""
     seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if kind.window:
-        seen = seen.triu(1 - kind.window)
+    if kind.reach:
+        place = torch.arange(length, device=q.device)
+        seen &= place >= first_seen(place, kind.reach)[:, None]
     mask = torch.where(seen, 0.0, -torch.inf).to(q.dtype)[None]
     if kind.sinks is None:
         return mask

@@ -23,6 +23,7 @@ KINDS = {
     "window 1": AttentionKind(window=1),
     "window 3, less than a path": AttentionKind(window=3),
     "window 40": AttentionKind(window=40),
+    "chunks of 43": AttentionKind(chunk=43),  # in which trees of three prefixes do not end
     "longer than all": AttentionKind(window=400),
     "sinks": AttentionKind(sinks=SINKS),
     "cap": AttentionKind(cap=1.5),
@@ -151,8 +152,8 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
 
 
 @pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
-@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "all", "latents"])
-@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all", "latents"])
+@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "chunks of 43", "all", "latents"])
+@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "chunks of 43", "all", "latents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtype, ops: TorchOps) -> None:
     if ops.name == "torch":
@@ -197,7 +198,7 @@ def kernels(mended_interpreter: None) -> Any:
 
 
 @pytest.mark.further(name=["window 3, less than a path", "window 40", "latents"])
-@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all", "latents"])
+@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "chunks of 43", "all", "latents"])
 def test_triton_tilings(name: str, kernels: Any, triton_ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in lanes and launches, which begin where the window does."""
     from attention_cases import TINY

@@ -44,6 +44,8 @@ class AttentionKind(NamedTuple):
     cap: scores s, scaled, are cap * tanh(s / cap); 0: as they are.
     values: the first so many elements of a key are the value, and the pool has both once; 0: they are apart.
     reads: whether the layer makes queries alone, over the keys and values that an earlier call had for this layer.
+    chunk: positions are cut into chunks of so many, and a query sees those of its own chunk up to its own; 0: they are
+    not. A layer has no window then.
     """
 
     window: int = 0
@@ -52,18 +54,31 @@ class AttentionKind(NamedTuple):
     cap: float = 0.0
     values: int = 0
     reads: bool = False
+    chunk: int = 0
 
     def scale(self, head_dim: int) -> float:
         """Returns what scores are multiplied with."""
         return float((self.scalar or head_dim) ** -0.5)
 
     @property
+    def reach(self) -> int:
+        """Returns the window, or less than 0 for a chunk, and 0 where queries see all before them: see `first_seen`."""
+        return self.window or -self.chunk
+
+    @property
     def is_full(self) -> bool:
         """Returns whether queries attend as with `FULL`, whoever wrote the keys."""
-        return not self.window and self.sinks is None and not (self.scalar or self.cap or self.values)
+        return not self.reach and self.sinks is None and not (self.scalar or self.cap or self.values)
 
 
 FULL = AttentionKind()  # to everything before, as in Llama
+
+
+def first_seen(position: Tensor, reach: int) -> Tensor:
+    """Returns the first position that queries at these positions see; reach: of their kind, not 0."""
+    if reach > 0:
+        return (position + 1 - reach).clamp(min=0)
+    return position - position % -reach
 
 
 class DeltaInputs(NamedTuple):

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from draftwing.kv.pool import SCALE_BYTES, KVPool, zeros_as_written
 from draftwing.ops.attention.attend import Attend, AttnBackend, KernelAttend
-from draftwing.ops.attention.batch import AttentionKind, Batch, DeltaInputs, DeltaWeights, HeadNorms, HeadShape
+from draftwing.ops.attention.batch import (
+    AttentionKind,
+    Batch,
+    DeltaInputs,
+    DeltaWeights,
+    HeadNorms,
+    HeadShape,
+    first_seen,
+)
 from draftwing.ops.attention.spec import TorchAttention
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.runtime import CpuRuntime
@@ -106,6 +114,7 @@ class CpuAttend(KernelAttend):
             read = trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()
             who = (*read, None, starts, rows.shape[0], nodes, depth)
         self.who = (rows, table, table.stride(0), *who)
+        self._of_chunks: dict[int, tuple[Any, ...]] = {}  # `who` of layers with chunks of so many positions
         self._shape: HeadShape | None = None  # of what follows
         self._how: tuple[Any, ...] = ()
         self._hows: dict[HeadShape, tuple[Any, ...]] = {}
@@ -207,12 +216,51 @@ class CpuAttend(KernelAttend):
         kv = self._kv[self._first_layer + layer]
         kv_heads, dim = kv.shape[1], q.shape[2]
         self._prepare(heads, kv_heads, dim)
+        how = self._how
+        if kind.chunk:
+            how = (*self._in_chunks(kind.chunk), *how[len(self.who) :])
+            kind = kind._replace(chunk=0)
         out = q.new_empty(q.shape[0], heads * (kind.values or dim))
         self._raw.attend(
-            out, q, kv, q.stride(0), heads, kv_heads, dim, self._half(q), self._kv_type, *self._how,
+            out, q, kv, q.stride(0), heads, kv_heads, dim, self._half(q), self._kv_type, *how,
             *numbers_of_kind(kind), kv.shape[2], kind.values, kind.cap,
         )  # fmt: skip
         return out
+
+    def _in_chunks(self, chunk: int) -> tuple[Any, ...]:
+        """Returns `who` of the same queries, each of which sees its own chunk: page tables begin where chunks do. Prompts
+        are cut there, and each node is a tree of its own, without what of its path is in an earlier chunk."""
+        if chunk in self._of_chunks:
+            return self._of_chunks[chunk]
+        rows, table, stride, prefix, path, path_len, spans, starts, count, _, depth = self.who
+        who: tuple[Any, ...]
+        if spans is not None:
+            pieces = []
+            for row, offset, start, length in spans.tolist():
+                first, end = start - start % chunk, start + length
+                for begin in range(first, end, chunk):
+                    at, stop = max(start, begin), min(end, begin + chunk)
+                    pieces.append((row, begin, offset + at - start, at - begin, stop - at))
+            made = torch.tensor(pieces)  # [P, 5]
+            first, own = made[:, 1], made[:, 0]
+            spans = torch.cat((torch.arange(len(made))[:, None], made[:, 2:]), 1)
+            who = (None, None, None, spans, None, len(made), int(made[:, 4].max()), 0)
+        else:
+            queries = len(self._slots)
+            node = torch.arange(queries)
+            if starts is None:
+                own = node // (queries // count)
+            else:  # nodes behind the last tree are nobody's
+                own = (torch.searchsorted(starts.long(), node, right=True) - 1).clamp(max=count - 1)
+            before, length = prefix[own], path_len.flatten()
+            first = first_seen((before + length - 1).clamp(min=0), -chunk)
+            gone = (first - before).clamp(min=0)  # of a path
+            first = torch.minimum(first, before)
+            step = (torch.arange(depth) + gone[:, None]).clamp(max=depth - 1)
+            path = path.view(queries, depth).gather(1, step)
+            who = (before - first, path.view(queries, 1, depth), (length - gone).view(queries, 1), None, None, queries, 1, depth)
+        self._of_chunks[chunk] = found = (rows[own] * stride + first, table, 1, *who)
+        return found
 
     def _half(self, x: Tensor) -> bool:
         """Returns whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftwing.kv.pool import KVPool
 from draftwing.ops.attention.attend import Attend, BoundAttend
-from draftwing.ops.attention.batch import FULL, AttentionKind, Batch, ChunkSpan
+from draftwing.ops.attention.batch import FULL, AttentionKind, Batch, ChunkSpan, first_seen
 
 _BLOCK = 112  # positions of one chain; with a window of 80 it fills the 192 keys that MKL sums in one go
 # Sizes of a product are padded to these: fewer rows, or a remainder of them, take another kernel with another order.
@@ -116,14 +116,14 @@ class TorchAttend(BoundAttend):
     def __init__(self, backend: TorchAttention, batch: Batch, first_layer: int) -> None:
         super().__init__(backend, batch, first_layer)
         self._buffers = backend.buffers
-        # By the window and the shape of queries and keys, made in the first layer that has them.
+        # By the reach and the shape of queries and keys, made in the first layer that has them.
         self._prepared: dict[tuple[int, torch.Size, torch.Size], tuple[Tensor, Work]] = {}
 
     def read(self, layer: int, q: Tensor, kind: AttentionKind = FULL) -> Tensor:
         kv = self._pool.kv[self._first_layer + layer]
-        alike = kind.window, q.shape, kv.shape
+        alike = kind.reach, q.shape, kv.shape
         if alike not in self._prepared:
-            self._prepared[alike] = self._prepare(kv, q, kind.window)
+            self._prepared[alike] = self._prepare(kv, q, kind.reach)
         mean, work = self._prepared[alike]
         for keys, stretches in work:
             _fetch(keys, kv)
@@ -133,7 +133,7 @@ class TorchAttend(BoundAttend):
         return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
     def _prepare(self, kv: Tensor, q: Tensor, reach: int) -> tuple[Tensor, Work]:
-        """reach: `AttentionKind.window`. Also the tensor that every layer's result goes to: [M, heads, head_dim]
+        """reach: `AttentionKind.reach`. Also the tensor that every layer's result goes to: [M, heads, head_dim]
         float32."""
         batch, buffers = self._batch, self._buffers
         mean = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -243,7 +243,8 @@ def _tree_work(batch: Batch, reach: int, kv: Tensor, mean: Tensor, buffers: Buff
     prefix = batch.prefix_len[:, None, None]  # [B, 1, 1]
     window = batch.window or nodes
     # The first position that a query sees, [B, N].
-    first = batch.prefix_len[:, None] + batch.path_len - reach if reach else torch.zeros_like(batch.path_len)
+    own = batch.prefix_len[:, None] + batch.path_len - 1
+    first = first_seen(own, reach) if reach else torch.zeros_like(batch.path_len)
     near = position[:, None] >= first[:, None, :, None]  # [B, blocks, N, width]
     if window == 1:  # a root alone, which stands at its own position
         slots = table
@@ -285,6 +286,6 @@ def _chunk_work(
         if reach:
             position = torch.arange(first, last, device=table.device)[:, None]
             key = torch.arange((block + 1) * _BLOCK, device=table.device)
-            seen = ((key <= position) & (key > position - reach)).unflatten(1, (-1, _BLOCK)).transpose(0, 1)
+            seen = ((key <= position) & (key >= first_seen(position, reach))).unflatten(1, (-1, _BLOCK)).transpose(0, 1)
         stretches.append(_queries(here, seen[None], block + 1, keys.wide, mean, buffers))
     return keys, stretches

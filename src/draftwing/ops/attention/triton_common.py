@@ -148,6 +148,16 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Returns the first position that queries at these positions see; WINDOW: `AttentionKind.reach`, not 0."""
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    else:
+        first = position // -WINDOW * -WINDOW
+    return first
+
+
+@triton.jit
 def load_kv(
     kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
 ):

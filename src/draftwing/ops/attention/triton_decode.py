@@ -71,7 +71,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """queries: of a tree, of ragged ones on average. positions: of a page table. exact: its bits are wanted; what it
     gives is exact also where that is as fast, and where there is no room for a masked window. reach:
-    `AttentionKind.window`."""
+    most positions that a query sees, 0: all before it."""
     _, kv_heads, parts, dim = kv.shape
     row = padded(dim) if parts == 2 else dim // 2  # of keys, as of values, which may be a part of them
     rows_all = queries * heads // kv_heads  # of a key head
@@ -162,7 +162,7 @@ def tree_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
-    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, kind.window)
+    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, abs(kind.reach))
     single, own_lanes = queries == depth == 1, CHUNK
     if how.exact and not single:
         if groups is None:
@@ -190,7 +190,7 @@ def tree_attention(
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
-            WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
+            WINDOW=kind.reach, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
             DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
             LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, AT_ONCE=at_once, STEPS=steps, EXACT=how.exact,
             CAP=kind.cap, PHASE=phase,

@@ -426,7 +426,7 @@ def _hopper_prefill_kernel(
 def takes(q: Tensor, kv: Tensor, kind: AttentionKind) -> bool:
     """Returns whether the kernel does queries of this layer of the pool, on a device of compute capability 9.0."""
     aligned = q.stride(0) % 16 == q.data_ptr() % 16 == kv.data_ptr() % 16 == 0  # copies are of 16 bytes
-    return kind.window == 0 and not kind.cap and kind.sinks is None and aligned and q.dtype == kv.dtype and reads(kv)
+    return kind.reach == 0 and not kind.cap and kind.sinks is None and aligned and q.dtype == kv.dtype and reads(kv)
 
 
 def reads(kv: Tensor) -> bool:

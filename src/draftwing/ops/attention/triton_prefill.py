@@ -14,6 +14,7 @@ from draftwing.ops.attention.triton_common import (
     Tiling,
     begins_split,
     column,
+    first_seen,
     fits,
     key_parts,
     load_kv,
@@ -42,8 +43,8 @@ def _prefill_kernel(
     LONG: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV_HEADS). tiles [T, 6] int32: as of `prefill_tiles`; rows are (query of the chunk, head of the
-    group). The first piece of a tile does all of it. WINDOW, CAP, sinks: as `AttentionKind` has them. EXACT: in splits,
-    as decode."""
+    group). The first piece of a tile does all of it. WINDOW: `AttentionKind.reach`; CAP, sinks: as
+    `AttentionKind` has them. EXACT: in splits, as decode."""
     start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tiles += tl.program_id(0) * 6
@@ -60,8 +61,8 @@ def _prefill_kernel(
     last = position + query
     end = tl.max(tl.where(valid, last, 0), 0) + 1
     begin = 0
-    if WINDOW > 0:  # the first unit that the tile's first row reaches
-        begin = tl.maximum(position + tl.load(tiles + 4) // GROUP + 1 - WINDOW, 0) // UNIT * UNIT
+    if WINDOW != 0:  # the first unit that the tile's first row reaches
+        begin = first_seen(position + tl.load(tiles + 4) // GROUP, WINDOW) // UNIT * UNIT
 
     top, den, acc = nothing(ROWS, DIM_PAD)
     all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before
@@ -75,8 +76,8 @@ def _prefill_kernel(
         slot = tl.load(table_row + place, mask=ok, other=0)
         k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
         seen = place[None, :] <= last[:, None]
-        if WINDOW > 0:
-            seen = seen & (place[None, :] > last[:, None] - WINDOW)
+        if WINDOW != 0:
+            seen = seen & (place[None, :] >= first_seen(last, WINDOW)[:, None])
         s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
         top, den, acc = with_unit(s, scale, v, top, den, acc)
     all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
@@ -127,7 +128,7 @@ def prefill_attention(
         return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, kind.sinks, out, scale, v_scale,
-        q.stride(0), table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
+        q.stride(0), table.stride(0), WINDOW=kind.reach, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
         DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long,
         EXACT=exact, CAP=kind.cap, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,
         **launch_options(q.device),

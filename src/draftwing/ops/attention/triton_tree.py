@@ -18,6 +18,7 @@ from draftwing.ops.attention.triton_common import (
     ask_for_kv,
     begins_split,
     column,
+    first_seen,
     load_kv,
     load_q,
     merged,
@@ -160,7 +161,7 @@ def _group_keys(
     mine = ((node // _NODES)[:, None] == subset[None, :]) & (own_group[:, None] == group_of[None, :]) & ok[None, :]
     bits = tl.load(seen + node[:, None] * (LANES // 16) + (within // 16)[None, :], mask=mine, other=0)
     mine = mine & ((bits >> (within % 16)[None, :]) & 1 != 0)
-    if WINDOW > 0:
+    if WINDOW != 0:
         place = tl.load(places + leader * LANES + within, mask=ok, other=0)
         mine = mine & (place[None, :] >= low[:, None])
     return k, v, mine
@@ -178,7 +179,7 @@ def _window_keys(
     on = (node[:, None] < 0) & (entry[None, :] < 0)
     for i in tl.static_range(DEPTH):
         here = valid & (i < length)
-        if WINDOW > 0:
+        if WINDOW != 0:
             here = here & (prefix + i >= low)
         named = tl.load(path + node * DEPTH + i, mask=here, other=-1).to(tl.int32)
         on = on | (here[:, None] & (named[:, None] == entry[None, :]))
@@ -211,7 +212,7 @@ def _with_mixed_unit(
     place = at + tl.arange(0, UNIT)
     common = place < shared
     visible = common[None, :]
-    if WINDOW > 0:
+    if WINDOW != 0:
         visible = visible & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
     k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
@@ -294,7 +295,7 @@ def tree_kernel(
     PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
     split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
 
-    WINDOW, CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
+    WINDOW: `AttentionKind.reach`; CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
     EXACT: nodes read their own chunks in groups, columns, places, seen, group_of and groups (`TreeGroups`, of LANES
     lanes): FRONT lanes of AT_ONCE groups of STEP subsets at a time, STEPS times for all subsets of a tile. Else
@@ -350,9 +351,9 @@ def tree_kernel(
         end = prefix + 1
         shared = prefix
     low, begin = node * 0, prefix * 0  # the first position that each row sees, and the first unit that some row does
-    if WINDOW > 0:
+    if WINDOW != 0:
         own_length = prefix + tl.load(path_len + node, mask=valid, other=0, cache_modifier=".cg").to(tl.int32)
-        low = tl.maximum(own_length - WINDOW, 0)
+        low = first_seen(own_length - 1, WINDOW)
         begin = tl.minimum(tl.min(tl.where(valid, low, shared), 0), shared) // UNIT * UNIT
     first_split = splits_of(begin + 1, SHORT, TIER, LONG) - 1
     origin = split_start(first_split, SHORT, TIER, LONG)
@@ -413,7 +414,7 @@ def tree_kernel(
                 slot = tl.load(table_row + place)
                 k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
                 s = scores(q_tile, k, scale, CAP)
-            if WINDOW > 0:
+            if WINDOW != 0:
                 s = tl.where(place[None, :] >= low[:, None], s, float("-inf"))
             top, den, acc = with_unit(s, scale, v, top, den, acc)
 

@@ -45,6 +45,7 @@ def _sizes(layer: LayerWeights) -> tuple[Any, ...]:
 
 def numbers_of_kind(kind: AttentionKind) -> tuple[int, int, int]:
     """Returns what the kernels get of an attention layer: window, where its sinks lie, scalar."""
+    assert not kind.chunk  # whose batch is another one, see `CpuAttend`
     assert kind.sinks is None or (kind.sinks.dtype == torch.float32 and kind.sinks.is_contiguous())
     return kind.window, 0 if kind.sinks is None else kind.sinks.data_ptr(), kind.scalar
 
