@@ -29,6 +29,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "minicpm3": ("cpu", "blocks", RANKS),
     "deci": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
+    "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),
 }  # fmt: skip
 PAIRS = [
     pytest.param(*(place.values if hasattr(place, "values") else (place,)), family, marks=getattr(place, "marks", ()))

@@ -25,6 +25,7 @@ from reference.hf_configs import (
     KIMI_LINEAR_48B,
     LFM2_12B,
     LLAMA2_7B,
+    LLAMA4_MAVERICK,
     LLAMA32_1B,
     MINIMAX_M2,
     MINISTRAL3_8B,
@@ -56,6 +57,8 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.ops.experts.routing import Routing
+
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], **LLAMA4_MAVERICK["text_config"]}
 
 
 def windows(config: ModelConfig) -> tuple[int, ...]:
@@ -363,6 +366,15 @@ def test_harmless_values_are_accepted() -> None:
         ({**KIMI_LINEAR_48B, "linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
         ({**MINIMAX_M2, "partial_rotary_factor": 0.25}, "partial_rotary_factor: expected 0.5, which rotary_dim says"),
         ({**LFM2_12B, "block_auto_adjust_ff_dim": None}, "ff_dim: expected true or false, found None"),
+        ({**LLAMA4, "num_experts_per_tok": 2}, "num_experts_per_tok = 2 is not supported"),
+        ({**LLAMA4, "moe_layers": [48]}, "moe_layers: expected a list of numbers of layers below 48, found [48]"),
+        ({**LLAMA4, "layer_types": ["sliding_attention"] * 48}, "layer_types: expected full_attention or chunked"),
+        (
+            {**LLAMA4, "layer_types": ["chunked_attention"] * 48, "attention_chunk_size": None},
+            "attention_chunk_size: expected a number of positions",
+        ),
+        ({**LLAMA4, "attn_temperature_tuning": "x"}, "attn_temperature_tuning: expected true or false, found 'x'"),
+        ({**LLAMA4, "use_qk_norm": None}, "use_qk_norm: expected true or false, found None"),
         ({**DEEPSEEK_V32, "index_topk": None}, "index_topk: expected an integer"),
         ({**DEEPSEEK_V32, "index_head_dim": 100}, "index_head_dim: expected a multiple of 32 from 64 to 512, found"),
         ({**DEEPSEEK_V32, "q_lora_rank": None}, "q_lora_rank: expected at least 1"),
@@ -413,6 +425,13 @@ def test_rope_scaling_that_is_added_beside_rope_parameters_is_not_passed_over(
     same = {"rope_theta": 1e6, **expected}
     if expected.get("type") != "dynamic" and config is not GEMMA3_1B:
         assert from_hf({**saved, "rope_parameters": same, "rope_scaling": expected}).ropes[0].kind == "yarn"
+
+
+def test_chunks_in_which_texts_are_whole_are_left_out() -> None:
+    config = from_hf(LLAMA4)
+    chunks = [layer.mixer.chunk for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    assert chunks == [8192, 8192, 8192, 0] * 12 and config.for_texts(8193) == config
+    assert all(layer.mixer.chunk == 0 for layer in config.for_texts(8192).layers)  # type: ignore[attr-defined]
 
 
 def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:

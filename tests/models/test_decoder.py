@@ -68,6 +68,10 @@ LATENT = {
     "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "num_key_value_heads": 4,
 }  # fmt: skip
+LLAMA4 = {
+    "head_dim": 32, "num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+}  # fmt: skip
 MINIMAX = {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PLAIN}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -355,18 +359,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 24,
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+            "attention_bias": True,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-plain": (
+        "Llama4",
+        {
+            **LLAMA4,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "moe_layers": [1],
+            "no_rope_layers": [0, 1, 0, 1],
+            "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+            "attention_chunk_size": 50,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "llama4-defaults": ("Llama4", {**LLAMA4, "floor_scale": 20}),
 }
 
 
-CONFIGS = {"Gemma3": "Gemma3Text", "BailingMoeV2": "SarvamMoE"}  # of these classes
+CONFIGS = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text", "BailingMoeV2": "SarvamMoE"}  # of these classes
 # Of all families whole sequences are compared; what else is done with a model is a matter of these differences.
 DIFFERENT = (
     "llama3.2-tied", "llama-biases", "mistral-window", "gemma3", "qwen3-moe-mixed", "gpt-oss", "mixtral",
-    "glm4-moe-groups", "minimax-m2", "qwen3-yarn",
+    "glm4-moe-groups", "minimax-m2", "qwen3-yarn", "llama4",
 )  # fmt: skip
 QUICK = ("llama3.2-tied", "gemma3", "qwen3-moe-mixed", "gpt-oss")
-WINDOWS = ("mistral-window", "gemma3", "gpt-oss", "qwen3-yarn")
+WINDOWS = ("mistral-window", "gemma3", "gpt-oss", "qwen3-yarn", "llama4")
 of_different = pytest.mark.further(pair=[family for family in FAMILIES if family not in DIFFERENT])
+
+
+TAKEN_APART = (transformers.GptOssForCausalLM, transformers.MiniCPM3ForCausalLM, transformers.Llama4ForCausalLM)
 
 
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
@@ -470,7 +503,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
 @of_different
 def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
     reference, model = pair
-    taken_apart = isinstance(reference, transformers.GptOssForCausalLM | transformers.MiniCPM3ForCausalLM)
+    taken_apart = isinstance(reference, TAKEN_APART)
     if taken_apart or model.config.family.apart is not None:
         pytest.skip("its checkpoints have tensors that are taken apart when they are read")
     save_file(
@@ -626,6 +659,7 @@ OF_RANKS = [
     "granite-moe-shared",
     "ernie4.5-moe",
     "ling2",
+    "llama4",
 ]
 
 
@@ -639,8 +673,9 @@ def test_a_folder_that_two_ranks_read(tmp_path: Path, family: str) -> None:
     """Packed, of tensors that are cut, taken apart or put together."""
     reference, ids = random_reference(family), tokens(40)
     reference.save_pretrained(tmp_path)
-    found = on_two_ranks(tmp_path, make_ops(torch.device("cpu")), ids)
-    torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
+    for whole_experts in (False, True) if family == "llama4" else (False,):
+        found = on_two_ranks(tmp_path, make_ops(torch.device("cpu")), ids, expert_parallel=whole_experts)
+        torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

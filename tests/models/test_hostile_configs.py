@@ -58,7 +58,7 @@ HOSTILE: tuple[Any, ...] = (
     {"rope_type": 3}, {"rope_type": "yarn", "factor": 1e-3, "beta_fast": 0, "beta_slow": 1e6}, {"full_attention": 1},
     {"rope_type": "yarn", "factor": 2, "rope_theta": 1}, {"sliding_attention": {"rope_type": "yarn"}},
     {"rope_type": "llama3", "factor": "x"}, {"type": []}, {"factor": 0}, {"quant_method": ["x"]}, {"rope_theta": -1},
-    {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 2,
      "original_max_position_embeddings": 1}, {"rope_type": "linear", "factor": 10**400},
 )  # fmt: skip
 MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", "quantization_config", "dtype",

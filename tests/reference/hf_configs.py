@@ -613,6 +613,22 @@ LFM2_12B: dict[str, Any] = {  # 1.2B
     "use_pos_enc": True, "vocab_size": 65536,
 }  # fmt: skip
 QWEN35_TEXT: dict[str, Any] = {**QWEN35_9B["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+LLAMA4_MAVERICK: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+    "image_token_index": 200092, "model_type": "llama4", "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "llama4_vision_model"},
+    "text_config": {
+        "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+        "attn_temperature_tuning": 4, "bos_token_id": 200000, "eos_token_id": [200001, 200007, 200008],
+        "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "interleave_moe_layer_step": 2, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 1048576, "model_type": "llama4_text", "no_rope_layers": [],
+        "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_local_experts": 128, "output_router_logits": False, "pad_token_id": 200018, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "use_cache": True, "use_qk_norm": False, "vocab_size": 202048,
+    },
+}  # fmt: skip
 SMOLLM3_3B: dict[str, Any] = {
     "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 128012,
     "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,

@@ -12,7 +12,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
-from draftwing.layers.norm import RMSNorm
+from draftwing.layers.norm import BareNorm, RMSNorm
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.fp8.spec import Fp8Rows
@@ -25,7 +25,7 @@ from draftwing.parallel.ranks import Ranks, Share
 class AttentionConfig(MixerConfig):
     """Grouped-query attention of one layer, with the sizes of this rank.
 
-    rope: which of `ModelConfig.ropes` turns its heads.  window, scalar, cap: as `AttentionKind` has them.  sinks:
+    rope: which of `ModelConfig.ropes` turns its heads.  window, chunk, scalar, cap: as `AttentionKind` has them. sinks:
     whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms
     are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it;
     then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the
@@ -37,7 +37,7 @@ class AttentionConfig(MixerConfig):
     checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head lie
     together.  scaled_queries: whether the rotary
     embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are normed when
-    they are turned, not before.
+    they are turned, not before.  bare_norms: whether norms of heads have no weights.
     """
 
     heads: int
@@ -62,6 +62,8 @@ class AttentionConfig(MixerConfig):
     scaled_queries: bool = False
     cap: float = 0.0
     norms_after: bool = False
+    bare_norms: bool = False
+    chunk: int = 0
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -133,7 +135,7 @@ class AttentionConfig(MixerConfig):
         if self.sinks:
             cut = Cut(0, Share(rank * own.heads, own.heads, self.heads)) if size > 1 else None
             parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
-        if self.qk_norm:
+        if self.qk_norm and not self.bare_norms:
             parts += self._stored_norms(own, ranks)
         return parts
 
@@ -223,8 +225,9 @@ class Attention(Mixer):
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
         q_size, k_size = (q_rows, k_rows) if config.whole_norms else (self.head_dim, self.head_dim)
-        self.q_norm = RMSNorm(q_size, eps, wide, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(k_size, eps, wide, device) if has_k_norm else None
+        norm = BareNorm if config.bare_norms else RMSNorm
+        self.q_norm = norm(q_size, eps, wide, device) if config.qk_norm else None
+        self.k_norm = norm(k_size, eps, wide, device) if has_k_norm else None
         self.whole_norms, self._ranks = config.whole_norms, layer.ranks
         self.v_norm = config.v_norm and not self.reads_others
         assert not (self.whole_norms and (self.reads_others or self.gated))
@@ -233,14 +236,16 @@ class Attention(Mixer):
         self.o = place.out(q_rows, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
-        self._window, self._scalar, self._cap = config.window, config.scalar, config.cap
+        self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
         self.scaled_queries, self.norms_after = config.scaled_queries, config.norms_after
         assert not self.norms_after or not (self.whole_norms or self.v_norm or self.reads_others)
 
     @property
     def kind(self) -> AttentionKind:
         """Returns what the injected attention is told of this layer."""
-        return AttentionKind(self._window, self.sinks, self._scalar, self._cap, reads=self.reads_others)
+        return AttentionKind(
+            self._window, self.sinks, self._scalar, self._cap, reads=self.reads_others, chunk=self._chunk
+        )
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]

@@ -57,7 +57,8 @@ class ExpertConfig:
     0: the gate is SiLU.  shared: width, of this rank, of one more that every row goes to; 0: there is none.
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
     float32.  latent: what a row is brought to before it goes to experts, and brought back from, 0: its own size.
-    beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  own:
+    beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  scales_inputs:
+    whether the sigmoid of a row's logit multiplies what its one expert reads, and what that gives has weight 1.  own:
     those that this rank has, whole, and others have not; None: it has (a share of) each.
     """
 
@@ -72,6 +73,7 @@ class ExpertConfig:
     wide_router: bool = False
     latent: int = 0
     beside: bool = False
+    scales_inputs: bool = False
     own: range | None = None
 
     @property

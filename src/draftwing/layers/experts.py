@@ -41,6 +41,7 @@ class ExpertMLP(nn.Module):
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format.of_experts
         assert experts is not None and (config.activation == "silu" or not experts.limit)
+        assert not experts.scales_inputs or (experts.routing.top_k == 1 and experts.routing.renormalise)
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
         self.correction: nn.Parameter | None = None
@@ -77,7 +78,7 @@ class ExpertMLP(nn.Module):
         shared, experts = self.shared, self.experts
         if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
             return
-        if isinstance(shared, UngatedMLP) or experts.latent:
+        if isinstance(shared, UngatedMLP) or experts.latent or experts.scales_inputs:
             return
         linears = self.gate_up, self.down, shared.gate_up, shared.down
         if experts.limit or self.scale is not None or any(part.bias is not None for part in linears):
@@ -101,7 +102,8 @@ class ExpertMLP(nn.Module):
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        if ops.whole_mixture is not None and gate_up and down and self._ranks.size == 1:
+        known = self._ranks.size == 1 and not self.experts.scales_inputs
+        if ops.whole_mixture is not None and gate_up and down and known:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
             scales = None if self.scale is None else self.scale.detach().float()
@@ -164,6 +166,8 @@ class ExpertMLP(nn.Module):
         experts, routing = self.experts, self._routing
         logits = self.router(x if by is None else by)[:, : experts.count + (routing.shared == "gated")]
         routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own, self._small)
+        if experts.scales_inputs:
+            x = self._ops.scaled_inputs(x, logits, routed, experts.own)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if not self._gated:

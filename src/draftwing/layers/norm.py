@@ -43,6 +43,10 @@ class RMSNorm(nn.Module):
         return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
+class BareNorm(RMSNorm):
+    """One without weights: they are ones, and no checkpoint has them."""
+
+
 class LayerNorm(RMSNorm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight, perhaps + bias, over the last axis, in float32."""
 

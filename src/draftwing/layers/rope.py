@@ -31,7 +31,8 @@ class RopeConfig:
     paired among themselves as `AttentionConfig.rotary` puts them; 0: all of them.  share: of pairs that are turned, of
     a proportional one; the others are the last of the head's.  long_divisors: of longrope (Ding et al. 2024, arXiv
     2402.13753), in place of `divisors` where the context is longer than `original_max_positions`.  query_beta:
-    queries at position p are multiplied with 1 + query_beta * ln(1 + floor(p / original_max_positions)).
+    queries at position p are multiplied with 1 + query_beta * ln(1 + floor((p + query_shift) /
+    original_max_positions)).
     sections: pairs that are turned by time, height and width where positions have these three axes (M-RoPE); pairs take
     turns, and those that are left are turned by time.
     """
@@ -51,13 +52,14 @@ class RopeConfig:
     share: float = 1.0
     long_divisors: tuple[float, ...] = ()
     query_beta: float = 0.0
+    query_shift: int = 0
     sections: tuple[int, ...] = ()
 
     def for_context(self, positions: int) -> RopeConfig:
         """Returns that of a context of so many positions."""
-        beyond = positions > self.original_max_positions
-        if self.kind == "longrope" and beyond:
+        if self.kind == "longrope" and positions > self.original_max_positions:
             return replace(self, divisors=self.long_divisors)
+        beyond = positions + self.query_shift > self.original_max_positions
         return self if beyond else replace(self, query_beta=0.0)
 
 
@@ -104,7 +106,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
     if config.kind == "llama3":
         turns = np.float32(config.original_max_positions) * freq / np.float32(2 * math.pi)
         low, high = np.float32(config.low_freq_factor), np.float32(config.high_freq_factor)
-        keep = ((turns - low) / (high - low)).clip(0, 1)
+        keep = ((turns - low) / (high - low)).clip(0, 1) if low < high else (turns >= low).astype(np.float32)
         freq = keep * freq + (1 - keep) * freq / np.float32(config.factor)
     elif config.kind == "yarn":
         slowed = _yarn_share(config, head_dim)
@@ -146,9 +148,10 @@ def rope_table(
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
     table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
     if config.query_beta:
-        turns = range((positions - 1) // config.original_max_positions + 1)
+        shift = config.query_shift
+        turns = range((positions + shift - 1) // config.original_max_positions + 1)
         scales = np.array([1 + config.query_beta * _log(1 + turn) for turn in turns], np.float32)
-        scale = scales.repeat(config.original_max_positions)[:positions, None, None]
+        scale = scales.repeat(config.original_max_positions)[shift : positions + shift, None, None]
         table = np.concatenate((table, table * scale), 1)
     return torch.from_numpy(table).to(device, dtype)
 

@@ -41,13 +41,14 @@ def each_expert(
     interleaved: bool = False,
     experts: range | None = None,
     hidden: int = 0,
+    across: bool = False,
 ) -> Iterator[tuple[str, Value]]:
     """Yields (name, value) of every tensor, those of all experts as those of each: `experts.3.gate_proj.weight`. Raises
     CheckpointError for what does not fit together.
 
     count: of experts.  cuts: what this rank has of them, by the names given.  device: where MXFP4 is put together,
     None: where its tensors are.  interleaved: whether they are.  experts: those that come, None: all.  hidden: the
-    model's size, by which others are told that are the transpose, too.
+    model's size, by which others are told that are the transpose, too.  across: whether all are.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     held = range(count) if experts is None else experts
@@ -67,7 +68,7 @@ def each_expert(
                 continue
             whole: Tensor | MXRows = _mx_rows(f"{prefix}.{matrix}", **waiting.pop(f"{prefix}.{matrix}"))
         else:
-            other = interleaved or _lies_across(tensor, matrix, hidden)
+            other = interleaved or across or _lies_across(tensor, matrix, hidden)
             whole = tensor if kind or not other else _transposed(name, tensor)
         suffix = "bias" if kind == "_bias" else "weight"
         for place, expert in enumerate(held):

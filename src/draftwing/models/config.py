@@ -99,10 +99,13 @@ class ModelConfig:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     def for_texts(self, most: int) -> ModelConfig:
-        """Returns the config for texts of at most so many tokens: without indexers that would pick all of them."""
+        """Returns the config for texts of at most so many tokens: without indexers that would pick all of them, and
+        without chunks in which all of them are."""
 
         def without(layer: LayerConfig) -> LayerConfig:
             mixer = layer.mixer
+            if isinstance(mixer, AttentionConfig) and mixer.chunk >= most:
+                return replace(layer, mixer=replace(mixer, chunk=0))
             if not isinstance(mixer, LatentAttentionConfig) or mixer.index is None or mixer.index.topk < most:
                 return layer
             return replace(layer, mixer=replace(mixer, index=None))
@@ -211,6 +214,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     dense = () if family.dense_layers is None else family.dense_layers(fields, layers)
     if family.layers is not None:
         made = family.layers(fields, layer, layers)
+        local_rope = local_rope if family.other_rope is None else family.other_rope(fields)
         made = tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
     else:
         pattern = family.window_pattern

@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import Activation, ExpertConfig, LayerConfig, MixerConfig
+from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import WindowSwitch
 from draftwing.models.towers.base import TowerConfig
@@ -192,6 +193,7 @@ class Family:
     dense_layers: Callable[[Fields, int], Collection[int]] | None = None
     # Where layers differ in more than windows: makes so many of the config and of what all have in common.
     layers: Callable[[Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
+    other_rope: Callable[[Fields], RopeConfig] | None = None  # the second rotary embedding of what this makes
     keys: Callable[[Fields], dict[str, Any]] | None = None  # what its config says in keys of others
     # Keys that nobody reads, with the values at which they change nothing, None: any: what the architecture does
     # anyway, or what its own code in transformers does not look at.
@@ -207,6 +209,7 @@ class Family:
     factors: Callable[[Fields], Mapping[str, float]] | None = None
     # Whether tensors of all experts have a gate, its up and so on, transposed, and may be in MXFP4.
     interleaved: bool = False
+    across: bool = False  # whether they are transposed alone
     # How prediction layers are named: `model.mtp_layers.N`; `mtp`, of which there is one, that reads the embedding
     # first; or such a one as the layer behind the model's own. "": there are none with the model.
     predicts: Literal["", "mtp_layers", "mtp", "numbered"] = ""

@@ -28,6 +28,7 @@ from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
+from draftwing.layers.norm import BareNorm
 from draftwing.models import gguf_config, gguf_tensors
 from draftwing.models.apart import each_expert, of_state_space, without_latents
 from draftwing.models.config import ModelConfig, from_hf
@@ -128,7 +129,7 @@ def load_model(
         config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
     whole, config = config, config.for_texts(context or config.max_positions)
     if config != whole:
-        logger.info("texts have at most %d tokens, no more than indexers pick: these are left out", context)
+        logger.info("texts have at most %d tokens: indexers or chunks that would leave out none are not there", context)
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta", ranks)
@@ -253,9 +254,9 @@ def open_checkpoint(
         matrices = without_latents(matrices, latent, cuts)  # type: ignore[assignment]
     if config.experts is None:
         return config, matrices
-    device, interleaved = weight_format.reads_on, config.family.interleaved
-    count, hidden = config.experts.count, config.hidden_size
-    return config, each_expert(matrices, count, cuts, device, interleaved, experts, hidden)  # type: ignore[arg-type]
+    device, family = weight_format.reads_on, config.family
+    count, layout = config.experts.count, (family.interleaved, experts, config.hidden_size, family.across)
+    return config, each_expert(matrices, count, cuts, device, *layout)  # type: ignore[arg-type]
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -354,6 +355,9 @@ def fill_parameters(
             "matrices in %s are dequantised, which takes %.2f GB in place of %.2f",
             label, dequantised[label, "out"] / 1e9, dequantised[label, "in"] / 1e9,
         )  # fmt: skip
+    for name, param in params.items():
+        if param.is_meta and isinstance(module.get_submodule(name.rpartition(".")[0]), BareNorm):
+            allocate(module, name, param, device).data.fill_(1.0)
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}")
     if unused:

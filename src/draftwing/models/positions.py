@@ -151,8 +151,8 @@ def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = Fals
     if kind == "yarn":
         return _yarn(scaling, theta, factor, max_positions)
     low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
-    if low >= high:
-        raise scaling.unlike("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+    if low > high:
+        raise scaling.unlike("high_freq_factor", f"at least low_freq_factor, which is {low:g}")
     positions = scaling.number("original_max_position_embeddings", 1, LARGEST)
     return RopeConfig(theta, "llama3", factor, low, high, int(positions))
 

@@ -126,6 +126,7 @@ class LayerOps:
         self.route, self.every_expert = experts.route, experts.every_expert
         self.mix, self.mix_norm = experts.mix, experts.mix_norm
         self.clamped_swiglu, self.experts_linear = experts.clamped_swiglu, experts.experts_linear
+        self.scaled_inputs = experts.scaled_inputs
 
         self.row_slots, self.adapt = adapters.row_slots, adapters.adapt
         self.adapter_down, self.adapter_up = adapters.adapter_down, adapters.adapter_up

@@ -33,6 +33,7 @@ FAMILIES = [
     "qwen3",
     "qwen3-moe",
     "mixtral",
+    "llama4",
 ]
 
 

@@ -152,7 +152,9 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
 
 
 @pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
-@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "chunks of 43", "all", "latents"])
+@pytest.mark.further(
+    ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "chunks of 43", "all", "latents"]
+)
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "chunks of 43", "all", "latents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtype, ops: TorchOps) -> None:

@@ -30,6 +30,7 @@ from draftwing.models.families import (
     kimi_linear,
     lfm2,
     llama,
+    llama4,
     mimo,
     minicpm,
     minimax,
@@ -53,9 +54,9 @@ from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 _MODULES = (
-    llama, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo, exaone,
-    ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee, bailing,
-    stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm,
+    llama, llama4, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo,
+    exaone, ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee,
+    bailing, stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm,
     bamba, deci,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.

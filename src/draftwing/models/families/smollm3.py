@@ -11,7 +11,7 @@ from draftwing.models.fields import Fields
 _INTERVAL = 4
 
 
-def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+def nope_layers(fields: Fields, windows: Sequence[int]) -> Collection[int]:
     """Returns the layers with a 0 in `no_rope_layers`."""
     layers, every = len(windows), fields.whole("no_rope_layer_interval", default=_INTERVAL)
     turned = fields.get("no_rope_layers") or [int((i + 1) % every > 0) for i in range(layers)]
@@ -35,7 +35,7 @@ FAMILIES = {
         theta=2e6,
         tied=True,
         keys=_keys,
-        nope=_nope,
+        nope=nope_layers,
         neutral={"layer_types": None},
         gguf=InGGUF("smollm3", permuted=True),
     ),

@@ -228,8 +228,8 @@ class CpuAttend(KernelAttend):
         return out
 
     def _in_chunks(self, chunk: int) -> tuple[Any, ...]:
-        """Returns `who` of the same queries, each of which sees its own chunk: page tables begin where chunks do. Prompts
-        are cut there, and each node is a tree of its own, without what of its path is in an earlier chunk."""
+        """Returns `who` of the same queries, each of which sees its own chunk: page tables begin where chunks do.
+        Prompts are cut there, and each node is a tree of its own, without what of its path is in an earlier chunk."""
         if chunk in self._of_chunks:
             return self._of_chunks[chunk]
         rows, table, stride, prefix, path, path_len, spans, starts, count, _, depth = self.who
@@ -257,8 +257,8 @@ class CpuAttend(KernelAttend):
             gone = (first - before).clamp(min=0)  # of a path
             first = torch.minimum(first, before)
             step = (torch.arange(depth) + gone[:, None]).clamp(max=depth - 1)
-            path = path.view(queries, depth).gather(1, step)
-            who = (before - first, path.view(queries, 1, depth), (length - gone).view(queries, 1), None, None, queries, 1, depth)
+            path = path.view(queries, depth).gather(1, step).view(queries, 1, depth)
+            who = (before - first, path, (length - gone).view(queries, 1), None, None, queries, 1, depth)
         self._of_chunks[chunk] = found = (rows[own] * stride + first, table, 1, *who)
         return found
 

@@ -150,7 +150,7 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr):
     """Returns the first position that queries at these positions see; WINDOW: `AttentionKind.reach`, not 0."""
-    if WINDOW > 0:
+    if WINDOW > 0:  # noqa: SIM108 (known when it is compiled)
         first = tl.maximum(position + 1 - WINDOW, 0)
     else:
         first = position // -WINDOW * -WINDOW

@@ -132,6 +132,13 @@ class ExpertOps:
         here = (experts >= own.start) & (experts < own.stop)
         return Routed(torch.where(here, experts - own.start, -1), weights.where(here, 0), len(own), partial=True)
 
+    def scaled_inputs(self, x: Tensor, logits: Tensor, routed: Routed, own: range | None) -> Tensor:
+        """x [M, n], logits [M, count], of which each row chose one -> x times the sigmoid of that one, rounded as x is,
+        [M, n]. own: as `route` has it."""
+        first = 0 if own is None else own.start
+        chosen = logits.gather(1, (routed.experts + first).clamp(min=0))
+        return x * _sigmoid(chosen.to(torch.promote_types(chosen.dtype, torch.float32))).to(x.dtype)
+
     def every_expert(self, rows: int, count: int, device: torch.device) -> Routed:
         """Returns where rows go that all go to all `count` experts, as heads' matrices are."""
         experts = torch.arange(count, device=device).expand(rows, -1)
