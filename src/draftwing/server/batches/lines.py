@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.batches.store import MAX_LINES
 
@@ -21,41 +22,35 @@ class Line(NamedTuple):
     body: dict[str, Any]
 
 
-class Wrong(Exception):
-    """A line that cannot be asked. code: OpenAI's word for it.  param: its field."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.param = code, param
-
-
 def check(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
     """Returns how many lines a file of requests has, and what is wrong with them, as a batch lists it."""
     seen: set[str] = set()
     models: list[Any] = []
     errors: list[dict[str, Any]] = []
 
-    def wrong(number: int | None, error: Wrong) -> None:
+    def wrong(number: int | None, error: RequestError) -> None:
         errors.append({"code": error.code, "line": number, "message": str(error), "param": error.param})
 
     for number, text in _texts(path):
         try:
             line = _read(text, endpoint)
             if line.id in seen:
-                raise Wrong("duplicate_custom_id", f"the custom_id {line.id[:100]!r} is there before", "custom_id")
+                raise RequestError(
+                    f"the custom_id {line.id[:100]!r} is there before", "custom_id", "duplicate_custom_id"
+                )
             seen.add(line.id)
             models = models or [line.body.get("model")]
             if line.body.get("model") != models[0]:
                 found = f"found {show(line.body.get('model'))} after {show(models[0])}"
-                raise Wrong("mismatched_model", f"all lines must have the same model; {found}", "body.model")
+                raise RequestError(f"all lines must have the same model; {found}", "body.model", "mismatched_model")
             if len(seen) > MAX_LINES:
-                raise Wrong("too_many_tasks", f"a batch has at most {MAX_LINES} lines; split it")
-        except Wrong as error:
+                raise RequestError(f"a batch has at most {MAX_LINES} lines; split it", None, "too_many_tasks")
+        except RequestError as error:
             wrong(number, error)
             if len(errors) == MAX_ERRORS or error.code == "too_many_tasks":
                 break
     if not seen and not errors:
-        wrong(None, Wrong("empty_file", "the file has no line; expected a request of JSON in each"))
+        wrong(None, RequestError("the file has no line; expected a request of JSON in each", None, "empty_file"))
     return len(seen), errors
 
 
@@ -76,23 +71,25 @@ def _read(text: bytes, endpoint: str) -> Line:
     try:
         found = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise Wrong("invalid_json_line", f"the line is not JSON: {str(error)[:200]}") from None
+        raise RequestError(f"the line is not JSON: {str(error)[:200]}", None, "invalid_json_line") from None
     if not isinstance(found, dict):
-        raise Wrong("invalid_json_line", f"the line must be an object with {', '.join(_FIELDS)}; found {show(found)}")
+        raise RequestError(
+            f"the line must be an object with {', '.join(_FIELDS)}; found {show(found)}", None, "invalid_json_line"
+        )
     for name in _FIELDS:
         if name not in found:
-            raise Wrong("missing_required_parameter", f"{name} is missing", name)
+            raise RequestError(f"{name} is missing", name, "missing_required_parameter")
     id, method, url, body = (found[name] for name in _FIELDS)
     if not isinstance(id, str) or not 0 < len(id) <= MAX_ID:
-        raise Wrong("invalid_custom_id", f"custom_id must be a text of 1 to {MAX_ID} characters", "custom_id")
+        raise RequestError(f"custom_id must be a text of 1 to {MAX_ID} characters", "custom_id", "invalid_custom_id")
     if method != "POST":
-        raise Wrong("invalid_method", f"method must be POST; found {show(method)}", "method")
+        raise RequestError(f"method must be POST; found {show(method)}", "method", "invalid_method")
     if url != endpoint:
-        raise Wrong("invalid_url", f"url must be the batch's endpoint, {endpoint}; found {show(url)}", "url")
+        raise RequestError(f"url must be the batch's endpoint, {endpoint}; found {show(url)}", "url", "invalid_url")
     if not isinstance(body, dict):
-        raise Wrong("invalid_body", f"body must be an object; found {show(body)}", "body")
+        raise RequestError(f"body must be an object; found {show(body)}", "body", "invalid_body")
     if body.get("stream"):
-        raise Wrong("stream_unsupported", "a batch does not stream; leave stream out", "body.stream")
+        raise RequestError("a batch does not stream; leave stream out", "body.stream", "stream_unsupported")
     return Line(id, body)
 
 

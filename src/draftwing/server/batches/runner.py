@@ -30,14 +30,16 @@ class Answer(NamedTuple):
     body: bytes
     complete: bool
 
-    def wait(self, tries: int) -> float | None:
-        """Returns seconds after which to ask again; None: it is the answer. tries: how often it was asked."""
-        busy = self.status in (429, 503) and "retry-after" in self.headers
-        if not busy and (tries >= TRIES or (self.complete and self.status != 503)):
-            return None
-        with contextlib.suppress(ValueError):
-            return min(max(float(self.headers.get("retry-after", "")), 0.5), MAX_WAIT)
-        return min(0.5 * 2**tries, MAX_WAIT)
+    @property
+    def busy(self) -> float | None:
+        """Returns the seconds after which there may be room for the request; None: there was."""
+        after = self.headers.get("retry-after", "") if self.status in (429, 503) else ""
+        return min(max(float(after), 0.5), MAX_WAIT) if after.isdigit() else None
+
+    @property
+    def broken(self) -> bool:
+        """Returns whether whoever answered has ended."""
+        return not self.complete or self.status == 503
 
 
 class Runner:
@@ -86,7 +88,13 @@ class Runner:
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("batch %s failed", batch.id)
-            await self._fail(batch, [_error("server_error", f"the batch could not go on: {error}")])
+            about = {
+                "code": "server_error",
+                "line": None,
+                "message": f"the batch could not go on: {error}",
+                "param": None,
+            }
+            await self._fail(batch, [about])
 
     async def _fail(self, batch: Record, errors: list[dict[str, Any]]) -> None:
         batch.shown["errors"] = {"object": "list", "data": errors}
@@ -164,16 +172,19 @@ class Runner:
 
     async def _answer_line(self, batch: Record, results: Results, line: Line) -> None:
         tries = 0
-        wait: float | None = 0.0
-        while wait is not None:
-            await asyncio.sleep(wait)
+        while True:
             while not self._ready():
                 await asyncio.sleep(READY_SECONDS)
             answer = await self._ask(batch, line)
             if self._stopping():  # it may have been aborted: it is asked again by the next server
                 return
+            if answer.busy is not None:
+                await asyncio.sleep(answer.busy)
+                continue
             tries += 1
-            wait = answer.wait(tries)
+            if not answer.broken or tries == TRIES:
+                break
+            await asyncio.sleep(min(2.0**tries, MAX_WAIT))
         if answer.complete:
             text = answered(line.id, answer.status, answer.headers.get("x-request-id"), answer.body)
         else:
@@ -249,7 +260,3 @@ def _added(results: Results, id: str, text: bytes, failed: bool) -> bool:
         logger.error("a result of a batch cannot be written, and is tried again: %s", error)
         return False
     return True
-
-
-def _error(code: str, message: str) -> dict[str, Any]:
-    return {"code": code, "line": None, "message": message, "param": None}

@@ -183,7 +183,7 @@ def _load(folder: Path) -> dict[str, Record]:
     for path in folder.glob("*.json"):
         try:
             record = Record(**load_json(path))
-            if record.id != path.stem:
+            if record.id != path.stem or not record.status:
                 raise ValueError(f"it is of {record.id!r}")
             found[record.id] = record
         except (ValueError, TypeError, KeyError) as error:
