@@ -67,6 +67,11 @@ class Kind(NamedTuple):
     settings: dict[str, Any] = PREPROCESSOR
 
 
+GEMMA3 = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "sliding_window": 12, "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 KINDS: dict[str, Kind] = {
     "qwen3.5": Kind("Qwen3_5", {"text_config": {**SIZES, **NET, **TEXT, **MROPE}, "vision_config": VISION, **IDS}),
     "qwen3-vl": Kind(
@@ -99,6 +104,24 @@ KINDS: dict[str, Kind] = {
         },
         "Gemma4ImageProcessorPil",
         {"max_soft_tokens": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    ),
+    "gemma3": Kind(
+        "Gemma3",
+        {
+            "text_config": {**GEMMA3, **TEXT},
+            "vision_config": {**PLAIN_LAYERS, "image_size": 32},
+            "image_token_index": PAD,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+            "mm_tokens_per_image": 16,
+        },
+        "Gemma3ImageProcessorPil",
+        {
+            "size": {"height": 32, "width": 32},
+            "resample": 2,
+            "image_mean": [0.5, 0.4, 0.45],
+            "image_std": [0.5, 0.25, 0.3],
+        },
     ),
     "smolvlm": Kind(
         "SmolVLM",
@@ -206,7 +229,7 @@ def processed(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4, "_SUPPORTED_SOFT_TOKENS", (16,))  # for short prompts
         made = getattr(transformers, processor)(**settings)(images=list(images), return_tensors="pt")
-    return {name: value for name, value in made.items() if name not in ("num_soft_tokens_per_image",)}
+    return {name: value for name, value in made.items() if name not in ("num_soft_tokens_per_image", "num_crops")}
 
 
 def by_patches(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
@@ -236,13 +259,23 @@ def features(kind: str, image: Image.Image) -> tuple[Tensor, list[Tensor]]:
     return torch.cat(tuple(pooled)) if isinstance(pooled, tuple | list) else pooled, deep
 
 
-def greedy(kind: str, ids: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
-    """Returns so many tokens that transformers draws after a prompt with images. ids: with all tokens of images."""
+def _inputs(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> tuple[Any, dict[str, Tensor]]:
+    """Returns a model and what it takes of a prompt. ids: with all tokens of images."""
     model, whole = reference(kind), torch.tensor([list(ids)])
     model.model.rope_deltas = None
-    kinds = {"mm_token_type_ids": (whole == PAD).int()} if kind.startswith(("qwen", "gemma")) else {}
-    out = model.generate(
-        input_ids=whole, attention_mask=torch.ones_like(whole), max_new_tokens=count, do_sample=False,
-        eos_token_id=None, **processed(kind, images), **kinds,
-    )  # fmt: skip
+    name = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+    kinds = {name: (whole == PAD).int()} if kind.startswith(("qwen", "gemma")) else {}
+    return model, {"input_ids": whole, "attention_mask": torch.ones_like(whole), **processed(kind, images), **kinds}
+
+
+def logits(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+    """Returns the logits behind each token of a prompt, by transformers. ids: as of `greedy`."""
+    model, inputs = _inputs(kind, ids, images)
+    return model(**inputs).logits[0]
+
+
+def greedy(kind: str, ids: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
+    """Returns so many tokens that transformers draws after a prompt with images. ids: with all tokens of images."""
+    model, inputs = _inputs(kind, ids, images)
+    out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
     return out[0, len(ids) :].tolist()

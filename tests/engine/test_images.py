@@ -11,6 +11,7 @@ import torch
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
 from image_models import KINDS, PAD, encoded, picture, write_model
 from image_models import greedy as transformers_greedy
+from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
@@ -21,6 +22,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.ops import make_ops
+from draftwing.requests.request import LogprobParams
 from draftwing.text.tokenizer import load_tokenizer
 
 TOKENS = 30
@@ -87,6 +89,19 @@ def test_greedy_text_is_transformers(case: Any) -> None:
             assert expected.tokens[str(i)] == transformers_greedy(kind, ids, images, TOKENS)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("chunk", [1, 19, 64])
+def test_log_probabilities_of_prompts_are_transformers(case: Any, chunk: int) -> None:
+    kind, model, prompts, *_ = case
+    ids, images = prompts[2]
+    rig = Rig(model, chunk=chunk)
+    rig.submit("0", ids, greedy(1), images=images, logprobs=LogprobParams(start=0))
+    found = [value.value for value in rig.run().prompt_logprobs["0"][1:]]
+    logits = transformers_logits(kind, ids, [picture(*size) for size in SHOWN[2]])[:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4, rel=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
     rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
@@ -101,7 +116,8 @@ def test_lookups(case: Any, drafter: str) -> None:
 def test_beside_rows_that_decode(case: Any) -> None:
     if case[0] == "qwen3.5":
         pytest.skip("layers with states of rows have prompts and rows take turns")
-    rig, _ = answer(case, shapes=(CHAIN,), miss=1, chunk=9, mixed=True)
+    chunk = 40 if any(image.mutual for _, images in case[2] for image in images) else 9  # images come whole
+    rig, _ = answer(case, shapes=(CHAIN,), miss=1, chunk=chunk, mixed=True)
     assert rig.stats.mixed > 2
 
 

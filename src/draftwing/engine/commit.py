@@ -198,7 +198,7 @@ class CommitStage:
             first, end = end, end + sum(1 for _ in run)
             if not seen and not by_slot:
                 continue
-            part = batch.part(first, end)
+            part = batch.part(first, end)._replace(mutual="")  # drafters' own layers see what comes before
             begin = batch.chunks[first].offset
             here = slice(begin, begin + part.ids.shape[0])
             next_ids = self._table.tokens_at(upload.token_rows[here], upload.positions[here] + 1)

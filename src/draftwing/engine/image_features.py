@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwing.core import Admission, Chunk, IntArray, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.models.towers.base import Tower
-from draftwing.ops.attention.batch import Batch, ImageRows
+from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
 from draftwing.requests.images import RequestImage, axes_of
 
 BUDGET = 256 << 20  # bytes of features that are kept
@@ -85,6 +85,9 @@ class ImageFeatures:
         at, rows = self._features(plan.chunks)
         turns = None if self.shift is None else self._device.upload(self._turns(plan.chunks).ravel()).view(3, -1)
         images = None if not rows else ImageRows(self._device.upload(at), torch.cat(rows), self._tower.config.deep)
+        mutual = self._tower.config.mutual if rows else ""
+        if mutual:
+            batch = batch._replace(mutual=mutual, chunks=self._mutual(plan.chunks, batch))
         for chunk in plan.chunks:
             if chunk.final:
                 self._rows.pop(chunk.row, None)
@@ -101,6 +104,16 @@ class ImageFeatures:
                     rows.append(self._of(image, self._rows[chunk.row].salt)[first - image.start : end - image.start])
             offset += chunk.length
         return np.concatenate(at), rows
+
+    def _mutual(self, chunks: Sequence[Chunk], batch: Batch) -> tuple[ChunkSpan, ...]:
+        """Returns the spans of chunks with the images in them."""
+        found = []
+        for chunk, span in zip(chunks, batch.chunks, strict=True):
+            row, end = self._rows.get(chunk.row), chunk.start + chunk.length
+            some = [image for image in row.images if image.start < end and chunk.start < image.end] if row else []
+            assert all(image.end <= end for image in some), "a chunk ends within an image whose tokens see each other"
+            found.append(span._replace(mutual=tuple((image.start, image.end) for image in some)))
+        return tuple(found)
 
     def _turns(self, chunks: Sequence[Chunk]) -> IntArray:
         """Returns positions of the chunks' queries in three axes, [3, M]."""

@@ -4,7 +4,7 @@ is plain data, which goes to the process that decodes. What it does it does with
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from draftwing.errors import RequestError
@@ -36,11 +36,12 @@ Piece = str | Tile  # what stands in the prompt in place of a picture
 @dataclass(frozen=True)
 class ImageProcessor:
     """token, text: what stands for a position of an image in prompts, its id and how it is written.  placeholder: what
-    chat templates write for a picture."""
+    chat templates write for a picture.  mutual: as of `RequestImage`."""
 
     token: int
     text: str
     placeholder: str
+    mutual: bool = field(default=False, kw_only=True)
 
     def pieces(self, picture: Image) -> list[Piece]:
         """Returns what stands in the prompt for a picture in RGB. Raises RequestError for one that the model cannot
@@ -116,3 +117,19 @@ class BudgetProcessor(ImageProcessor):
 
     def pieces(self, picture: Image) -> list[Piece]:
         return [self.before, tile(picture, self.size(*picture.size), self.resample, self.block), self.after]
+
+
+@dataclass(frozen=True)
+class FixedProcessor(ImageProcessor):
+    """One image of one size, whatever the picture's sides are. side: its pixels.  block: of a token's side.  before,
+    after: texts around it."""
+
+    side: int = 896
+    block: int = 56
+    before: str = ""
+    after: str = ""
+    resample: int = 2
+
+    def pieces(self, picture: Image) -> list[Piece]:
+        check_ratio(*picture.size)
+        return [self.before, tile(picture, (self.side, self.side), self.resample, self.block), self.after]

@@ -159,7 +159,7 @@ def placed(
         digest = blake2b(one.pixels, digest_size=16, key=settings)
         digest.update(repr((one.width, one.height, one.grid)).encode())
         pixels = np.frombuffer(one.pixels, np.uint8).reshape(one.height, one.width, 3)
-        images.append(RequestImage(len(out), one.grid, pixels, digest.digest()))
+        images.append(RequestImage(len(out), one.grid, pixels, digest.digest(), processor.mutual))
         out += [token] * images[-1].tokens
     if sum(token == processor.token for token in ids) != len(tiles):  # a text can be written so that it is one
         raise RequestError(f"no text may hold the model's token for images, {processor.text}", "messages")

@@ -135,6 +135,7 @@ class LayerOps:
 class TorchOps(LayerOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
+    attends_mutually = True  # whether attention knows of images whose tokens see each other (`Batch.mutual`)
     ngram_index: type[NGramIndex] = NGramIndex
     suffix_index: type[SuffixIndex] = SuffixIndex
 

@@ -18,13 +18,15 @@ class RequestImage(NamedTuple):
     """An image, or a tile of one, that a run of the prompt's tokens stands for.
 
     start: position of the first of them.  grid: their rows and columns.  pixels: [height, width, 3] uint8, as the
-    tower wants them but for their range.  digest: of the pixels and of how they were made.
+    tower wants them but for their range.  digest: of the pixels and of how they were made.  mutual: whether its tokens
+    see each other: then no chunk of a prompt ends within it.
     """
 
     start: int
     grid: tuple[int, int]
     pixels: npt.NDArray[np.uint8]
     digest: bytes
+    mutual: bool = False
 
     @property
     def tokens(self) -> int:

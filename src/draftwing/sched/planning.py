@@ -160,6 +160,31 @@ def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[in
         excess -= less
 
 
+def with_whole_images(given: list[tuple[Req, int]], most: int, alone: bool) -> list[tuple[Req, int]]:
+    """Returns who gets how many tokens of a prefill in which no chunk ends within an image whose tokens see each other.
+    Whoever comes to one gets all of it, before others, who get what is left. most: tokens of all.  alone: whether one
+    image may have more, with nothing beside it."""
+    if not any(image.mutual for req, _ in given for image in req.request.images):
+        return given
+    ends = [(req, length, _before_image(req, length)) for req, length in given]
+    out: list[tuple[Req, int]] = []
+    for req, length, whole in sorted(ends, key=lambda one: one[2] <= one[1]):
+        size = whole if whole > length else _before_image(req, min(whole, most))
+        if size and (size <= most or (alone and not out)):
+            out.append((req, size))
+            most = max(most - size, 0)
+    return out
+
+
+def _before_image(req: Req, length: int) -> int:
+    """Returns a chunk's length, or less up to an image within which it would end; all of one with which it begins."""
+    end = req.sent + length
+    for image in req.request.images:
+        if image.mutual and image.start < end < image.end:
+            return (image.start if image.start > req.sent else image.end) - req.sent
+    return length
+
+
 def fair_decode_batch(
     ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]
 ) -> list[Req]:

@@ -14,7 +14,7 @@ from draftwing.errors import RequestError
 from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import AsyncMask, Guidance, GuidedRow, Workers, await_any
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.planning import divided, fair_decode_batch, make_plan
+from draftwing.sched.planning import divided, fair_decode_batch, make_plan, with_whole_images
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
@@ -279,7 +279,8 @@ class Scheduler:
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        for req, length in divided(room, todo, self._prefills, ready, spared, sizes):
+        shares = divided(room, todo, self._prefills, ready, spared, sizes)
+        for req, length in with_whole_images(shares, room, retracts):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)

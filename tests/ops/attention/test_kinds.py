@@ -77,13 +77,14 @@ class Text:
         self.pool.kv[0].copy_(kept)
         return out.cpu()
 
-    def chunk(self, start: int, length: int) -> Tensor:
-        """[length, heads * dim]"""
+    def chunk(self, start: int, length: int, images: tuple[tuple[int, int], ...] = ()) -> Tensor:
+        """images: positions of those whose tokens see each other -> [length, heads * dim]"""
         end, none = start + length, torch.zeros(length, dtype=torch.int64)
-        span = ChunkSpan(0, 0, start, length)
+        span = ChunkSpan(0, 0, start, length, mutual=images)
         batch = Batch(
-            none[:1], none, none, self.table[0, start:end], self.table, none[:1], chunks=(span,), bound=self.length
-        )
+            none[:1], none, none, self.table[0, start:end], self.table, none[:1], chunks=(span,), bound=self.length,
+            mutual="all" if images else "",
+        )  # fmt: skip
         return self.run(batch, self.q[start:end], self.k[start:end], self.v[start:end])
 
     def tree(
@@ -171,6 +172,30 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtyp
         assert torch.equal(tree[b, node], expected), (b, node)
         assert torch.equal(whole[position - 120], expected), (b, node)
         assert torch.equal(text.chunk(position, 1)[0], expected), (b, node)
+
+
+@pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all", "latents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_whose_tokens_see_each_other(name: str, dtype: torch.dtype, ops: TorchOps) -> None:
+    """In windows, too, which end where a token stands. A chunk may begin within an image."""
+    if not ops.attends_mutually:
+        pytest.skip("there are no kernels for it")
+    text, images = Text(ops, KINDS[name], dtype), ((7, 20), (100, 231), (240, 290))
+    window, seen = text.kind.window, {at: end for start, end in images for at in range(start, end)}
+    whole = text.chunk(0, 300, images)
+    assert not torch.equal(whole, text.chunk(0, 300))
+    close = dict(atol=2e-5, rtol=1e-4) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+    for position in (0, 6, 7, 12, 19, 20, 99, 100, 111, 112, 160, 230, 231, 250, 289, 299):
+        low, end = max(position + 1 - window, 0) if window else 0, seen.get(position, position + 1)
+        k, v = text.k[low:end], text.v[low:end]
+        expected = brute_force(text.q[position], k, v, text.kind._replace(window=0))
+        torch.testing.assert_close(whole[position].double(), expected, **close)
+    for start, end in ((3, 99), (12, 21), (90, 240), (100, 231), (180, 231), (231, 290), (260, 300)):
+        part, here = text.chunk(start, end - start, images), whole[start:end]
+        if ops.name == "torch":  # whose bits are a matter of the CPU's GEMM
+            torch.testing.assert_close(part, here, atol=2e-6, rtol=1e-5)
+        else:
+            assert torch.equal(part, here)
 
 
 def of_whole(tree: Tensor, picked: list[list[int]]) -> Tensor:

@@ -273,11 +273,15 @@ def load_with_progress(
         )  # fmt: skip
     model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference)
     tower = model.config.tower
-    if target and tower is not None and not options.disable_images:
-        model.tower = load_tower(
-            tower, stored_tensors(file or path, tower), precision.dtype, device.device, precision.weights, device.ops,
-            options.dummy,
-        )  # fmt: skip
+    if not target or tower is None or options.disable_images:
+        return model
+    if tower.mutual and not device.ops.attends_mutually:
+        log.warning("images are not read: tokens of an image of this model see each other, which is only so on a CPU")
+        return model
+    model.tower = load_tower(
+        tower, stored_tensors(file or path, tower), precision.dtype, device.device, precision.weights, device.ops,
+        options.dummy,
+    )  # fmt: skip
     return model
 
 

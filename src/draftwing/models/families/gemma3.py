@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftwing.layers.attention import AttentionConfig
+from draftwing.models.families.gemma_images import mean_tower
 from draftwing.models.family import Family, InGGUF, Whole
 from draftwing.models.fields import Fields
 
@@ -69,7 +70,7 @@ FAMILIES = {
         local_theta=1e4,
         out_norms=True,
         attention_scalar=256,
-        wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES)},
+        wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES, tower=mean_tower)},
         gguf=InGGUF("gemma3", scalar=_scalar),
     ),
 }

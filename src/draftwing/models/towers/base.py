@@ -20,6 +20,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.fields import Fields
+from draftwing.ops.attention.batch import Mutual
 from draftwing.ops.table import LayerOps
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ class TowerConfig:
     """token: the id that stands for positions of images in prompts.  width: of a row of features, which is that of the
     language model's embeddings, and of what some of its layers add, one after the other (`deep`).
     blank: the id whose own embeddings by layer, where a model has them, those of images have.
+    mutual: in which layers of the language model tokens of an image see each other.
     hidden, ffn, heads, depth, eps: of its layers.  patch: pixels of a patch's side."""
 
     token: int
     width: int
     deep: int = 0
     blank: int = 0
+    mutual: Mutual = ""
     hidden: int = 768
     ffn: int = 3072
     heads: int = 12

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
-from draftwing.images.processing import ImageProcessor
+from draftwing.images.processing import FixedProcessor, ImageProcessor
 from draftwing.images.tiles import GridProcessor, SplitProcessor
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.fields import Fields
@@ -60,11 +60,12 @@ class TilesConfig(TowerConfig):
             if not name.startswith("head."):  # which makes one row of an image, for other tasks
                 yield name, value
 
-    def named(self, tokenizer: Tokenizer) -> str:
-        """Returns how the token of images is written. Raises CheckpointError."""
-        text = tokenizer.backend.id_to_token(self.token)
+    def named(self, tokenizer: Tokenizer, token: int | None = None) -> str:
+        """Returns how a token is written, None: that of images. Raises CheckpointError."""
+        token = self.token if token is None else token
+        text = tokenizer.backend.id_to_token(token)
         if text is None:
-            raise CheckpointError(f"image_token_id: expected an id of the tokenizer, found {self.token}")
+            raise CheckpointError(f"image_token_id: expected an id of the tokenizer, found {token}")
         return text
 
 
@@ -144,6 +145,45 @@ class GridConfig(TilesConfig):
         return torch.einsum("ir,jc,rch->ijh", down, across, table.float()).to(table.dtype)
 
 
+@dataclass(frozen=True)
+class MeanConfig(TilesConfig):
+    """One image of the size of the square of positions, whatever a picture's is. around: the ids before and after its
+    tokens."""
+
+    around: tuple[int, int] = (0, 0)
+
+    prefixes = ("model.vision_tower.vision_model.", "model.vision_tower.", "model.multi_modal_projector.")
+
+    def prepared(self, files: Fields) -> TowerConfig:
+        files.check("resample", (_BILINEAR,))
+        files.check("do_pan_and_scan", (False,))
+        sides = [files.inner("size").whole(key, default=self.side * self.patch) for key in ("height", "width")]
+        if set(sides) != {self.side * self.patch}:
+            raise files.unlike("size", f"{self.side * self.patch} x {self.side * self.patch}, the tower's size")
+        return replace(self, **self.shades(files))
+
+    def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
+        before, after = (self.named(tokenizer, token) for token in self.around)
+        return FixedProcessor(
+            self.token, self.named(tokenizer), before, self.side * self.patch, self.patch * self.factor,
+            f"\n\n{before}", f"{after}\n\n", _BILINEAR, mutual=bool(self.mutual),
+        )  # fmt: skip
+
+    def build(self, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> TowerModule:
+        return MeanTower(self, dtype, device, weight_format)
+
+    def positions(self, table: Tensor, rows: int, columns: int) -> Tensor:
+        assert table.shape[:2] == (rows, columns)
+        return table
+
+    def tensors(self, stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in super().tensors(stored):
+            if name == "mm_input_projection_weight":  # [hidden, width]
+                yield "mm_input_projection.weight", value.T
+            else:
+                yield name, value
+
+
 def _resampling(count: int, side: int, device: torch.device) -> Tensor:
     """Returns weights of `side` places for each of `count`, [count, side], as a bilinear filter with antialias has
     them."""
@@ -161,17 +201,22 @@ class TilesTower(TowerModule):
         super().__init__()
         self.config, self.place = config, (dtype, device, weight_format)
         self.mean, self.std = torch.tensor(config.mean), torch.tensor(config.std)
-        hidden, joined = config.hidden, config.hidden * config.factor**2
+        hidden = config.hidden
         table = nn.Embedding(config.side**2, hidden, dtype=dtype, device=device)
         patches = self.linear(3 * config.patch**2, hidden)
         self.embeddings = nn.ModuleDict({"patch_embedding": patches, "position_embedding": table})
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(_Layer(self) for _ in range(config.depth))})
         self.post_layernorm = normed(hidden, config.eps, dtype, device)
+        self.add_projector(config)
+
+    def add_projector(self, config: TilesConfig) -> None:
+        """Adds what `project` needs."""
+        joined = config.hidden * config.factor**2
         if not config.projector:
             self.projection = nn.ModuleDict({"proj": self.linear(joined, config.width, False)})
             return
         if config.joined_norm:
-            self.layer_norm = normed(joined, 1e-5, dtype, device)
+            self.layer_norm = normed(joined, 1e-5, *self.place[:2])
         self.linear_1 = self.linear(joined, config.projector)
         self.linear_2 = self.linear(config.projector, config.width)
 
@@ -187,11 +232,31 @@ class TilesTower(TowerModule):
             x = layer(x, attention)
         x, factor = self.post_layernorm(x), config.factor
         blocks = x.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)  # [R, C, f, f, hidden]
-        joined = blocks.flatten(2).flatten(0, 1)
+        return self.project(blocks.flatten(2, 3).flatten(0, 1))
+
+    def project(self, blocks: Tensor) -> Tensor:
+        """blocks [N, patches, hidden] -> [N, width]"""
+        config, joined = self.config, blocks.flatten(1)
         if not config.projector:
             return self.projection["proj"](joined)
         joined = self.layer_norm(joined) if config.joined_norm else joined
         return self.linear_2(F.gelu(self.linear_1(joined)))
+
+
+class MeanTower(TilesTower):
+    """One with means of blocks, normed and projected."""
+
+    def add_projector(self, config: TilesConfig) -> None:
+        dtype, device, _ = self.place
+        weight = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))  # 0 stands for 1
+        self.mm_soft_emb_norm = nn.ParameterDict({"weight": weight})
+        self.mm_input_projection = self.linear(config.hidden, config.width, False)
+
+    def project(self, blocks: Tensor) -> Tensor:
+        mean = blocks.float().mean(1).to(blocks.dtype).float()
+        scaled = mean * torch.rsqrt(mean.square().mean(-1, keepdim=True) + self.config.eps)
+        weight = 1 + self.mm_soft_emb_norm["weight"].float()
+        return self.mm_input_projection((scaled * weight).to(blocks.dtype))
 
 
 class _Layer(nn.Module):

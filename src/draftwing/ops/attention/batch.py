@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,8 @@ class AttentionKind(NamedTuple):
         return not self.reach and self.sinks is None and not (self.scalar or self.cap or self.values)
 
 
+# In which layers tokens of an image see each other: those with windows, all, or none.
+Mutual = Literal["", "windows", "all"]
 FULL = AttentionKind()  # to everything before, as in Llama
 
 
@@ -116,6 +118,15 @@ class ChunkSpan(NamedTuple):
     length: int
     final: bool = True  # the last chunk of a prompt
     saves: tuple[tuple[int, int], ...] = ()  # of states: (tokens of the chunk, 1 .. length, state slot), ascending
+    mutual: tuple[tuple[int, int], ...] = ()  # positions [start, end), ascending, whose tokens see each other
+
+    def counts(self) -> list[int]:
+        """Returns how many of the row's positions each query sees where these tokens see each other."""
+        found = list(range(self.start + 1, self.start + self.length + 1))
+        for start, end in self.mutual:
+            for i in range(max(start - self.start, 0), min(end - self.start, self.length)):
+                found[i] = end
+        return found
 
 
 def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
@@ -180,6 +191,11 @@ class Batch(NamedTuple):
     # Where a rotary embedding has other positions than the text, behind an image: [M], or [3, M] in three axes.
     turns: Tensor | None = None
     images: ImageRows | None = None
+    mutual: Mutual = ""  # where `ChunkSpan.mutual` holds; `write_slots` has all of these tokens, or they are written
+
+    def mutual_in(self, kind: AttentionKind) -> bool:
+        """Returns whether tokens of an image see each other in layers of this kind."""
+        return self.mutual == "all" or (self.mutual == "windows" and kind.window > 0)
 
     def part(self, first: int, end: int) -> Batch:
         """Returns the batch of the chunks first .. end - 1, at least one."""

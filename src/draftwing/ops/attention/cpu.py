@@ -100,7 +100,10 @@ class CpuAttend(KernelAttend):
         self._slots = batch.write_slots.contiguous()
         self._saves: Tensor | None = None  # see `delta_net.saves_of`
         # Who attends to what: prefix_len, path, path_len, spans, starts, how many rows or chunks, nodes, depth.
+        counts: Tensor | None = None  # of the keys of chunks' queries, in layers in which images' tokens see each other
         if batch.chunks:
+            if batch.mutual and any(chunk.mutual for chunk in batch.chunks):
+                counts = torch.tensor([count for chunk in batch.chunks for count in chunk.counts()])
             spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
             longest = max(chunk.length for chunk in batch.chunks)
             who: tuple[Any, ...] = (None, None, None, spans, None, len(batch.chunks), longest, 0)
@@ -114,10 +117,11 @@ class CpuAttend(KernelAttend):
             read = trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()
             who = (*read, None, starts, rows.shape[0], nodes, depth)
         self.who = (rows, table, table.stride(0), *who)
+        self._mutual = None if counts is None else (rows, table, table.stride(0), None, None, counts, *who[3:])
         self._of_chunks: dict[int, tuple[Any, ...]] = {}  # `who` of layers with chunks of so many positions
-        self._shape: HeadShape | None = None  # of what follows
+        self._shape: tuple[HeadShape, bool] | None = None  # of what follows
         self._how: tuple[Any, ...] = ()
-        self._hows: dict[HeadShape, tuple[Any, ...]] = {}
+        self._hows: dict[tuple[HeadShape, bool], tuple[Any, ...]] = {}
 
     def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._kv[self._first_layer + layer]
@@ -141,8 +145,12 @@ class CpuAttend(KernelAttend):
         assert k.shape[1:] == kv.shape[1:2] + kv.shape[3:] and k.is_contiguous() and self._slots.shape[0] == rows
         self._raw.keep_rows(kv, self._slots, k, rows, size, k.dtype == torch.bfloat16, self._kv_type)
 
-    def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    def run_layers(
+        self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
         """Takes no gradient."""
+        if self._mutual is not None:  # which is not so in each of the layers
+            return None
         first, (rows, hidden), (heads, kv_heads, dim) = self._first_layer + layers.first, x.shape, layers.shape
         assert x.dtype == cos.dtype == layers.dtype
         assert hidden == layers.hidden and self._slots.shape[0] == rows <= layers.max_rows
@@ -215,7 +223,7 @@ class CpuAttend(KernelAttend):
         """q [M, heads or more, head_dim]"""
         kv = self._kv[self._first_layer + layer]
         kv_heads, dim = kv.shape[1], q.shape[2]
-        self._prepare(heads, kv_heads, dim)
+        self._prepare(heads, kv_heads, dim, self._mutual is not None and self._batch.mutual_in(kind))
         how = self._how
         if kind.chunk:
             how = (*self._in_chunks(kind.chunk), *how[len(self.who) :])
@@ -268,17 +276,20 @@ class CpuAttend(KernelAttend):
         assert self._kv_type if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
         return half
 
-    def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
-        """Sets `_how` for layers of this shape, which mostly is that of the layer before."""
-        if self._shape == (heads, kv_heads, dim):
+    def _prepare(self, heads: int, kv_heads: int, dim: int, mutual: bool = False) -> None:
+        """Sets `_how` for layers of this shape, which mostly is that of the layer before. mutual: whether images'
+        tokens see each other in them."""
+        if self._shape == ((heads, kv_heads, dim), mutual):
             return
         assert heads % kv_heads == 0
         shape = HeadShape(heads, kv_heads, dim)
-        self._shape, how = shape, self._hows.get(shape)
+        self._shape = shape, mutual
+        how = self._hows.get(self._shape)
         if how is None:
             size = self._raw.scratch_size(*shape, self._workers.most)
             scratch = self._backend.scratch(size)
-            how = self._hows[shape] = (*self.who, scratch, size, self._workers.address)
+            who = self._mutual if mutual and self._mutual is not None else self.who
+            how = self._hows[self._shape] = (*who, scratch, size, self._workers.address)
         self._how = how
 
 

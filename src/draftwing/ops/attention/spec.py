@@ -123,7 +123,7 @@ class TorchAttend(BoundAttend):
         kv = self._pool.kv[self._first_layer + layer]
         alike = kind.reach, q.shape, kv.shape
         if alike not in self._prepared:
-            self._prepared[alike] = self._prepare(kv, q, kind.reach)
+            self._prepared[alike] = self._prepare(kv, q, kind)
         mean, work = self._prepared[alike]
         for keys, stretches in work:
             _fetch(keys, kv)
@@ -132,15 +132,16 @@ class TorchAttend(BoundAttend):
         mean = mean[..., : kind.values or q.shape[2]]
         return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
-    def _prepare(self, kv: Tensor, q: Tensor, reach: int) -> tuple[Tensor, Work]:
-        """reach: `AttentionKind.reach`. Also the tensor that every layer's result goes to: [M, heads, head_dim]
-        float32."""
+    def _prepare(self, kv: Tensor, q: Tensor, kind: AttentionKind) -> tuple[Tensor, Work]:
+        """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
         batch, buffers = self._batch, self._buffers
         mean = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if batch.chunks:
-            pages = batch.pages()
-            return mean, [_chunk_work(pages, chunk, reach, kv, mean, buffers) for chunk in batch.chunks]
-        return mean, [_tree_work(batch, reach, kv, mean, buffers)]
+            pages, chunks = batch.pages(), batch.chunks
+            if not batch.mutual_in(kind):
+                chunks = tuple(chunk._replace(mutual=()) for chunk in chunks)
+            return mean, [_chunk_work(pages, chunk, kind.reach, kv, mean, buffers) for chunk in chunks]
+        return mean, [_tree_work(batch, kind.reach, kv, mean, buffers)]
 
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
@@ -271,7 +272,8 @@ def _chunk_work(
     table: Tensor, chunk: ChunkSpan, reach: int, kv: Tensor, mean: Tensor, buffers: Buffers
 ) -> tuple[Keys, list[Queries]]:
     """Returns the row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its
-    own whole, or as far as it reaches, and scores stay in the cache."""
+    own whole, or as far as it reaches, and those behind it as far as it sees; scores stay in the cache."""
+    counts = chunk.counts()
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
     slots = F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK)
@@ -283,9 +285,13 @@ def _chunk_work(
         first, last = max(chunk.start, block * _BLOCK), min(end, (block + 1) * _BLOCK)
         here = slice(chunk.offset + first - chunk.start, chunk.offset + last - chunk.start)
         seen = causal[None, first - block * _BLOCK : last - block * _BLOCK]  # [1, N, width]: of the last block
-        if reach:
+        upto = counts[first - chunk.start : last - chunk.start]
+        whole = -(-upto[-1] // _BLOCK)  # blocks that are read
+        if reach or chunk.mutual:
             position = torch.arange(first, last, device=table.device)[:, None]
-            key = torch.arange((block + 1) * _BLOCK, device=table.device)
-            seen = ((key <= position) & (key >= first_seen(position, reach))).unflatten(1, (-1, _BLOCK)).transpose(0, 1)
-        stretches.append(_queries(here, seen[None], block + 1, keys.wide, mean, buffers))
+            key = torch.arange(whole * _BLOCK, device=table.device)
+            near = key < torch.tensor(upto, device=table.device)[:, None]
+            near &= (key >= first_seen(position, reach)) if reach else True
+            seen = near.unflatten(1, (-1, _BLOCK)).transpose(0, 1)
+        stretches.append(_queries(here, seen[None], whole, keys.wide, mean, buffers))
     return keys, stretches

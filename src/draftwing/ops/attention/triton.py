@@ -120,6 +120,7 @@ class TritonAttend(KernelAttend):
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
+        assert not batch.mutual, "what reads such images is not loaded for these kernels"
         kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
         out = q.new_empty(q.shape[0], heads * (kind.values or q.shape[2]))
         if batch.chunks or batch.tiles is not None:

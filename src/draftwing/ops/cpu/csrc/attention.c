@@ -1,7 +1,8 @@
 /* Attention over the pool, for trees and chunks.
 
    Queries come in spans: a row's tree, or a chunk. A query sees `count` keys in position order: the page table's
-   entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). With a window its first
+   entries [0, prefix), then those of its path (trees), or the positions up to its own, or as many as path_len says
+   (chunks: tokens of an image that see each other; of a later query no fewer). With a window its first
    key is `low`.
 
    A query's bits follow from its own keys and their positions. A score is summed in the order of head_dim. Positions go
@@ -64,6 +65,10 @@ typedef struct {
 typedef struct {
     int64_t offset, first, queries, from, end; /* first: query of the span whose first one is `offset`; chunks */
 } Reach;
+/* Of a query of a chunk. */
+INLINE int64_t keys_of(const Attention *a, const int64_t *span, int64_t query) {
+    return a->path_len ? a->path_len[span[1] + query] : span[2] + query + 1;
+}
 static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t tile) {
     const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
     Reach r = {.first = tile * p->tile};
@@ -72,7 +77,7 @@ static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t t
     r.queries = least(length - r.first, p->tile);
     if (r.queries <= 0) return (Reach){0};
     const int64_t fewest = (spans ? spans[2] + r.first : a->prefix[span]) + 1; /* keys of a query, at least */
-    const int64_t last = spans ? fewest + r.queries - 1 : fewest + a->depth - 1;
+    const int64_t last = spans ? keys_of(a, spans, r.first + r.queries - 1) : fewest + a->depth - 1;
     r.from = a->window ? most(fewest - a->window, 0) / CHUNK : 0;
     r.end = (last + CHUNK - 1) / CHUNK;
     return r;
@@ -325,13 +330,14 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c, int64_t head_o
     t->query = reach->offset + reach->first;
     t->table = a->table + a->rows[spans ? spans[0] : c->span] * a->table_stride;
     t->path = spans ? NULL : a->path + t->query * a->depth;
-    t->prefix = spans ? spans[2] + reach->first + t->queries : a->prefix[c->span];
+    t->prefix = spans ? keys_of(a, spans, reach->first + t->queries - 1) : a->prefix[c->span];
     t->end = 0;
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t i = r / t->group, head = t->head * t->group + r % t->group;
-        const int64_t count = spans ? spans[2] + reach->first + i + 1 : t->prefix + a->path_len[t->query + i];
+        const int64_t count = spans ? keys_of(a, spans, reach->first + i) : t->prefix + a->path_len[t->query + i];
+        const int64_t own = spans ? spans[2] + reach->first + i + 1 : count; /* up to its own position */
         t->counts[r] = count;
-        t->lows[r] = a->window && count > a->window ? count - a->window : 0;
+        t->lows[r] = a->window && own > a->window ? own - a->window : 0;
         t->end = most(t->end, count);
         for (int64_t c = 0; c < a->padded; c += LANES)
             storef(t->q + r * a->padded + c,

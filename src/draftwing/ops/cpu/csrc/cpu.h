@@ -451,7 +451,8 @@ typedef struct {
     int64_t *taken; /* of each thread's units: see `Shares` */
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
-   prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
+   prefix_len, path, path_len (of spans: keys of each query, 0: those up to its own), spans, starts, count of rows or
+   spans, nodes or length of the longest span, depth,
    scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts; values, 0: dim. */
 #define ATTENTION 28
 HIDDEN Attention attention_of(const int64_t *numbers);
