@@ -200,6 +200,7 @@ class Plan:
     # [S, 4] of models with recurrent layers: rows, and the state slots that their next steps read and write, and tokens
     # in the former; -1: as the device has it. Come with the uploads, of distinct rows.
     states: IntArray = field(default_factory=lambda: NOBODY)
+    pooled: bool = False  # whether rows that draw want their hidden state alone, so that no logits are needed
     shown: tuple[DraftChunk, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
     mixed: bool = False  # whether the target's forward is one with that of another plan
     mixed_prefill: Plan | None = None  # of kind "tree", where it is mixed: the prefill in the same forward

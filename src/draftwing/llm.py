@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+import numpy as np
+
 from draftwing.config.options import Options
 from draftwing.engine.session import Session, prepare
+from draftwing.errors import RequestError
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 from draftwing.log import progress_bar
 from draftwing.requests.request import GenerationRequest
 from draftwing.text.answer import Answer
+from draftwing.text.pooler import Pooler, cosine
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from draftwing.engine.engine import Engine
     from draftwing.server.engine_client import AsyncEngine
     from draftwing.text.tokenizer import Tokenizer
@@ -166,6 +172,71 @@ class LLM:
         (answer,) = self._prepare([request], request_options)
         return self._pieces(answer, request_options)
 
+    def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        dimensions: int | None = None,
+        *,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Returns a vector for each text or list of token ids, [N, dimensions], as the model's files say they are made;
+        where these say nothing, of the last token's hidden state, with length 1.
+
+        dimensions: so many of the first numbers of each, made as long as 1 again; None: all, the hidden size.
+        truncate: leaves out the end of a text that is too long.
+
+        Raises RequestError for what can never run, GenerationError for hidden states that are not finite.
+        """
+        pooler = self._pooler
+        pooler.check_dimensions(dimensions)
+        ids = self._inputs.token_ids(texts)
+        keep = pooler.ending if truncate else 0
+        fitting = [pooler.fit(one, f"texts.{i}", truncate, keep) for i, one in enumerate(ids)]
+        answers = self._finished(pooler.vector_requests(fitting))
+        return np.stack([pooler.vector(answer, dimensions) for answer in answers])
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[float]:
+        """Returns how well each text of `text_2` answers that of `text_1`, or the one there is: the cosine of their
+        vectors, where the model's files say that it makes some, else the probability that the model says "yes".
+
+        instruction: what makes a text right, for models that judge.  truncate: as of `embed`.
+
+        Raises RequestError.
+        """
+        first, second = ([side] if isinstance(side, str) else list(side) for side in (text_1, text_2))
+        if not first or not second or not all(first) or not all(second):
+            raise RequestError("text_1 and text_2 must not be empty", "text_1")
+        if len(first) not in (1, len(second)):
+            raise RequestError(f"text_1 must be one text, or {len(second)} as text_2; found {len(first)}", "text_1")
+        first = first * len(second) if len(first) == 1 else first
+        pooler = self._pooler
+        if not pooler.judges:
+            vectors = self.embed([*first, *second], truncate=truncate)
+            return [cosine(*pair) for pair in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
+        pairs = enumerate(zip(first, second, strict=True))
+        asked = [pooler.judged(one, other, instruction, f"text_2.{i}", truncate) for i, (one, other) in pairs]
+        return [pooler.score(answer) for answer in self._finished(pooler.judgement_requests(asked))]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[tuple[int, float]]:
+        """Returns (index, score) of the documents, the best first; scores are those of `score`. top_n: of so many."""
+        found = self.score(query, documents, instruction=instruction, truncate=truncate)
+        return sorted(enumerate(found), key=lambda one: -one[1])[:top_n]
+
     def load_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Loads an adapter (LoRA), which `adapter=name` asks for from now on; needs the option `lora_modules` or
         `lora_dir`. path: its folder.  replace: whether one of this name may be there that is another.
@@ -201,6 +272,17 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def _pooler(self) -> Pooler:
+        info = self.engine.info
+        return Pooler(self.tokenizer, info.pooling, info.hidden_size, info.context_length)
+
+    def _finished(self, asked: Sequence[GenerationRequest]) -> list[Answer]:
+        answers = self._prepare(asked, {})
+        for _ in self._session.stream(answers):
+            pass
+        return answers
 
     def _prepare(self, asked: Sequence[GenerationRequest], request_options: RequestOptions) -> list[Answer]:
         if self._closed:

@@ -89,9 +89,13 @@ class Inputs:
         """Makes requests of what `LLM.generate` takes."""
         if request_options.get("tools"):
             raise RequestError("tools are for conversations: use `chat`, or give a list of messages", "tools")
-        items: Sequence[Any] = [prompts] if _single(prompts) else prompts
-        ids: list[Placed] = [(self._encode(item, i), ()) for i, item in enumerate(items)]
+        ids: list[Placed] = [(one, ()) for one in self.token_ids(prompts)]
         return self._requests(ids, params, request_options)
+
+    def token_ids(self, prompts: Any) -> list[list[int]]:
+        """Returns the ids of one text or list of token ids, or of several."""
+        items: Sequence[Any] = [prompts] if _single(prompts) else prompts
+        return [self._encode(item, i) for i, item in enumerate(items)]
 
     def of_chats(
         self,

@@ -224,8 +224,10 @@ class CommitStage:
         _, tree = self._batches.roots(rows.shape[0])
         tokens = table.tokens_at(rows.unsqueeze(1), position)
         zero = torch.zeros_like(position)
-        nodes = SampleInputs(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
-        drawn = self._sample(upload.groups, len(plan.filtered) > 0, nodes)  # [F, 1]
+        logits = hidden[..., :0] if plan.pooled else self._logits(hidden)
+        nodes = SampleInputs(rows, logits, hidden, position, zero, 0, tokens, tree.path, tree.path_len)
+        # What is drawn for hidden states alone nobody reads.
+        drawn = zero if plan.pooled else self._sample(upload.groups, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
         if plan.special:
             with table.device.torch_in_active_threads():

@@ -50,7 +50,9 @@ from draftwing.machine import process_memory
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.models.library import stored_as
+from draftwing.models.pooling import pooling_of
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
+from draftwing.requests.pooling import Pooling
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.requests.stop_regex import Searches
@@ -185,7 +187,7 @@ class Engine:
             stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
             provenance = provenance_of(parts.options, files, parts.executor, tokenizer.chat_source)
             stored = stored_as(path, parts.executor.model.config)
-            self._start(tokenizer, parts, stop, defaults, stored, provenance)
+            self._start(tokenizer, parts, stop, defaults, stored, provenance, pooling_of(path))
             for name, folder in options.adapters:
                 self.load_adapter(name, folder)
             self.info = replace(self.info, adapters=tuple(self.adapters))
@@ -204,6 +206,7 @@ class Engine:
         defaults: Mapping[str, Any] | None = None,
         stored: Mapping[str, Any] | None = None,
         provenance: Provenance | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.parts, model = parts, parts.executor.model
@@ -227,6 +230,7 @@ class Engine:
             stored={**(stored or {}), "on_device": parts.executor.device.has_own_memory},
             images=None if model.tower is None else model.tower.config.processor(tokenizer),
             provenance=provenance,
+            pooling=pooling or Pooling(),
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

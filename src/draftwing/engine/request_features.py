@@ -261,12 +261,12 @@ class RequestFeatures:
         every = [params for _, params in plan.logprobs]
         top, ids = _widest(every)
         place = nodes[at].unsqueeze(2)  # [b, P, 1]
-        logits = drawn.logits[at].gather(1, place.expand(-1, -1, drawn.logits.shape[2]))
         hidden = drawn.hidden[at].gather(1, place.expand(-1, -1, drawn.hidden.shape[2]))
-        half = logits.dtype.itemsize < 4
-        wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
-        exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
         if any(one.shown for one in every):
+            logits = drawn.logits[at].gather(1, place.expand(-1, -1, drawn.logits.shape[2]))
+            half = logits.dtype.itemsize < 4
+            wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
+            exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
             packed = path_logprobs(logits, tokens[at], top, wanted, exact)
         else:
             packed = hidden.new_zeros((*hidden.shape[:2], width(0, 0)), dtype=torch.float64)

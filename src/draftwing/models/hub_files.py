@@ -138,6 +138,7 @@ def wanted(repo: str, files: Sequence[str], weights: bool = True, gguf: str | No
     if not plain:
         raise CheckpointError(f"{repo} is not a transformers model: no config.json")
     texts = [file for file in top if file.endswith(_TEXT_SUFFIXES)]
+    texts += [file for file in files if file.endswith("_Pooling/config.json")]  # of models that make vectors of texts
     if not weights:
         return texts
     # Some repositories hold the same weights twice, under the names of the original implementation.

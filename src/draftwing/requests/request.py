@@ -142,6 +142,12 @@ class GenerationRequest(NamedTuple):
     adapter_digest: str = ""
 
     @property
+    def pooled(self) -> bool:
+        """Returns whether hidden states of its prompt are all that is wanted."""
+        wanted = self.logprobs
+        return self.params.max_new_tokens == 0 and wanted is not None and wanted.hidden > 0 and not wanted.shown
+
+    @property
     def together(self) -> tuple[str, float] | None:
         """Returns what all answers that a client asked for at once have in common; None where that is not known."""
         return None if self.arrived is None else (self.client, self.arrived)

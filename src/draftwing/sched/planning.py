@@ -50,7 +50,8 @@ def make_plan(
             thinking=where(lambda r: r.request.thinking is not None),
             logprobs=tuple((i, params) for i in asking if (params := reqs[i].request.logprobs) is not None),
         )
-        wanted = [name for name, rows in special.items() if len(rows)]
+        special["pooled"] = bool(chunks) and all(reqs[i].request.pooled and not reqs[i].edited for i in drawing)
+        wanted = [name for name, rows in special.items() if name != "pooled" and len(rows)]
         special["penalised"] = wanted == ["edited"] and all(reqs[i].penalised for i in special["edited"])
     return Plan(
         step=step,

@@ -19,6 +19,7 @@ from draftwing.server.chat import Chats
 from draftwing.server.edge.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import BodyLimit, ResponseThrottle
 from draftwing.server.edge.paths import CleanPaths
+from draftwing.server.embeddings import add_embedding_routes
 from draftwing.server.endpoints import install_error_handlers
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.generate import add_generate
@@ -27,6 +28,7 @@ from draftwing.server.ollama import add_ollama_routes
 from draftwing.server.openai.completions import add_openai_routes
 from draftwing.server.operations import add_operations
 from draftwing.server.reference import add_reference
+from draftwing.server.rerank import add_rerank_routes
 from draftwing.server.service import Service
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
@@ -93,6 +95,8 @@ def create_app(
     add_openai_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
     add_ollama_routes(app, service, chats)
+    add_embedding_routes(app, service)
+    add_rerank_routes(app, service)
     add_generate(app, service)
     add_operations(app, service, chats)
     add_metrics_route(app, metrics)

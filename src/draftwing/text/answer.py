@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,8 @@ class Answer:
         self.wanted = request.logprobs
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self._prompt_state: array[float] | None = None  # hidden state of the prompt's last token, where wanted
+        # Of the answer's first token, and the hidden state of the prompt's last one, where they were asked for.
+        self.first: TokenLogprobs | None = None
         self.reasoning_tokens = 0
         self._trace: list[TracedStep] = []  # that were not taken yet
         self._shown = 0  # tokens whose text was given out
@@ -79,8 +79,8 @@ class Answer:
     def push(self, output: Output) -> str:
         """Takes news of this answer and returns the text that can be shown since the last call."""
         assert self.finish_reason is None, f"news of {self.request.uid} after its end"
-        if self._prompt_state is None and output.logprobs:
-            self._prompt_state = output.logprobs[0].hidden
+        if self.first is None and output.logprobs:
+            self.first = output.logprobs[0]
         if self.request.params.max_new_tokens == 0:
             output = _without_tokens(output)
         self.token_ids += output.token_ids
@@ -208,9 +208,9 @@ class Answer:
             if of_answer:
                 found |= self._lists("output", self.token_ids, self.logprobs, texts)
             found["output_token_logprobs_length"] = len(self.logprobs)
-        if wanted.hidden and of_prompt and of_answer and self._prompt_state is not None:  # None: aborted before it
+        if wanted.hidden and of_prompt and of_answer and self.first is not None and self.first.hidden:  # None: aborted
             # As SGLang: those of the prompt's tokens, and of each of the answer's but the last.
-            states = [*self._once(made, "states", _states, self.prompt_logprobs), self._prompt_state.tolist()]
+            states = [*self._once(made, "states", _states, self.prompt_logprobs), self.first.hidden.tolist()]
             found["hidden_states"] = [states, *_states(self.logprobs[1:])]
         return found
 
