@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_tokenizers import byte_level
-from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_embedder import CLS, LAST, MEAN, NO, YES, ids_of, write_embedder
+from transformers import Qwen3ForCausalLM
 
 from draftwing import LLM, SamplingParams
 from draftwing.errors import GenerationError, RequestError
@@ -22,55 +20,16 @@ TEXTS = ["What is the capital of China?", "Gravity pulls.", "a", "The capital of
 SMALL: dict[str, Any] = dict(
     context_length=1024, max_total_tokens=8192, dtype="float32", speculative_algorithm="none", random_seed=1
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-EOS, YES, NO = 256, 259, 260
-
-
-def write(folder: Path, pooling: dict[str, Any] | None = None, modules: tuple[str, ...] = ("Normalize",)) -> Path:
-    """Writes a Qwen3 of two layers, whose tokenizer ends texts with EOS where it makes vectors."""
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=264, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True,
-        initializer_range=0.2,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    backend = byte_level(*SPECIAL)
-    backend.add_tokens([AddedToken(word, single_word=True) for word in ("yes", "no")])
-    assert [backend.token_to_id(word) for word in (SPECIAL[0], "yes", "no")] == [EOS, YES, NO]
-    if pooling is not None:
-        backend.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[(SPECIAL[0], EOS)])
-        kinds = ["Transformer", "Pooling", *modules]
-        every = [
-            {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
-            for i, kind in enumerate(kinds)
-        ]
-        (folder / "modules.json").write_text(json.dumps(every))
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **pooling}))
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    return folder
-
-
-LAST, MEAN = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {"pooling_mode_mean_tokens": True}
-CLS = {"pooling_mode": "cls"}
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write(tmp_path_factory.mktemp("models") / "embedder", LAST))
+    return str(write_embedder(tmp_path_factory.mktemp("models") / "embedder", LAST))
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write(tmp_path_factory.mktemp("models") / "judge"))
-
-
-def ids_of(text: str) -> list[int]:
-    """The tokenizer of `write`, by hand: bytes in the order of their characters, then EOS."""
-    backend = byte_level()
-    return [*backend.encode(text).ids, EOS]
+    return str(write_embedder(tmp_path_factory.mktemp("models") / "judge"))
 
 
 def states(folder: str, ids: list[int]) -> np.ndarray[Any, Any]:
@@ -114,7 +73,7 @@ def test_they_are_the_same_in_chunks_and_with_drafts(embedder: str, options: dic
 
 @pytest.mark.parametrize(("pooling", "modules"), [(MEAN, ("Normalize",)), (MEAN, ()), (CLS, ("Normalize",))])
 def test_pooling_is_what_the_files_say(tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...]) -> None:
-    folder = str(write(tmp_path / "model", pooling, modules))
+    folder = str(write_embedder(tmp_path / "model", pooling, modules))
     with LLM(folder, **SMALL, chunked_prefill_size=16) as llm:
         found, again = llm.embed(TEXTS), llm.embed(TEXTS)
     expected = [states(folder, ids_of(text)) for text in TEXTS]
@@ -173,7 +132,7 @@ def test_long_texts_lose_their_end_where_that_is_asked_for(embedder: str, judge:
         cut = [*ids_of("b" * 1022)]
         assert np.array_equal(llm.embed(long, truncate=True), llm.embed([cut]))
     with LLM(judge, **SMALL) as llm:
-        with pytest.raises(RequestError, match="text_2.0 is too long"):
+        with pytest.raises(RequestError, match=r"text_2\.0 is too long"):
             llm.score("q", long)
         assert 0 < llm.score("q", long, truncate=True)[0] < 1
 
@@ -187,8 +146,8 @@ def test_what_cannot_be_is_refused(embedder: str, tmp_path: Path) -> None:
             llm.score(["a", "b"], ["c", "d", "e"])
         with pytest.raises(RequestError, match="must not be empty"):
             llm.score("a", [])
-    dense = str(write(tmp_path / "dense", LAST, ("Dense",)))
-    with LLM(dense, **SMALL) as llm, pytest.raises(RequestError, match="makes no embeddings here: .*'Dense'"):
+    dense = str(write_embedder(tmp_path / "dense", LAST, ("Dense",)))
+    with LLM(dense, **SMALL) as llm, pytest.raises(RequestError, match=r"makes no embeddings here: .*'Dense'"):
         llm.embed("a")
 
 
@@ -196,7 +155,7 @@ def test_a_folder_without_a_head_is_served(tmp_path: Path) -> None:
     """Larger embedding models are not tied, and come without an lm head and without `model.` in names."""
     from safetensors.torch import load_file, save_file
 
-    folder = write(tmp_path / "model", LAST)
+    folder = write_embedder(tmp_path / "model", LAST)
     with LLM(str(folder), **SMALL) as llm:
         expected = llm.embed(TEXTS)
     weights = {name.removeprefix("model."): value for name, value in load_file(folder / "model.safetensors").items()}
@@ -210,7 +169,7 @@ def test_a_folder_without_a_head_is_served(tmp_path: Path) -> None:
 def test_vectors_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = write(tmp_path / "model", LAST)
+    folder = write_embedder(tmp_path / "model", LAST)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights["model.embed_tokens.weight"][ids_of("z")[0]] = torch.nan

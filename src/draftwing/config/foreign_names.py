@@ -211,7 +211,7 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "the attention is this server's own; leave it out": "flash_attn flash_attention",
     "how weights are read is not chosen; leave it out": "mlock no_mmap mmap",
     "a model is split over devices by --tp-size alone": "pipeline_parallel_size",
-    "only text is generated: there are no embeddings and no scores": (
+    "any model makes embeddings and scores, without an option (docs/embeddings.md); leave it out": (
         "embedding is_embedding task runner embeddings pooling reranking"
     ),
     "connections are not encrypted; put a proxy in front that does it": "ssl_keyfile ssl_certfile",

@@ -49,7 +49,7 @@ class EngineInfo:
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
     images: ImageProcessor | None = None  # how pictures are prepared; None: the model reads none
     adapters: tuple[AdapterCard, ...] = ()  # that are there from the start
-    pooling: Pooling = Pooling()  # how vectors are made of texts
+    pooling: Pooling = field(default_factory=Pooling)  # how vectors are made of texts
     provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none
 
     @property

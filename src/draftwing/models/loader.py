@@ -83,7 +83,9 @@ def load_config(path: str | Path) -> ModelConfig:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
     found = replace(from_hf(config), suppressed=suppressed(path))
     if not found.tie_embeddings and (path / MODULES).is_file() and not has_head(path):
-        logger.info("there is no lm_head.weight, as of models that make vectors of texts: what it generates means nothing")
+        logger.info(
+            "there is no lm_head.weight, as of models that make vectors of texts: what it generates means nothing"
+        )
         found = replace(found, tie_embeddings=True)
     return found if found.tower is None else replace(found, tower=found.tower.prepared(_preparing(path)))
 

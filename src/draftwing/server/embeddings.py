@@ -28,7 +28,7 @@ class PooledBody(GenerationBody):
     """Body of a request whose prompts have no answers. truncate: leaves out the end of a text that is too long."""
 
     stream: NotBuilt = None
-    speculative: NotBuilt = None  # type: ignore[assignment]
+    speculative: NotBuilt = None
     dry_multiplier: Hint = None
     dry_base: Hint = None
     dry_allowed_length: Hint = None

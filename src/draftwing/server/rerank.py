@@ -128,9 +128,7 @@ def add_rerank_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/score", openapi_extra=schema(ScoreRequest))
     async def score(request: Request) -> Response:
         async with read_generation(request, ScoreRequest) as body:
-            first, second = (
-                [side] if isinstance(side, str) else side for side in (body.text_1, body.text_2)
-            )
+            first, second = ([side] if isinstance(side, str) else side for side in (body.text_1, body.text_2))
             _check_texts("text_1", first)
             _check_texts("text_2", second)
             if len(first) != 1 and len(first) != len(second):

@@ -86,7 +86,12 @@ class Pooler:
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def judged(
-        self, query: str, document: str, instruction: str | None = None, field: str = "documents", truncate: bool = False
+        self,
+        query: str,
+        document: str,
+        instruction: str | None,
+        field: str,
+        truncate: bool = False,
     ) -> list[int]:
         """Returns the prompt that asks a model whether a document meets a query. Its parts are tokenized one by one, as
         the rerankers' own code does. truncate: leaves out the end of a document that is too long. Raises
