@@ -103,7 +103,11 @@ def plans() -> list[Plan]:
     found = []
     adapted = penalised()
     adapted.adapter = 3
-    for reqs in (everything(), [adapted]):
+    vector = GenerationRequest(
+        "vector", [7, 8], SamplingParams(max_new_tokens=0), logprobs=LogprobParams(hidden=4, shown=False)
+    )
+    pooled = Req(vector, seed=0, max_total=3, stop_ids=frozenset())
+    for reqs in (everything(), [adapted], [pooled]):
         for req in reqs:
             sched.submit(req)
         while not sched.idle:
