@@ -58,7 +58,9 @@ def tree_step(number: int, rows: int = 2, guided: int = 0) -> Plan:
 
 def test_a_context_tells_the_newest_request() -> None:
     rows = [
-        SimpleNamespace(confidence=1, may_draft=True, slow=False, skipped=False, special=False, kv=5, admission=number)
+        SimpleNamespace(
+            confidence=1, may_draft=True, slow=False, skipped=False, special=False, kv=5, admission=number, adapter=0
+        )
         for number in (4, 9, 7)
     ]
     choice = ShapeChoice(Watched(), PrefillBudget(), draws_alike=False)

@@ -434,11 +434,37 @@ def test_who_asks_changes_nothing() -> None:
     for _ in range(3):
         policy.explain(context), policy.decide(context), policy.saving(context), policy.seconds(8, 100)
     after = vars(policy)
-    for name in before.keys() - {"cost", "_acceptance"}:
+    for name in before.keys() - {"cost", "_acceptance", "_by_adapter"}:
         assert before[name] == after[name], name
     for part in ("cost", "_acceptance"):
         known, now = vars(before[part]), vars(after[part])
         assert all(known[name] == now[name] for name in known.keys() - {"_table"})
+
+
+def test_an_adapter_has_its_own_acceptance_and_price() -> None:
+    """A head knows nothing of one adapter, and as much of another as of the model; steps with them are slower."""
+    world = MACHINES["gpu"](tree_menu(TREE))
+    policy, rows = TreePolicy(world.menu, world.cost()), 4
+    hits = {"": 0.9, "far": 0.02, "near": 0.9}
+    wide = [MAX_CONFIDENCE] * rows
+    for turn in range(900):
+        name = list(hits)[turn % 3]
+        context = StepContext(wide, adapters=[name] * rows if name else ())
+        shape = policy.choose(context)
+        result = world.step(shape, [hits[name]] * rows)
+        policy.record(shape, context, replace(result, seconds=result.seconds * (1.4 if name else 1)))
+    best = {name: max(world.menu, key=lambda shape: world.rate(shape, [hit] * rows)) for name, hit in hits.items()}
+    assert best["far"] == PLAIN != best["near"] == best[""]
+    for name, hit in hits.items():
+        decision = policy.decide(StepContext(wide, adapters=[name] * rows if name else ()))
+        assert world.rate(world.menu[decision.best], [hit] * rows) > 0.96 * world.rate(best[name], [hit] * rows), name
+        seconds = decision.options[decision.best].seconds / world.seconds(world.menu[decision.best], rows)
+        assert 0.93 < seconds / (1.4 if name else 1) < 1.1, name
+    far, near = (policy.decide(StepContext(wide, adapters=[name] * rows)).options[0].tokens for name in ("far", "near"))
+    mixed = policy.decide(StepContext(wide, adapters=["far", "far", "near", "near"])).options[0].tokens
+    assert far < mixed < near and abs(mixed - (far + near) / 2) < 0.2
+    policy.forget()
+    assert policy.decide(StepContext(wide, adapters=["far"] * rows)).best != len(world.menu) - 1
 
 
 def test_exploring_has_one_budget() -> None:

@@ -8,6 +8,7 @@ options change as chains do whose levels are as often right.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -29,7 +30,7 @@ class Acceptance:
     def __init__(self, menu: Sequence[TreeShape], base: int = MAX_CONFIDENCE) -> None:
         """base: confidence of a drafter that can always propose something, 0 of one that only copies; what is above
         it speaks of copies."""
-        self._menu = tuple(menu)
+        self._menu, self._base = tuple(menu), base
         values = range(MAX_CONFIDENCE + 1)
         # [option][confidence]: drafts that are accepted of a row, the rows that this is known from, and the last step.
         self._drafts = [[_first_guess(shape, confidence, base) for confidence in values] for shape in menu]
@@ -49,6 +50,12 @@ class Acceptance:
         ]
         self._newest = [0] * len(self._menu)  # the last step that was learnt from
         self._recalled = False
+
+    def like(self) -> Acceptance:
+        """Returns another one, whose first guesses are what is known here."""
+        other = Acceptance(self._menu, self._base)
+        other._drafts = [list(drafts) for drafts in self._drafts]
+        return other
 
     @property
     def known(self) -> bool:
@@ -143,6 +150,53 @@ class Acceptance:
                 was, now = (chain_drafts(shape.depth, hit) + little for hit in hits)
                 inside = index in self._smaller[i] and part.queries <= shape.queries and part.nodes <= shape.nodes
                 drafts[confidence] = min(max(drafts[confidence] * now / was, new if inside else 0.0), max_drafts(shape))
+
+
+class AdapterAcceptance:
+    """What is known of drafts for rows with adapters, of each adapter by itself: a drafter was made for the model."""
+
+    def __init__(self, plain: Acceptance, most: int = 64) -> None:
+        """plain: of rows without adapters, and of those whose adapter was never seen.  most: adapters to remember."""
+        self._plain, self._most = plain, most
+        self._adapted: OrderedDict[str, Acceptance] = OrderedDict()  # by digest, what was seen last at the end
+
+    def rows(self, confidences: Sequence[int], adapters: Sequence[str]) -> list[tuple[Acceptance, Counter[int]]]:
+        """Returns rows by confidence, without those of 0, each with what is known of them. adapters: of each row, ""
+        where it has none; empty: no row has any."""
+        if not adapters:
+            return [(self._plain, +Counter(confidence for confidence in confidences if confidence))]
+        counts: dict[str, Counter[int]] = {}
+        for confidence, adapter in zip(confidences, adapters, strict=True):
+            if confidence:
+                counts.setdefault(adapter, Counter())[confidence] += 1
+        return [(self._adapted.get(adapter, self._plain), found) for adapter, found in counts.items()]
+
+    def observe(
+        self,
+        index: int,
+        confidences: Sequence[int],
+        adapters: Sequence[str],
+        result: StepResult,
+        step: int,
+        alone: bool,
+    ) -> None:
+        """Learns from a step as `Acceptance.observe`, of each adapter by its own rows."""
+        if not adapters:
+            self._plain.observe(index, confidences, result, step, alone)
+            return
+        for adapter in dict.fromkeys(adapters):
+            own = [one if name == adapter else 0 for one, name in zip(confidences, adapters, strict=True)]
+            if any(own):
+                self._of(adapter).observe(index, own, result, step, alone)
+
+    def _of(self, adapter: str) -> Acceptance:
+        if not adapter:
+            return self._plain
+        found = self._adapted.pop(adapter, None) or self._plain.like()
+        self._adapted[adapter] = found
+        if len(self._adapted) > self._most:
+            self._adapted.popitem(last=False)
+        return found
 
 
 def chain_drafts(depth: int, hit: float) -> float:

@@ -82,8 +82,8 @@ class ShapeChoice:
         self._by_slot = deferral.by_slot
         # Positions of texts, seen at once, that show what one takes; 0: none do. A CPU takes the same for each.
         self._timed_positions = deferral.most if deferral.from_tokens else MAX_BACKLOG if deferral.by_slot else 0
-        # By number of a step in flight: see `_observable`; and whether it is right behind a prefill.
-        self._planned: dict[int, tuple[list[int], bool]] = {}
+        # By number of a step in flight: see `_observable`; whether it is right behind a prefill; adapters.
+        self._planned: dict[int, tuple[list[int], bool, Sequence[str]]] = {}
         self._since_cost = 0  # steps since the last whose seconds were its cost
 
     @contextmanager
@@ -109,7 +109,7 @@ class ShapeChoice:
             self._prefills.rest()
         if not admitted or self._draft_prefill is None or not self.policy.adapts:
             return
-        context = StepContext([confidence] * len(running), _kv_tokens(running))
+        context = StepContext([confidence] * len(running), _kv_tokens(running), adapters=_adapters(running))
         # Where prompts wait all the time hardly anything will be drafted.
         seen = not self._prefills.crowded_out and self._draft_prefill.should_prefill(
             [(req.unsent, self._prefills.in_parts(req.unsent)) for req in admitted],
@@ -193,11 +193,12 @@ class ShapeChoice:
             remaining = max(min(left / len(ready), OUTDATED), remaining)
         slack = self._prefills.latency_slack(prefilled, mixes is not None)
         beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
-        return StepContext(confidences, _kv_tokens(ready), slack, whole, newest, *backlog, remaining, beside)
+        kv_tokens, adapters = _kv_tokens(ready), _adapters(ready)
+        return StepContext(confidences, kv_tokens, slack, whole, newest, *backlog, remaining, beside, adapters)
 
     def planned(self, step: int, reqs: Sequence[Req], after_prefill: bool) -> None:
         """Notes that the tree step of this number is planned for these requests, right behind a prefill or not."""
-        self._planned[step] = self._observable(reqs), after_prefill
+        self._planned[step] = self._observable(reqs), after_prefill, _adapters(reqs)
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """Learns from a step that has ended. live: the request of each of its rows that still has it."""
@@ -218,10 +219,12 @@ class ShapeChoice:
             rest = self._rest(plan.shape, len(plan.rows), kv_tokens)  # drafts, and the rows' own attention
             seconds = result.seconds - result.catching_up - rest
             self._prefills.record(plan.mixed_prefill.chunks, seconds, plan.nodes)
-        confidences, after_prefill = self._planned.pop(plan.step)
+        confidences, after_prefill, adapters = self._planned.pop(plan.step)
         confidences = [0 if req is None else one for req, one in zip(live, confidences, strict=True)]
         counted = positions if 0 < self._timed_positions <= positions else 0  # fewer cost their launches
-        context = StepContext(confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted)
+        context = StepContext(
+            confidences, kv_tokens, backlog_passes=max(passes, 1), backlog_positions=counted, adapters=adapters
+        )
         # A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are mostly
         # plain ones, which would look slower than others, compared with drafts.
         usual = not plan.special or (plan.penalised and self._edits_by_row and not plan.shape.verified)
@@ -239,6 +242,11 @@ class ShapeChoice:
 def _kv_tokens(reqs: Iterable[Req]) -> int:
     """Returns tokens in their KV, as far as the host knows."""
     return sum(req.kv for req in reqs)
+
+
+def _adapters(reqs: Sequence[Req]) -> Sequence[str]:
+    """Returns the digests of their adapters; nothing where none has one."""
+    return [req.request.adapter_digest for req in reqs] if any(req.adapter for req in reqs) else ()
 
 
 def _tells_nothing(req: Req) -> bool:

@@ -8,13 +8,13 @@ anything is drafted."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
 from draftwing.config.trees import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.core import StepResult
-from draftwing.sched.policy.acceptance import Acceptance, max_drafts
+from draftwing.sched.policy.acceptance import Acceptance, AdapterAcceptance, max_drafts
 from draftwing.sched.policy.cost import DOUBT, HOLD, RECENT, StepCost
 
 EXPLORE = 0.01  # share of the time that may be lost by trying options to learn from them
@@ -40,7 +40,8 @@ class StepContext(NamedTuple):
     backlog_passes: passes of the drafter over what it has not seen of these rows, before it can draft.
     backlog_positions: in all of these passes but one; of a step that has ended, 0 where they are too few to show what
     one takes.  remaining_steps: steps that drafts go on for once the backlog is seen; what is seen of a text stays so.
-    beside: what shares its forward.
+    beside: what shares its forward.  adapters: of each row the digest of its adapter, "" where it has none; empty: no
+    row has any.
     """
 
     confidences: Sequence[int]
@@ -52,6 +53,7 @@ class StepContext(NamedTuple):
     backlog_positions: int = 0
     remaining_steps: float = 1.0
     beside: Beside | None = None
+    adapters: Sequence[str] = ()
 
 
 class ShapePolicy(Protocol):
@@ -178,6 +180,8 @@ class TreePolicy(ShapePolicy):
         self.menu, self.cost, self.sees_predictions = tuple(menu), cost, sees_predictions
         self._plain = len(self.menu) - 1
         self._acceptance, self._base = Acceptance(self.menu, base), base
+        self._by_adapter = AdapterAcceptance(self._acceptance)
+        self._adapted_cost: StepCost | None = None  # of steps with adapters
         self._step = 0  # steps with candidates so far
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, by `batch.bit_length()`
         self._saved = 0.0  # seconds that tries may lose
@@ -225,7 +229,7 @@ class TreePolicy(ShapePolicy):
         chosen, until, before = self._held
         confidences = before.confidences
         same = len(context.confidences) == len(confidences) and context.full_trees_only is before.full_trees_only
-        same &= (context.beside is None) is (before.beside is None)
+        same &= (context.beside is None) is (before.beside is None) and context.adapters == before.adapters
         if self._step >= until or not same or context.last_admission > before.last_admission:
             return None
         if context.confidences == confidences:
@@ -248,9 +252,8 @@ class TreePolicy(ShapePolicy):
     def _options(self, context: StepContext, at_best: bool = False) -> dict[int, Option]:
         """Returns options that are possible. at_best: if all drafts were right."""
         batch, found, beside = len(context.confidences), dict[int, Option](), context.beside
-        counts = Counter(context.confidences)
-        del counts[0]
-        plain = self.cost.seconds(PLAIN, batch, context.kv_tokens) or math.inf
+        rows, cost = self._by_adapter.rows(context.confidences, context.adapters), self._cost(context)
+        plain = cost.seconds(PLAIN, batch, context.kv_tokens) or math.inf
         entry = 0.0
         if not self._uses_model(self._held.chosen):  # else the drafter has seen all before
             entry = self.cost.backlog(batch, context.backlog_passes, context.backlog_positions)
@@ -263,13 +266,14 @@ class TreePolicy(ShapePolicy):
                 nodes = 0 if beside is None else beside.nodes(shape, batch)
                 if beside is not None and not nodes:
                     continue
-                seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf
+                seconds = cost.seconds(shape, batch, context.kv_tokens) or math.inf
                 if beside is not None:  # what plain steps take is what the prompts' time is worth
                     seconds += beside.node_seconds * max(nodes - batch, 0)
                 begin = entry if self._uses_model(i) else 0.0
                 if seconds + begin > plain + context.latency_slack:
                     continue
-                brings += max_drafts(shape) * counts.total() if at_best else self._acceptance.expected(i, counts)
+                best = max_drafts(shape)
+                brings += sum(best * of.total() if at_best else known.expected(i, of) for known, of in rows)
             if seconds < math.inf:
                 seconds += begin * share
                 found[i] = Option(brings, seconds, begin * (1 - share), brings / seconds)
@@ -278,7 +282,7 @@ class TreePolicy(ShapePolicy):
     def _with_try(self, context: StepContext, decision: Decision) -> Decision:
         """Returns the decision, with a try in place of the best option where one might be better and its loss is saved
         up."""
-        batch, confidences = len(context.confidences), set(context.confidences) - {0}
+        batch, seen = len(context.confidences), self._by_adapter.rows(context.confidences, context.adapters)
         rows, bucket = batch - context.confidences.count(0), batch.bit_length()
         best = decision.options[decision.best]
         share = 0.25 * EXPLORE * best.seconds / max(len(self._ran), 1)  # for each step that an option did not run
@@ -287,14 +291,14 @@ class TreePolicy(ShapePolicy):
             """Returns seconds that a try is expected to lose; None where nothing promises that it is better. Its cost
             may be another one by now, and it may have all drafts right."""
             seconds = option.seconds / max(idle / RECENT, 1.0)
-            guessed = confirms or self.cost.guessed(self.menu[index], batch)
+            guessed = confirms or self._cost(context).guessed(self.menu[index], batch)
             if guessed:
                 seconds = min(seconds, option.seconds / DOUBT)
             if batch + max_drafts(self.menu[index]) * rows <= best.rate * seconds:
                 return None
             promises = confirms or option.tokens > best.rate * seconds
             if not promises and (
-                index == self._plain or self._step - self._acceptance.last_observed(index, confidences) < HOLD
+                index == self._plain or self._step - min(known.last_observed(index, of) for known, of in seen) < HOLD
             ):
                 return None
             return max((seconds if guessed else option.seconds) + option.entry - option.tokens / best.rate, 0.0)
@@ -340,28 +344,37 @@ class TreePolicy(ShapePolicy):
         if result.catching_up and self._uses_model(index):  # others are of rows that are released, or far behind
             self.cost.record_backlog(batch, context.backlog_passes, context.backlog_positions, result.catching_up)
         seconds = result.seconds - result.catching_up
-        self.cost.threads = result.threads
+        for cost in (self.cost, self._adapted_cost or self.cost):
+            cost.threads = result.threads
         self._saved = min(self._saved + 0.75 * EXPLORE * seconds, max(2 * HOLD * seconds, self._wanted))
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)
         if is_cost:
-            self.cost.record(shape, batch, context.kv_tokens, seconds)
+            if any(context.adapters) and self._adapted_cost is None:
+                self._adapted_cost = deepcopy(self.cost)
+            self._cost(context).record(shape, batch, context.kv_tokens, seconds)
         if shape.depth and any(context.confidences):
             alone = tried and self._best == self._plain
-            self._acceptance.observe(index, context.confidences, result, self._step, alone)
+            self._by_adapter.observe(index, context.confidences, context.adapters, result, self._step, alone)
         if tried and max(self._rate(index, context)[0], tokens / max(DOUBT * seconds, 1e-9)) > MARGIN * before:
             self._confirm, self._held = index, self._held._replace(until=0)
 
     def _rate(self, index: int, context: StepContext) -> tuple[float, float]:
         """Returns expected tokens per second of an option, and tokens."""
-        counts, batch, shape = Counter(context.confidences), len(context.confidences), self.menu[index]
-        del counts[0]
-        seconds = self.cost.seconds(shape, batch, context.kv_tokens) or math.inf
-        tokens = batch + (self._acceptance.expected(index, counts) if shape.depth else 0.0)
+        batch, shape, tokens = len(context.confidences), self.menu[index], float(len(context.confidences))
+        seconds = self._cost(context).seconds(shape, batch, context.kv_tokens) or math.inf
+        if shape.depth:
+            rows = self._by_adapter.rows(context.confidences, context.adapters)
+            tokens += sum(known.expected(index, of) for known, of in rows)
         return tokens / seconds, tokens
+
+    def _cost(self, context: StepContext) -> StepCost:
+        """Returns what such steps cost: those with adapters at first what others do."""
+        return self._adapted_cost if self._adapted_cost is not None and any(context.adapters) else self.cost
 
     def forget(self) -> None:
         self._acceptance, self._confirm = Acceptance(self.menu, self._base), None
+        self._by_adapter = AdapterAcceptance(self._acceptance)
         self._held = self._held._replace(until=0)
 
     # -- for others ---------------------------------------------------------------------------------------------------
