@@ -102,16 +102,17 @@ class Store:
         return self._files / f"{uuid.uuid4().hex}{PARTIAL}"
 
     def reserve(self, owner: str, size: int) -> None:
-        """Counts bytes of a file that is being sent; negative ones give them back. Raises RequestError where an owner
-        has no room for more."""
+        """Counts bytes of a file that is being sent. Raises RequestError where an owner has no room for more."""
         self._coming[owner] += size
         own = [one for one in self.files.values() if one.owner == owner]
-        if size < 0:
-            self._coming += Counter()  # forgets those that are 0
-        elif len(own) >= MAX_KEPT_FILES:
+        if len(own) >= MAX_KEPT_FILES:
             raise RequestError(f"at most {MAX_KEPT_FILES} files are kept; delete some first", "file")
-        elif sum(one.shown["bytes"] for one in own) + self._coming[owner] > MAX_KEPT_BYTES:
+        if sum(one.shown["bytes"] for one in own) + self._coming[owner] > MAX_KEPT_BYTES:
             raise RequestError(f"files together have at most {MAX_KEPT_BYTES} bytes; delete some first", "file")
+
+    def release(self, owner: str, size: int) -> None:
+        """Ends what `reserve` counts of a file."""
+        self._coming[owner] -= size
 
     async def add_file(
         self, owner: str, name: str, purpose: str, partial: Path | None = None, id: str | None = None
