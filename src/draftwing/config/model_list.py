@@ -119,7 +119,7 @@ def _is_model(file: Path) -> bool:
 
 def served(names: Sequence[str], arguments: Mapping[str, Any]) -> ServedModel:
     """Returns a model with these names and the options that it has of these. Raises ConfigError."""
-    own = dict(arguments) | {"served_model_name": tuple(names), "disable_ui": True}
+    own = dict(arguments) | {"served_model_name": tuple(names)}
     keep_alive = seconds(own.pop("keep_alive", Options.keep_alive))
     for name in _OF_ALL:
         own.pop(name, None)

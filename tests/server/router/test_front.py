@@ -25,11 +25,11 @@ from draftwing.server.uvicorn_server import server_of
 
 @asynccontextmanager
 async def front(default: str | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a front that listens at a port."""
+    """A client of a front that listens at a port; without the page unless options say otherwise."""
     SocketServer.every.clear()
     served = [ServedModel((name, f"{name}-alias"), 1e9, {"model": name, "device": "cpu"}) for name in "ab"]
     models = Models(served, start=SocketServer, forecast=lambda one: Forecast(1, 0, 0), taken=lambda pid: 0)  # type: ignore[arg-type]
-    chosen = Options(port=0, disable_ui=True, log_level="critical", drain_timeout=0.1, **options)
+    chosen = Options(**{"disable_ui": True, **options}, port=0, log_level="critical", drain_timeout=0.1)
     app = create_front(models, chosen, default)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -181,3 +181,30 @@ async def test_bodies_that_are_too_large() -> None:
     async with front(max_body_size=1024) as client:
         got = await client.post("/v1/completions", json={"model": "a", "prompt": "x" * 2000})
         assert got.status_code == 413 and not SocketServer.every
+
+
+async def test_the_page() -> None:
+    async with front(disable_ui=False) as client:
+        got = await client.get("/")
+        assert got.status_code == 200 and "ui/assets/main.js" in got.text
+        assert (await client.get("/ui/assets/models.js")).status_code == 200
+        await client.post("/v1/any", json={"model": "b"})
+        found = (await client.get("/ui/info")).json()
+        assert [(one["name"], one["state"], one["requests"]) for one in found["models"]] == [
+            ("a", "unloaded", 0), ("b", "loaded", 0),
+        ]  # fmt: skip
+        assert (await client.get("/ui/info?model=b")).json()["target"] == "/ui/info?model=b", "of the model alone"
+        assert (await client.get("/ui/info?model=a")).status_code == 400
+        async with client.stream("GET", "/ui/engine?model=b&stream") as watched:
+            assert await anext(watched.aiter_bytes()) == PIECES[0]
+            assert (await client.get("/ui/info")).json()["models"][1]["requests"] == 0
+            assert (await client.post("/models/unload", json={"model": "b"})).status_code == 200, "a viewer keeps none"
+    async with front() as client:
+        assert (await client.get("/")).status_code == 404 and (await client.get("/ui/info")).status_code == 404
+
+
+async def test_the_page_needs_no_key_and_what_it_reads_does() -> None:
+    async with front(disable_ui=False, api_key="user") as client:
+        assert (await client.get("/")).status_code == 200
+        assert (await client.get("/ui/info")).status_code == 401
+        assert (await client.get("/ui/info", headers={"authorization": "Bearer user"})).status_code == 200

@@ -204,6 +204,23 @@ async def test_a_model_that_dies_takes_its_own_requests_alone(front: Process, ex
                 await asyncio.sleep(0.05)
 
 
+async def test_the_page_has_what_it_reads_of_a_model(front: Process) -> None:
+    async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
+        assert "main.js" in (await client.get("/")).text
+        loaded = await client.post("/api/generate?model=qwen3", json={"model": "qwen3", "stream": False})
+        assert loaded.json()["done_reason"] == "load"
+        facts = (await client.get("/ui/info?model=qwen3")).json()
+        assert facts["model"] == "qwen3" and facts["architecture"] == "Qwen3ForCausalLM"
+        one = next(one for one in (await client.get("/ui/info")).json()["models"] if one["name"] == "qwen3")
+        assert one["state"] == "loaded" and one["memory"] > one["files"] > 0
+        asked = {"model": "qwen3", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True}
+        async with client.stream("GET", "/ui/engine?model=qwen3") as watched:
+            snapshots = events(watched)
+            assert (await anext(snapshots))["engine"] in ("up", "busy")
+            assert (await client.post("/v1/chat/completions?model=qwen3", json=asked)).status_code == 200
+            assert (await client.post("/models/unload", json={"model": "qwen3"})).status_code == 200
+
+
 async def test_the_front_ends_in_order(front: Process, expected: tuple[Path, Texts]) -> None:
     """It answers what it was asked; killed, it leaves no process behind."""
     async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:

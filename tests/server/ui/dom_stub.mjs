@@ -2,7 +2,7 @@
 
 class Element {
   constructor(tag) {
-    Object.assign(this, { tag, attributes: {}, children: [], parent: null });
+    Object.assign(this, { tag, attributes: {}, children: [], parent: null, dataset: {}, on: {} });
     this.style = { setProperty: (name, value) => { this.attributes[name] = value; } };
     this.classList = { add: (name) => this.setAttribute("class", `${this.attributes.class ?? ""} ${name}`.trim()) };
     if (tag !== null) document.made += 1;
@@ -10,7 +10,11 @@ class Element {
 
   setAttribute(name, value) { this.attributes[name] = String(value); }
 
-  addEventListener() {}
+  removeAttribute(name) { delete this.attributes[name]; }
+
+  toggleAttribute(name, is) { (is ? this.setAttribute(name, "") : this.removeAttribute(name)); }
+
+  addEventListener(kind, what) { this.on[kind] = what; }
 
   append(...nodes) {
     for (const node of nodes) {
@@ -32,6 +36,8 @@ class Element {
   get childNodes() { return this.children; }
 
   get textContent() { return this.children.map((one) => one.textContent ?? one).join(""); }
+
+  set textContent(text) { this.replaceChildren(text); }
 
   /** [tag, attributes, children], texts that follow each other joined. */
   toJSON() {

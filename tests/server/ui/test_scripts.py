@@ -354,3 +354,80 @@ def test_a_line_over_hours_with_marks(run: Run) -> None:
     ((_, mark, title),) = marks
     assert mark["d"] == "M50.00 0 V40" and title == [["title", {}, ["head 2"]]]
     assert none[0] == "p"
+
+
+# -- several models ----------------------------------------------------------------------------------------------------
+
+MODELS = [
+    {"name": "org/a:Q4", "state": "loaded", "failure": None, "requests": 1, "waiting": 0, "memory": 5e8, "files": 4e8},
+    {"name": "b", "state": "unloaded", "failure": "no room", "requests": 0, "waiting": 2, "memory": 0, "files": 2e9},
+]
+# A page with a document and a server: `asked` is what the server was asked, `reply` what it answers.
+PAGE = """
+const elements = {}, listeners = {}, links = ["chat", "engine", "models"].map((view) => document.createElement("a"));
+["chat", "engine", "models"].forEach((view, at) => { links[at].dataset.view = view; });
+document.getElementById = (id) => (elements[id] ??= document.createElement("div"));
+document.querySelector = () => null;
+document.querySelectorAll = () => links;
+document.addEventListener = globalThis.addEventListener = (kind, what) => { listeners[kind] = what; };
+globalThis.location = { search: data.search, hash: "" };
+globalThis.sessionStorage = { getItem: () => null };
+const asked = [];
+globalThis.fetch = async (path, { method = "GET", body }) => {
+  asked.push([method, path, body ?? null]);
+  const said = data.replies[path.split("?")[0]];
+  return said ? { ok: true, status: 200, json: async () => structuredClone(said) }
+    : { ok: false, status: 503, json: async () => ({ error: "it does not fit" }) };
+};
+const all = (one, tag) => [one, ...(one.children ?? [])].flatMap((child) => (
+  child !== one ? all(child, tag) : child.tag === tag ? [child] : []));
+const settle = async () => { for (let i = 0; i < 50; i++) await new Promise((resolve) => setImmediate(resolve)); };
+"""
+
+
+def test_models_of_a_server_that_has_several(run: Run) -> None:
+    script = f"""{PAGE}
+    await import("./main.js?several");
+    await settle();
+    const before = asked.length;
+    const buttons = all(elements.models, "button");
+    await buttons[1].on.click();
+    await buttons[0].on.click();
+    document.hidden = true;
+    listeners.visibilitychange();
+    give({{
+      shown: links.map((one) => [one.dataset.view, !one.hidden, "data-shown" in elements[one.dataset.view].attributes]),
+      names: all(elements.models, "a").map((one) => [one.textContent, one.attributes.href]),
+      buttons: buttons.map((one) => one.textContent), text: elements.models.textContent,
+      acts: asked.slice(before).filter(([method]) => method === "POST"), first: asked[0],
+    }});"""
+    memory = {"budget": 1e9, "free": 5e9}
+    replies = {"./ui/info": {"version": "1", "models": MODELS, "memory": memory}, "./models/load": {"success": True}}
+    found = run(script, {"search": "", "replies": replies})
+    assert found["first"] == ["GET", "./ui/info", None]
+    assert found["shown"] == [["chat", False, False], ["engine", False, False], ["models", True, True]]
+    assert found["names"] == [["org/a:Q4", "?model=org%2Fa%3AQ4#chat"], ["b", "?model=b#chat"]]
+    assert found["buttons"] == ["Unload", "Load"]
+    assert found["acts"] == [
+        ["POST", "./models/load", '{"model":"b"}'], ["POST", "./models/unload", '{"model":"org/a:Q4"}'],
+    ]  # fmt: skip
+    for words in ("0.50 GB of 1.00 GB", "not loaded: no room", "0 + 2 waiting", "It does not fit"):
+        assert words in found["text"], words
+
+
+def test_a_model_that_is_chosen_is_loaded_and_asked(run: Run) -> None:
+    script = f"""{PAGE}
+    await import("./main.js?chosen");
+    await settle();
+    document.hidden = true;
+    listeners.visibilitychange();
+    const {{ choose }} = await import("./api.js");
+    choose(null);
+    const chosen = all(elements.models, "a").map((one) => one.attributes["aria-current"] ?? null);
+    give({{ asked, text: elements.models.textContent, chosen }});"""
+    replies = {"./ui/info": {"version": "1", "models": MODELS, "memory": {"budget": None, "free": 5e9}}}
+    found = run(script, {"search": "?model=b", "replies": replies})
+    assert found["asked"][:2] == [
+        ["GET", "./ui/info", None], ["POST", "./api/generate?model=b", '{"model":"b","stream":false}'],
+    ]  # fmt: skip
+    assert "It does not fit" in found["text"] and found["chosen"] == [None, "true"]

@@ -31,9 +31,11 @@ from draftwing.server.ollama import VERSION, chat_content, head, text_content
 from draftwing.server.router.library import Library
 from draftwing.server.router.listing import Listing, show
 from draftwing.server.router.models import Model, Models
+from draftwing.server.router.overview import Overview
 from draftwing.server.router.process import ModelServer
 from draftwing.server.router.proxy import forward
 from draftwing.server.service import MAX_BODY_WITH_IMAGES
+from draftwing.server.ui.routes import add_page
 from draftwing.version import __version__
 
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
@@ -122,7 +124,10 @@ def create_front(models: Models, options: Options, default: str | None = None) -
     batches = add_batches(app, options, keyring, rows, lambda: models.ending)
     if batches is None:
         refuse_batches(app)
-    _add_rest(app, models, default)
+    if not options.disable_ui:
+        add_page(app)
+    overview = None if options.disable_ui else Overview(models, options.models_memory and options.models_memory * 1e9)
+    _add_rest(app, models, default, overview)
     install_error_handlers(app)
     max_size, streamed = options.max_body_size or MAX_BODY_WITH_IMAGES, None if batches is None else UPLOADS
     app.add_middleware(BodyLimit, max_size=max_size, streamed=streamed)
@@ -252,7 +257,9 @@ def _refused() -> Iterator[None]:
         raise RequestError(str(error), "model") from None
 
 
-def _add_rest(app: FastAPI, models: Models, default: str | None) -> None:
+def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overview | None) -> None:
+    """overview: for the page, None: there is none."""
+
     @app.post("/api/show")
     async def shown(request: Request) -> Response:
         found = await _read(request)
@@ -264,9 +271,13 @@ def _add_rest(app: FastAPI, models: Models, default: str | None) -> None:
     @app.api_route("/{path:path}", methods=_METHODS)
     async def rest(request: Request) -> Response:
         if request.method in ("GET", "HEAD", "OPTIONS", "DELETE"):
+            if overview is not None and request.url.path == "/ui/info" and "model" not in request.query_params:
+                return json_response(encode(await overview.facts()))
             model = named(request.query_params)
             if not model.takes_requests:  # to look at something loads nothing
                 raise RequestError(f"the model {model.served.name!r} is not loaded; POST /models/load does", "model")
+            if request.url.path == "/ui/engine" and model.server is not None:  # who only watches keeps no model
+                return Forwarded(model.server, AsyncExitStack(), b"")
             return await handed(request, model)
         found = await _read(request)
         model, path = named({**request.query_params, **found}), request.url.path

@@ -43,7 +43,6 @@ def serve_models(arguments: Mapping[str, Any], tables: Sequence[Mapping[str, Any
         default = served[0].name if "model" in arguments else None
         app = create_front(models, options, default)
         keep_tidy()
-        options = dataclasses.replace(options, disable_ui=True)
         server = server_of(app, options, Front(models), sock.getsockname()[1], hangup, app.state.reload_keys)
         server.run(sockets=[sock])
 

@@ -261,7 +261,8 @@ def load_assets() -> dict[str, Asset]:
     return {file.relative_to(folder).as_posix(): Asset(file.read_bytes(), _TYPES[file.suffix]) for file in served}
 
 
-def add_ui_routes(app: FastAPI, service: Service, chats: Chats, learning: Learning | None = None) -> None:
+def add_page(app: FastAPI) -> None:
+    """Adds the page's files."""
     assets = load_assets()
 
     def send(request: Request, asset: Asset) -> Response:
@@ -280,6 +281,10 @@ def add_ui_routes(app: FastAPI, service: Service, chats: Chats, learning: Learni
     async def asset(request: Request, name: str) -> Response:
         found = assets.get(name)
         return send(request, found) if found is not None else error_response(request, 404, "there is no such file")
+
+
+def add_ui_routes(app: FastAPI, service: Service, chats: Chats, learning: Learning | None = None) -> None:
+    add_page(app)
 
     @app.get("/ui/info")
     async def info() -> dict[str, Any]:

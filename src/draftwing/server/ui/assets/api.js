@@ -10,14 +10,24 @@ let tried = null; // a key that the server has not taken yet
 
 class ApiError extends Error {}
 
-/** GET or POST; the answer as JSON. */
-export async function ask(path, body, signal) {
-  return (await fetched(path, body, signal)).json();
+let model = null;
+
+/** From now on the server is asked of this one of its models. */
+export function choose(name) {
+  model = name;
 }
+
+/** GET or POST; the answer as JSON. ofModel: whether the model that was chosen is asked, or the server of several. */
+export async function ask(path, body, signal, ofModel = true) {
+  return (await fetched(ofModel ? named(path) : path, body, signal)).json();
+}
+
+const named = (path) => (model === null ? path : `${path}?${new URLSearchParams({ model })}`);
+
 
 /** Calls `take` with the data of each server-sent event, until the stream ends. Raises ApiError. */
 export async function stream(path, body, take, signal) {
-  const reader = (await fetched(path, body, signal)).body.getReader();
+  const reader = (await fetched(named(path), body, signal)).body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
@@ -63,7 +73,8 @@ function options(body, signal, key) {
 
 async function reason(response) {
   const body = await response.json().catch(() => ({}));
-  return sentence(body.message ?? body.error?.message ?? `The server answered ${response.status}.`);
+  const { error } = body; // of Ollama's routes a text
+  return sentence(body.message ?? error?.message ?? (typeof error === "string" ? error : null) ?? `The server answered ${response.status}.`);
 }
 
 const sentence = (words) => words.charAt(0).toUpperCase() + words.slice(1);
