@@ -105,6 +105,29 @@ KINDS: dict[str, Kind] = {
         "Gemma4ImageProcessorPil",
         {"max_soft_tokens": 16, "patch_size": 4, "pooling_kernel_size": 2},
     ),
+    "gemma4-mutual": Kind(  # as 26B and 31B
+        "Gemma4",
+        {
+            "text_config": {
+                **GEMMA4,
+                **TEXT,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "sliding_window": 12,
+            },
+            "vision_config": {**POOLED, "use_clipped_linears": False},
+            "image_token_id": PAD,
+            "boi_token_id": START,
+            "eoi_token_id": END,
+            "audio_token_id": 262,
+            "video_token_id": 263,
+        },
+        "Gemma4ImageProcessorPil",
+        {"max_soft_tokens": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    ),
     "gemma3": Kind(
         "Gemma3",
         {

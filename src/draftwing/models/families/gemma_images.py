@@ -12,8 +12,6 @@ from draftwing.models.towers.tiles import MeanConfig
 def tower(outer: Fields, vision: Fields) -> TowerConfig:
     """Returns the tower of a config. outer: the model's, vision: within. Raises CheckpointError."""
     text = outer.inner("text_config")
-    if text.get("use_bidirectional_attention") == "vision":
-        raise CheckpointError("tokens of an image that see each other (use_bidirectional_attention) are not served yet")
     vision.check("hidden_activation", ("gelu_pytorch_tanh",))
     vision.check("attention_bias", (False,))
     heads = vision.whole("num_attention_heads", high=WIDEST, default=12)
@@ -24,6 +22,7 @@ def tower(outer: Fields, vision: Fields) -> TowerConfig:
         outer.whole("image_token_id", default=258880),
         text.whole("hidden_size", high=WIDEST, default=2304),
         blank=text.whole("pad_token_id", 0, default=0),
+        mutual="windows" if text.get("use_bidirectional_attention") == "vision" else "",
         hidden=vision.whole("hidden_size", high=WIDEST, default=768),
         ffn=vision.whole("intermediate_size", high=WIDEST, default=3072),
         heads=heads,

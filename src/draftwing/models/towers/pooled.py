@@ -54,7 +54,10 @@ class PooledConfig(TowerConfig):
         if None in texts:
             raise CheckpointError(f"image_token_id: expected ids of the tokenizer, found {self.token}, {self.around}")
         text, before, after = map(str, texts)
-        return BudgetProcessor(self.token, text, text, self.patch * self.pool, self.budget, before, after, _BICUBIC)
+        return BudgetProcessor(
+            self.token, text, text, self.patch * self.pool, self.budget, before, after, _BICUBIC,
+            mutual=bool(self.mutual),
+        )  # fmt: skip
 
     def build(self, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> TowerModule:
         return PooledTower(self, dtype, device, weight_format)
