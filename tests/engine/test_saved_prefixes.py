@@ -250,8 +250,8 @@ def test_damaged_files_change_no_text(model: Path, hybrid: Callable[[str], Path]
                 data, at = path.read_bytes(), rng.randrange(path.stat().st_size)
                 path.write_bytes(data[:at] if rng.random() < 0.5 else data[:at] + b"?" + data[at + 1 :])
             assert once(one, folder, prompt).tokens == expected
-        found = [once(one, folder, prompt).cached for _ in range(4)]
-        assert found[-1] == 448, "what was damaged is written again"
+        # what was damaged is written again when it has been read: one file a start
+        assert any(once(one, folder, prompt)[:2] == (expected, 448) for _ in range(12))
 
 
 @pytest.mark.slow

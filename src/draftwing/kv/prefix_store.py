@@ -37,6 +37,7 @@ _OWNER: Final = 8
 _MAGIC: Final = b"DWPREFIX"
 _HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{_OWNER}sIQI")
 _CHECK: Final = 16  # bytes of the header's own checksum
+_START: Final = 128  # of the content: of any type, it can be read where it lies
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{1,8})\.kv")
 _FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
 _AGE: Final = 60.0  # seconds that are nothing: what was used within the last minute is all as new
@@ -160,7 +161,7 @@ class PrefixStore:
     def write(self, entry: Entry, data: bytes | memoryview, keep: Collection[bytes] = ()) -> bool:
         """Writes a file, or leaves it out where there is no room. keep: digests that may not go for it. Raises
         OSError."""
-        size = _HEADER.size + _CHECK + len(data)
+        size = _START + len(data)
         if not self._make_room(size, keep):
             return False
         path = self._path(entry)
@@ -192,9 +193,8 @@ class PrefixStore:
         except OSError:
             self._drop(stored)
             return None
-        start = _HEADER.size + _CHECK
-        data = memoryview(content)[start:]
-        if content[:start] != _header(self._identity, stored.entry, data):
+        data = memoryview(content)[_START:]
+        if content[:_START] != _header(self._identity, stored.entry, data):
             self._remove(stored)
             return None
         return data
@@ -274,4 +274,4 @@ def _header(identity: bytes, entry: Entry, data: bytes | memoryview) -> bytes:
     fields = _HEADER.pack(
         _MAGIC, VERSION, identity, entry.digest, entry.parent, entry.owner, entry.end, len(data), zlib.crc32(data)
     )
-    return fields + digest_of(fields, size=_CHECK)
+    return (fields + digest_of(fields, size=_CHECK)).ljust(_START, b"\0")

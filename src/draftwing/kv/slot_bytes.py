@@ -13,13 +13,13 @@ class SlotBytes:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: [slots, ...], of any types. Those without elements are left out."""
-        self._rows = [kept.view(len(kept), -1).view(torch.uint8) for kept in tensors if kept.numel()]
-        self.each = sum(rows.shape[1] for rows in self._rows)
+        self._rows = [_wide(kept.view(len(kept), -1)) for kept in tensors if kept.numel()]
+        self.each = sum(rows.shape[1] * rows.itemsize for rows in self._rows)
 
     def read(self, slots: Tensor) -> memoryview:
         """Returns the bytes of slots [n] int64: of all slots of the first tensor, then of the second. Waits for the
         device."""
-        found = torch.cat([rows.index_select(0, slots).flatten() for rows in self._rows])
+        found = torch.cat([rows.index_select(0, slots).flatten().view(torch.uint8) for rows in self._rows])
         return found.cpu().numpy().data
 
     def write(self, slots: Tensor, data: memoryview, first: int = 0) -> None:
@@ -29,6 +29,14 @@ class SlotBytes:
         assert len(data) == self.each * count and first + len(slots) <= count, "the bytes are of other slots"
         stored, at = torch.frombuffer(data, dtype=torch.uint8).to(self._rows[0].device), 0
         for rows in self._rows:
-            part = stored[at : at + count * rows.shape[1]].view(count, -1)[first : first + len(slots)]
-            rows.index_copy_(0, slots, part)
-            at += count * rows.shape[1]
+            size = count * rows.shape[1] * rows.itemsize
+            part = stored[at : at + size] if at % rows.itemsize == 0 else stored[at : at + size].clone()
+            rows.index_copy_(0, slots, part.view(count, -1)[first : first + len(slots)].view(rows.dtype))
+            at += size
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """rows [slots, n] -> the same bytes as the largest integers that a row is made of: they are copied one by one."""
+    size = rows.shape[1] * rows.itemsize
+    kind = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % kind.itemsize == 0)
+    return rows.view(torch.uint8).view(kind)
