@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from draftwing.errors import ConfigError
 from draftwing.requests.request import GenerationRequest
 
 TOKENS = 40
+PATH = os.pathsep.join(sys.path)
 OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=6, eos_token_id=256, max_position_embeddings=1024)
 
 
@@ -318,3 +322,33 @@ def test_llm_has_it(model: Path, tmp_path: Path) -> None:
         with LLM(str(model), **options, prefix_cache_dir=str(tmp_path), prefix_cache_size=0.01) as llm:
             (answer,) = llm.generate([tokens(250)], params)
             assert answer.meta_info["cached_tokens"] == cached
+
+
+ENDING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_saved_prefixes import ask, opened, tokens
+engine = opened(Path(sys.argv[2]), Path(sys.argv[3]))
+ask(engine, tokens(900))
+print("ends", flush=True)
+engine.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_engines_that_are_killed_while_they_write(model: Path, tmp_path: Path, kills: int) -> None:
+    rng, prompt, folder = random.Random(0), tokens(900), tmp_path / "kept"
+    expected = once(model, None, prompt).tokens
+    for _ in range(kills):
+        command = [sys.executable, "-c", ENDING, str(Path(__file__).parent), str(model), str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": PATH}) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ends\n"
+            time.sleep(rng.random() * 0.02)
+            child.kill()
+        engine = opened(model, folder)  # not closed by `once`: that would write the rest
+        assert ask(engine, prompt).tokens == expected
+        engine.parts.executor.close()
+        for path in rng.sample(files := sorted(folder.rglob("*.kv")), len(files) // 2):
+            path.unlink()
