@@ -24,11 +24,14 @@ import pytest
 import torch
 from reference import exact_heads
 from safetensors.torch import load_file
+from tiny_adapters import write_adapter
 from tiny_checkpoint import write_tokenizer
 
 from draftwing import LLM
 from draftwing.cli.main import main
+from draftwing.config.trees import TreeShape
 from draftwing.train import stages
+from draftwing.train.evaluate import Trial, evaluate
 from draftwing.train.settings import open_run
 
 pytestmark = pytest.mark.slow
@@ -111,6 +114,28 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # ---- it learns -------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_for_an_adapter(bench: Bench, run: Path) -> None:
+    """It learns what the model says with the adapter, for which the model's own head drafts less well."""
+    adapter = write_adapter(bench.folder / "adapter", Path(bench.target), 1, strength=0.3)
+    more = ("--adapter", f"own={adapter}", "--steps", "200", "--shapes", "3,1,4", "--eval-temperatures", "0")
+    out = bench.train("adapted", *more)
+    texts = [
+        {one["key"]: one for one in map(json.loads, (folder / "responses.jsonl").read_text().splitlines())}
+        for folder in (run, out)
+    ]
+    assert texts[0].keys() == texts[1].keys() and sum(texts[0][key] != texts[1][key] for key in texts[0]) > 40
+    options = {
+        "model": bench.target, "device": "cpu", "dtype": "float32", "max_total_tokens": 4000, "num_threads": 1,
+        "lora_modules": [f"own={adapter}"], "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(run / "head"),
+    }  # fmt: skip
+    sets = {"e": [f"ask {i} {i**3}" for i in range(6)]}
+    trial = Trial([TreeShape(3, 1, 4)], [0.0], 24, 8, "own")
+    (before,) = evaluate(options, sets, trial, bench.folder / "before.json")
+    assert accept(out) > max(1.3 * before["accept_length"], 1.6), before
+    assert "--lora-modules own=" in (out / "head" / "README.md").read_text()
 
 
 @pytest.mark.further(algorithm=["EAGLE", "MTP"])

@@ -80,8 +80,9 @@ class Target(Protocol):
 class Local:
     """An engine of this process."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, adapter: str | None = None) -> None:
+        """adapter: the name of one of the engine's, which answers."""
+        self._engine, self._adapters = engine, () if adapter is None else ((adapter, 1.0),)
         engine.measure_read_rate()
         self._before = engine.stats()  # as of the last call of `stages`
 
@@ -97,7 +98,7 @@ class Local:
 
         def load() -> Iterator[GenerationRequest]:
             for prompt in prompts:
-                request = GenerationRequest(uuid.uuid4().hex, prompt, checked, limits=limits)
+                request = GenerationRequest(uuid.uuid4().hex, prompt, checked, limits=limits, adapters=self._adapters)
                 running[request.uid] = Sample(time.monotonic(), prompt_tokens=len(prompt))
                 yield request
 

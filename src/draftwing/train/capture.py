@@ -26,6 +26,7 @@ from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention.batch import FULL, AttentionKind, HeadNorms, first_seen
 from draftwing.ops.attention.dense import DenseAttend
+from draftwing.train.adapters import merge_adapter
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.kernels import kernels_take
 from draftwing.train.progress import Remaining
@@ -85,13 +86,17 @@ class FeatureModel:
         device: str | type[Any] = "auto",
         dtype: str = "auto",
         aux: Sequence[int] | None = None,
+        adapter: Path | None = None,
     ) -> FeatureModel:
-        """path: of the target, as for the engine; device, dtype: as the engine's options. Raises CheckpointError and
-        ConfigError."""
+        """path: of the target, as for the engine; device, dtype: as the engine's options; adapter: of one that its
+        weights are with. Raises CheckpointError and ConfigError."""
         config = load_config(path)
         where = pick_device(device)
         aux_layers = target_aux_layers(algorithm, config.num_layers, aux)
-        return cls(load_model(path, pick_dtype(dtype, where, config.dtype), where.device), aux_layers, where)
+        model = load_model(path, pick_dtype(dtype, where, config.dtype), where.device)
+        if adapter is not None:
+            merge_adapter(model, adapter)
+        return cls(model, aux_layers, where)
 
     def meta(self, name: str, algorithm: str) -> SourceMeta:
         config, dtype = self.model.config, str(self.model.dtype).removeprefix("torch.")

@@ -43,6 +43,7 @@ class Trial:
     temperatures: Sequence[float]
     max_tokens: int
     concurrency: int
+    adapter: str | None = None  # the name of one of the engine's, which answers
 
 
 def evaluate(
@@ -64,6 +65,7 @@ def evaluate(
         "concurrency": trial.concurrency,
         "prompts": {name: prompts_digest(prompts) for name, prompts in sets.items()},
         "options": _deciding(options),
+        "adapter": trial.adapter,
     }
     for name, prompts in sets.items():
         if 0 < len(prompts) < MIN_SET:
@@ -94,7 +96,7 @@ def _measure_shape(
 
     tree = dict(zip(TREE, shape, strict=False)) | {"speculative_fixed_shape": True}
     engine = Engine(Options.from_kwargs(**{**options, **tree}))
-    target, tokenizer = Local(engine), engine.tokenizer
+    target, tokenizer = Local(engine, trial.adapter), engine.tokenizer
     encode = target.encode if tokenizer.chat_template is not None else tokenizer.encode  # a text to complete
     for temperature, name in runs:
         ids = [encode(prompt) for prompt in sets[name]]
@@ -205,6 +207,8 @@ def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) ->
     settings, model = run.settings, run.options.get("model", "smollm2")
     algorithm = settings.drafter.name
     flags = f"--model {model} --speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER"
+    if settings.adapter is not None:
+        flags += f" --lora-modules {settings.adapter}"
     note = ""
     if settings.drafter.heads[0] == "mtp" and target.family.predicts != "mtp_layers":
         note = f"The layer has MiMo's tensor names, for a target that is a {target.architecture}."

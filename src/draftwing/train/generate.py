@@ -78,6 +78,7 @@ class _Running:
     ids: list[int]
     spans: list[tuple[int, int]]
     params: SamplingParams
+    adapter: str | None = None
     start: int = 0  # of the answer among ids
 
     @property
@@ -123,9 +124,11 @@ def cut_last_line(file: Path) -> None:
 
 
 def generate(
-    engine: Engine, prompts: Sequence[tuple[Prompt, list[int]]], file: Path, sampling: Sampling, skipped: Skipped
-) -> int:
-    """Answers prompts (of `usable`) and appends a line for each to `file` when its last answer is there.
+    engine: Engine, prompts: Sequence[tuple[Prompt, list[int]]], file: Path, sampling: Sampling, skipped: Skipped,
+    adapter: str | None = None,
+) -> int:  # fmt: skip
+    """Answers prompts (of `usable`) and appends a line for each to `file` when its last answer is there. adapter: the
+    name of one of the engine's, which answers.
 
     Returns how many tokens were generated. Which prompts still need an answer is the caller's matter.
     """
@@ -141,7 +144,7 @@ def generate(
 
         def first_turns() -> Iterator[GenerationRequest]:
             for prompt, ids in prompts:
-                one = _Running(prompt, prompt.key, opening(prompt), list(ids), [], sampling.draw(prompt.key))
+                one = _Running(prompt, prompt.key, opening(prompt), list(ids), [], sampling.draw(prompt.key), adapter)
                 request = _request(engine, one, sampling, skipped)
                 if request is None:
                     bar.update()
@@ -185,7 +188,8 @@ def _request(engine: Engine, one: _Running, sampling: Sampling, skipped: Skipped
         return None
     one.params = params.replace(max_new_tokens=room)
     try:
-        return engine.info.admit(GenerationRequest(one.key, list(one.ids), one.params))
+        adapters = () if one.adapter is None else ((one.adapter, 1.0),)
+        return engine.info.admit(GenerationRequest(one.key, list(one.ids), one.params, adapters=adapters))
     except RequestError as error:
         if not one.turn:
             skipped.note(f"refused by the engine: {error}", one.prompt.where)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.adapters import AdapterPath, adapter_paths
 from draftwing.config.drafters import DEFAULT, NO_DRAFTER, TRAINED, DrafterSpec, Training, training
 from draftwing.config.fields import check_fields, flag, option
 from draftwing.config.options import Options
@@ -61,6 +62,10 @@ class Settings:
     eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
         "trained on (default: some prompts are held out)", common=True,
+    )  # fmt: skip
+    adapter: str | None = option(
+        None, DATA, "adapter (LoRA) of the model that the head is to draft for: it writes the answers and their hidden "
+        "states, and the head is judged with it", metavar="NAME=PATH", common=True,
     )  # fmt: skip
     max_length: int = option(2048, DATA, "tokens of a conversation; longer ones are skipped", minimum=32)
 
@@ -168,6 +173,7 @@ class Settings:
     def check(self) -> None:
         """Raises ConfigError for values that cannot work."""
         check_fields(self)
+        _ = self.adapter_path
         for broken, message in _RULES:
             if found := broken(self):
                 raise ConfigError(message.format(s=self, found=found))
@@ -175,6 +181,11 @@ class Settings:
     def given(self, *names: str) -> str:
         """Returns the flags of those that are not as they are by default."""
         return " and ".join(flag(name) for name in names if getattr(self, name) != FIELDS[name]["default"])
+
+    @property
+    def adapter_path(self) -> AdapterPath | None:
+        """Returns the adapter by its name. Raises ConfigError."""
+        return None if self.adapter is None else adapter_paths([self.adapter])[0]
 
     @property
     def drafter(self) -> DrafterSpec:
@@ -235,6 +246,8 @@ _RULES: tuple[_Rule, ...] = (
     (lambda s: s.held_out == 1, "--held-out: expected less than 1, found 1, which leaves nothing to train on"),
     (lambda s: s.traffic is not None and s.given("prompts", "conversations", "regenerate"),
      "{found}: not with --from, whose general text the model writes itself"),
+    (lambda s: s.adapter and s.traffic is not None,
+     "--adapter: not with --from, for answers of adapters are not kept; give --prompts"),
     (lambda s: s.regenerate and not s.conversations, "--regenerate needs --conversations, whose answers it replaces"),
     _only(("aux_layers", "draft_vocab_size"), {name for name in TRAINED if training(name).aux_hidden_states}),
     _only(_OF_BLOCKS, _BLOCKS),
@@ -255,7 +268,7 @@ _RULES: tuple[_Rule, ...] = (
 # What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
 _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
-    "held_out", "init_head", "traffic", "general_share",
+    "held_out", "init_head", "traffic", "general_share", "adapter",
 )  # fmt: skip
 TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.
@@ -285,9 +298,11 @@ class Run:
     def engine_options(self, **more: Any) -> dict[str, Any]:
         """Returns options for `Options.from_kwargs`, without a drafter unless one is asked for, whatever comes with the
         model, and with the weights that features are captured with."""
-        defaults = {
+        defaults: dict[str, Any] = {
             "random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, "quantization": "none"
         }  # fmt: skip
+        if self.settings.adapter is not None:
+            defaults |= {"lora_modules": (self.settings.adapter,), "max_loras": 1}
         return {**defaults, **self.options, **more}
 
     def command(self) -> str:

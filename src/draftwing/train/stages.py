@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.config.adapters import AdapterPath
 from draftwing.config.options import Options
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.models import pick_dtype
@@ -83,6 +84,10 @@ class Stages:
         return read_dataset(self.settings, lambda: self.tokenizer)
 
     @property
+    def _adapter(self) -> AdapterPath | None:
+        return self.settings.adapter_path
+
+    @property
     def answers(self) -> Path:
         """Returns the folder of the model's answers."""
         return self.run.data
@@ -140,7 +145,7 @@ class Stages:
 
         engine = Engine(self.engine_options)
         try:
-            generate(engine, ready, file, sampling, data.skipped)
+            generate(engine, ready, file, sampling, data.skipped, self._adapter and self._adapter.name)
         finally:
             engine.close()
             del engine
@@ -197,7 +202,8 @@ class Stages:
 
     def _target(self) -> FeatureModel:
         options, settings = self.engine_options, self.settings
-        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, self.aux_layers)
+        adapter = self._adapter and self._adapter.path
+        return FeatureModel.load(self.path, settings.algorithm, options.device, options.dtype, self.aux_layers, adapter)
 
     def capture(self) -> None:
         """Computes the features that the store does not have yet."""
@@ -265,7 +271,10 @@ class Stages:
             raise ConfigError(f"there is no head in {folder}: run `draftwing train fit --out {out}` first")
         options = {name: v for name, v in self.run.engine_options().items() if not name.startswith("speculative_")}
         options |= {"speculative_algorithm": settings.drafter.name, "speculative_draft_model_path": str(folder)}
-        trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
+        trial = Trial(
+            settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency,
+            self._adapter and self._adapter.name,
+        )  # fmt: skip
         sets = evaluation_sets(settings.eval_prompts)
         if not sets and (settings.prompts or settings.conversations):
             sets = self.data.sets
