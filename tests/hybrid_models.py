@@ -77,6 +77,13 @@ KIMI = {
     "moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "pad_token_id": None, "eos_token_id": None,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+LING = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 32, "layer_group_size": 2, "first_k_dense_replace": 1, "kda_lower_bound": -3.0,
+    "routed_scaling_factor": 1.5, "pad_token_id": None, "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -130,6 +137,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**FALCON, **EVEN_FACTORS, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
     "kimi-linear": ("KimiLinear", KIMI),
+    "ling3": ("BailingHybrid", LING),
+    "ling3-plain": (
+        "BailingHybrid",
+        {**LING, "kda_safe_gate": False, "q_lora_rank": 24, "attention_bias": True, "norm_topk_prob": False},
+    ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),

@@ -215,7 +215,12 @@ KIMI = (
     LatentAttentionConfig(4, 16, 16, 16, 32),
     KdaConfig(4, 32, 4),
 )
-HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA, "kimi": KIMI}
+FLOORS = (
+    KdaConfig(2, 32, 4, direct=True, floor=-5.0),
+    LatentAttentionConfig(4, 16, 16, 16, 32, gated=True),
+    KdaConfig(4, 16, 3, direct=True, floor=-1.0),
+)
+HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA, "kimi": KIMI, "floors": FLOORS}
 # All that run beside others, and from graphs.
 RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 

@@ -74,7 +74,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear"], dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "ling3"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
@@ -88,6 +88,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
         "nemotron-h-moe",
         "falcon-h1",
         "kimi-linear",
+        "ling3",
     ],
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
@@ -148,7 +149,9 @@ def test_published_heads_draft_for_it(
 
 
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe", "kimi-linear"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"]
+)
 def test_two_ranks(made: Made, kind: str) -> None:
     folder, drafters = made(kind)
     own = {"tp_size": 2, "max_running_requests": 3, "speculative_fixed_shape": True}
@@ -196,6 +199,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
         "nemotron-h-latent",
         "falcon-h1-behind",
         "kimi-linear",
+        "ling3",
     ],
 )
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:

@@ -26,6 +26,7 @@ SPECS = {
     "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=False),
     "by channel": DeltaSpec(2, 2, 32, 32, 4, by_channel=True),
     "by channel, grouped": DeltaSpec(2, 4, 16, 80, 3, tiled=True, by_channel=True),
+    "floor": DeltaSpec(2, 2, 32, 32, 4, by_channel=True, floor=-3.0),
 }
 ROWS, NODES, TOKENS, LAYER = 3, 8, 40, 1
 # Parents of nodes, and the path that is accepted.
@@ -56,7 +57,10 @@ def plain(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor
         q = q * spec.key_dim**-0.5
     v = c[:, 2 * wide :].view(count, -1, spec.value_dim)  # [T, H, dv]
     dt = torch.log1p((a + bias).exp()).view(count, spec.value_heads, -1)  # [T, H, 1 or dk]
-    fade, beta = (decay[:, None] * dt).exp(), b.sigmoid() if spec.corrects else dt[:, :, 0]
+    log = decay[:, None] * dt
+    if spec.floor:
+        log = spec.floor / (1 + (decay[:, None] * (a + bias).view_as(dt)).exp())
+    fade, beta = log.exp(), b.sigmoid() if spec.corrects else dt[:, :, 0]
     state = qkv.new_zeros(spec.value_heads, spec.key_dim, spec.value_dim)
     out = []
     for t in range(count):

@@ -613,6 +613,17 @@ LFM2_12B: dict[str, Any] = {  # 1.2B
     "use_pos_enc": True, "vocab_size": 65536,
 }  # fmt: skip
 QWEN35_TEXT: dict[str, Any] = {**QWEN35_9B["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+LING3_FLASH: dict[str, Any] = {
+    "architectures": ["BailingHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 156895, "first_k_dense_replace": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
+    "intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True, "kv_lora_rank": 512,
+    "layer_group_size": 6, "max_position_embeddings": 262144, "model_type": "bailing_hybrid",
+    "moe_intermediate_size": 768, "n_group": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 512,
+    "num_experts_per_tok": 8, "num_hidden_layers": 42, "num_key_value_heads": 32, "num_nextn_predict_layers": 1,
+    "num_shared_experts": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_theta": 6000000.0, "routed_scaling_factor": 2.5, "short_conv_kernel_size": 4,
+    "topk_group": 4, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 157184,
+}  # fmt: skip
 LLAMA4_MAVERICK: dict[str, Any] = {
     "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
     "image_token_index": 200092, "model_type": "llama4", "torch_dtype": "bfloat16",

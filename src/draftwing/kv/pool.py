@@ -98,7 +98,8 @@ class DeltaSpec(NamedTuple):
     tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
     corrects: whether what the state already has of a key is taken from the value that it gets; a state-space layer
     (Mamba-2) does not, see `ops.delta_net.spec`.  by_channel: whether a state decays by each channel of the key, not by
-    value head alone, as in Kimi Delta Attention, whose gates are sigmoids.
+    value head alone, as in Kimi Delta Attention, whose gates are sigmoids.  floor: what log decays are above, by a
+    sigmoid, 0: they have none, and are made by softplus (`ops.delta_net.spec`).
     """
 
     key_heads: int
@@ -109,6 +110,7 @@ class DeltaSpec(NamedTuple):
     tiled: bool = False
     corrects: bool = True
     by_channel: bool = False
+    floor: float = 0.0
 
     @property
     def channels(self) -> int:

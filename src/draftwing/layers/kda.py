@@ -2,7 +2,7 @@
 state decays by each channel of the key.
 
 It runs on the operation of gated delta nets (`ops.delta_net.spec`). Decays, and gates of what the net gives, are made
-of the hidden state by two matrices each, over as few values between them as a head has.
+of the hidden state by two matrices each, over as few values between them as a head has, or by one each.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ class KdaConfig(MixerConfig):
     """Kimi Delta Attention of one layer, with the sizes of this rank.
 
     heads: of queries, keys and values alike, each of `head_dim`, which is also the size of what lies between the two
-    matrices of decays, and of gates.
+    matrices of decays, and of gates.  direct: whether there is one matrix of each, and nothing between.  floor: as
+    `DeltaSpec` has it.
     """
 
     heads: int
     head_dim: int
     conv_width: int
+    direct: bool = False
+    floor: float = 0.0
 
     def keeps(self) -> DeltaSpec:
         size = self.head_dim
-        return DeltaSpec(self.heads, self.heads, size, size, self.conv_width, by_channel=True)
+        return DeltaSpec(self.heads, self.heads, size, size, self.conv_width, by_channel=True, floor=self.floor)
 
     @property
     def wide(self) -> int:
@@ -46,7 +49,8 @@ class KdaConfig(MixerConfig):
         return self.heads * self.head_dim
 
     def weights(self, hidden: int) -> int:
-        return hidden * (4 * self.wide + 2 * self.head_dim + self.heads) + 2 * self.head_dim * self.wide
+        made = 2 * hidden * self.wide if self.direct else 2 * self.head_dim * (hidden + self.wide)
+        return hidden * (4 * self.wide + self.heads) + made
 
     def check(self) -> None:
         for name in ("heads", "head_dim"):
@@ -75,13 +79,17 @@ class KdaConfig(MixerConfig):
                 StoredMatrix(f"self_attn.{name}_proj", "qkv", i * own.wide, own.wide, False, Cut(0, wide)),
                 StoredVector(f"self_attn.{name}_conv1d.weight", "conv", own.wide, some, first=i * own.wide),
             ]
+        if not self.direct:
+            parts += [
+                StoredMatrix("self_attn.f_a_proj", "low", 0, low, False, whole),
+                StoredMatrix("self_attn.g_a_proj", "low", low, low, False, whole),
+            ]
+        last, first = ("" if self.direct else "_b"), (0 if self.direct else 2 * low)
         return [
             *parts,
-            StoredMatrix("self_attn.f_a_proj", "low", 0, low, False, whole),
-            StoredMatrix("self_attn.g_a_proj", "low", low, low, False, whole),
-            StoredMatrix("self_attn.b_proj", "low", 2 * low, own.heads, False, heads),
-            StoredMatrix("self_attn.f_b_proj", "decay_up", 0, own.wide, False, Cut(0, wide)),
-            StoredMatrix("self_attn.g_b_proj", "gate_up", 0, own.wide, False, Cut(0, wide)),
+            StoredMatrix("self_attn.b_proj", "low", first, own.heads, False, heads),
+            StoredMatrix(f"self_attn.f{last}_proj", "decay_up", 0, own.wide, False, Cut(0, wide)),
+            StoredMatrix(f"self_attn.g{last}_proj", "gate_up", 0, own.wide, False, Cut(0, wide)),
             StoredMatrix("self_attn.o_proj", "out", 0, hidden, False, Cut(1, wide)),
             StoredVector("self_attn.A_log", "decay", own.heads, some_heads, is_log=True),
             StoredVector("self_attn.dt_bias", "dt_bias", own.wide, some),
@@ -101,11 +109,13 @@ class Kda(Mixer):
     def __init__(self, config: KdaConfig, place: Placement) -> None:
         super().__init__()
         self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
-        self._sizes = config.head_dim, config.head_dim, config.heads
+        self._sizes = (0, 0, config.heads) if config.direct else (config.head_dim, config.head_dim, config.heads)
+        self._direct = config.direct
         self.qkv = place.linear(self.spec.channels)
         self.low: Linear | None = place.linear(sum(self._sizes))
-        self.decay_up = place.linear(config.wide, config.head_dim)
-        self.gate_up = place.linear(config.wide, config.head_dim)
+        between = 0 if config.direct else config.head_dim
+        self.decay_up = place.linear(config.wide, between)
+        self.gate_up = place.linear(config.wide, between)
         self.before_attention = 4
         self.out = place.out(config.wide)
 
@@ -132,8 +142,11 @@ class Kda(Mixer):
         low = None if self.low is None else self.low(x)
         qkv, merged = self.qkv(x).tensor_split((self.spec.channels,), 1)
         decay, gate, b = (merged if low is None else low).split(self._sizes, 1)
-        dense = self.ops.concat_columns  # matrices take rows without gaps
-        a, z = self.decay_up(dense(decay)), self.gate_up(dense(gate))
+        if self._direct:
+            a, z = self.decay_up(x), self.gate_up(x)
+        else:
+            dense = self.ops.concat_columns  # matrices take rows without gaps
+            a, z = self.decay_up(dense(decay)), self.gate_up(dense(gate))
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
 

@@ -37,8 +37,9 @@ class LatentAttentionConfig(MixerConfig):
     are; the latter are one for all heads.  values: elements of a value.  latent: size of what keys and values are made
     of.  query_latent: of what queries are made of, 0: of the hidden state.  rope: which of `ModelConfig.ropes`.
     interleaved: whether elements that are turned lie in pairs in a checkpoint.  bias: of the matrices that read or make
-    hidden states.  factor: what scores are multiplied with besides the root of a key's size.  index: what picks the
-    tokens that a query attends to, None: it attends to all.
+    hidden states.  factor: what scores are multiplied with besides the root of a key's size.  gated: whether
+    what a head gives is multiplied with the sigmoid of a gate, one for each head.  index: what picks the tokens that a
+    query attends to, None: it attends to all.
     """
 
     heads: int
@@ -51,6 +52,7 @@ class LatentAttentionConfig(MixerConfig):
     interleaved: bool = True
     bias: bool = False
     factor: float = 1.0
+    gated: bool = False
     index: IndexConfig | None = None
 
     @property
@@ -73,6 +75,7 @@ class LatentAttentionConfig(MixerConfig):
         queries = self.heads * (self.plain + self.turned)
         made = hidden * (self.query_latent + self.width) + (self.query_latent or hidden) * queries
         made += 0 if self.index is None else self.index.weights(hidden, self.query_latent)
+        made += hidden * self.heads if self.gated else 0
         return made + self.heads * (self.latent * (self.plain + self.values) + self.values * hidden)
 
     def check(self) -> None:
@@ -124,6 +127,8 @@ class LatentAttentionConfig(MixerConfig):
                 StoredMatrix("self_attn.q_a_proj", "down", 0, wide, self.bias, all_of(wide)),
                 StoredVector("self_attn.q_a_layernorm.weight", "query_norm.weight", wide, None, True),
             ]
+        if self.gated:
+            parts.append(StoredMatrix("self_attn.g_proj", "gate", 0, own.heads, False, Cut(0, share(1))))
         up, values = share(self.latent), share(self.values)
         return [
             *parts,
@@ -242,6 +247,7 @@ class LatentAttention(Mixer):
         self.norm = RMSNorm(config.latent, _EPS, layer.norm.dtype(dtype), device)
         self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, form)
         self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, form)
+        self.gate = place.linear(heads) if config.gated else None
         self.o = place.out(heads * config.values, config.bias)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
         self.index: Indexer | None = None
@@ -262,7 +268,8 @@ class LatentAttention(Mixer):
 
     def linears(self) -> list[Linear]:
         queries = [] if self.query is None else [self.query]
-        return [self.down, *queries, *([] if self.index is None else self.index.linears()), self.o]
+        gate = [] if self.gate is None else [self.gate]
+        return [self.down, *queries, *([] if self.index is None else self.index.linears()), *gate, self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         config, rows = self.config, len(x)
@@ -292,7 +299,10 @@ class LatentAttention(Mixer):
         out = out.view(rows, config.heads, -1)
         values = self.value_up(out, routed)
         self.value_up.adapt(values, out)
-        return self.o(values.view(rows, -1), residual)
+        values = values.view(rows, -1)
+        if self.gate is not None:
+            values = self.ops.gate(self.gate(x).repeat_interleave(config.values, 1), values)
+        return self.o(values, residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

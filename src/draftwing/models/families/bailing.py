@@ -25,13 +25,13 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+def word_embeddings(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
     return [(name.replace("model.word_embeddings.", "model.embed_tokens."), value)]
 
 
 _BAILING: dict[str, Any] = {
     "o_bias": False, "qk_norm": "key", "turns_parts": True, "fused_qkv": True, "keys": _keys, "experts": experts,
-    "dense_layers": dense_layers, "apart": _apart,
+    "dense_layers": dense_layers, "apart": word_embeddings,
     "neutral": {
         "first_k_dense_replace": None, "use_bias": (False,), "use_rmsnorm": (True,), "norm_head": (False,),
         "router_dtype": ("fp32", "float32"), "moe_router_enable_expert_bias": (True,), "output_dropout": None,

@@ -38,7 +38,7 @@ from draftwing.parallel.cut import Stored
 _DELTA = "linear_attention"
 _NET = "linear_attn_config"
 # Our names of keys, and theirs.
-_NAMES = {
+NAMES = {
     "max_position_embeddings": "model_max_length",
     "n_routed_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_token",
@@ -58,7 +58,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("tie_word_embeddings", (False,))  # which transformers does not read
     fields.check("moe_router_activation_func", ("sigmoid",))
     found = {key: value for key, value in _USUAL.items() if fields.get(key) is None}
-    return found | fields.renamed(_NAMES)
+    return found | fields.renamed(NAMES)
 
 
 def _kinds(fields: Fields, net: Fields, count: int) -> list[str]:

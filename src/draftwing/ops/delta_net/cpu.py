@@ -21,9 +21,9 @@ Who = tuple[Any, ...]  # rows, table, its stride, prefix_len, path, path_len, sp
 
 
 def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
-    """Returns whether the kernel takes heads of these sizes."""
+    """Returns whether the kernel takes heads of these sizes, whose decays have no floor."""
     sizes = spec.key_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0 and 2 <= spec.conv_width <= _MOST_TAPS
-    return sizes and inputs.qkv.dtype in DTYPES
+    return sizes and not spec.floor and inputs.qkv.dtype in DTYPES
 
 
 def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:

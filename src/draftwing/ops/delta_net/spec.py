@@ -13,7 +13,8 @@ or before them, or there is none.
 Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) is the same with a g for each channel of the key
 (`DeltaSpec.by_channel`), [key_dim] in place of one number: S <- diag(exp(g)) S. So decays, their biases and their
 records are [value_heads, key_dim] where they are else [value_heads]; A is of a head in both. All else is shared, but
-for the gates of what the net gives, which are sigmoids.
+for the gates of what the net gives, which are sigmoids. With a floor g = floor sigmoid(exp(A_log) (a + dt_bias)), in
+place of -exp(A_log) softplus(a + dt_bias).
 
 Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.pool`). Between
 what is kept in float32 it is computed in float64: torch's functions, and the order of its sums, depend in the last bits
@@ -45,9 +46,10 @@ class _State(NamedTuple):
 
 def gates(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
     """Returns log decays, and beta or dt, [M, decays + value_heads] float32."""
-    dt = F.softplus(inputs.a.double() + weights.dt_bias)
-    decay = weights.decay.repeat_interleave(spec.decays // spec.value_heads)
-    return torch.cat((decay * dt, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
+    x = inputs.a.double() + weights.dt_bias
+    decay, dt = weights.decay.repeat_interleave(spec.decays // spec.value_heads), F.softplus(x)
+    log = spec.floor * (-decay * x).sigmoid() if spec.floor else decay * dt
+    return torch.cat((log, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:

@@ -121,7 +121,7 @@ def _inputs_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DECAYS: tl.constexpr, TILED: tl.constexpr, CORRECTS: tl.constexpr, WIDTH: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr,
-    EPS: tl.constexpr, BY_TAP: tl.constexpr, PDL: tl.constexpr,
+    EPS: tl.constexpr, BY_TAP: tl.constexpr, FLOOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
     and keys, of unit length where the net corrects, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the
@@ -182,8 +182,9 @@ def _inputs_kernel(
             channel = head[:, None] * KEY_DIM + key[None, :]
             if is_query:
                 x = tl.load(a + token64 * a_stride + channel, mask=mask, other=0.0).to(tl.float32)
-                dt = _softplus(x + tl.load(dt_bias + channel, mask=mask, other=0.0))
-                log = tl.load(decay + head, mask=head < VALUE_HEADS, other=0.0)[:, None] * dt
+                x += tl.load(dt_bias + channel, mask=mask, other=0.0)
+                rate = tl.load(decay + head, mask=head < VALUE_HEADS, other=0.0)[:, None]
+                log = rate * _softplus(x) if FLOOR == 0 else FLOOR * sigmoid(-rate * x)
                 tl.store(gates + record.to(tl.int64) * GATES + channel, log, mask=mask & (record >= 0))
             else:
                 log = tl.load(gates + known.to(tl.int64) * GATES + channel, mask=mask, other=0.0)
@@ -305,6 +306,7 @@ def delta_net(
     assert conv.shape == (spec.channels, spec.conv_width) and plan.sources.shape[1] == spec.conv_width
     assert conv.is_contiguous() or conv.t().is_contiguous()
     assert all(w.dtype == torch.float32 for w in weights[:4]) and all(w.is_contiguous() for w in weights[1:4])
+    assert not spec.floor or spec.by_channel
     tokens = plan.tokens.shape[0]
     made = torch.empty(tokens, spec.channels, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
@@ -319,8 +321,8 @@ def delta_net(
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
         DECAYS=spec.decays, TILED=spec.tiled, CORRECTS=spec.corrects, WIDTH=spec.conv_width, KEY_PAD=key_pad,
         VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value, HEADS_PAD=triton.next_power_of_2(spec.value_heads),
-        SCALE=spec.key_dim**-0.5, EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, num_warps=4,
-        **(ordinary if is_first else options),
+        SCALE=spec.key_dim**-0.5, EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, FLOOR=spec.floor,
+        num_warps=4, **(ordinary if is_first else options),
     )  # fmt: skip
     walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
     # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.

@@ -1,0 +1,78 @@
+"""Ling 3.0: Kimi Delta Attention whose decays have a floor in most layers, latent attention with gates of heads in
+others, and the experts of DeepSeek-V3 under names of Ling's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.kda import KdaConfig
+from draftwing.models.families.bailing import word_embeddings
+from draftwing.models.families.deepseek import dense_layers, experts, latent_attention
+from draftwing.models.families.kimi_linear import NAMES
+from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, layers_by_kind
+from draftwing.models.fields import WIDEST, Fields
+
+_DELTA = "linear_attention"
+_USUAL = {
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 2, "n_shared_experts": 1,
+}  # fmt: skip
+# Names below a layer but for that of the last matrix.
+_PARTS = (
+    "q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "f_proj", "g_proj", "b_proj", "o_norm", "A_log",
+    "dt_bias", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "k_b_proj", "v_b_proj",
+)  # fmt: skip
+
+
+def _keys(fields: Fields) -> dict[str, Any]:
+    fields.check("score_function", ("sigmoid",))
+    fields.check("rope_interleave", (True,))
+    found = fields.renamed(NAMES)
+    every = fields.overruled(found)
+    return found | {key: value for key, value in _USUAL.items() if not every.has(key)}
+
+
+def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    floor = fields.number("kda_lower_bound", -1e3, -1e-3, -5.0)
+
+    def size(key: str, other: str, high: int, default: int | None = None) -> int:
+        """Reads a key of transformers' own files, which have another `head_dim`, or that of published ones."""
+        return fields.whole(key, high=high, default=fields.whole(other, high=high, default=default))
+
+    delta = KdaConfig(
+        size("linear_num_heads", "num_attention_heads", WIDEST),
+        size("linear_head_dim", "head_dim", WIDEST, 128),
+        size("linear_conv_kernel_dim", "short_conv_kernel_size", MOST_TAPS, 4),
+        direct=True,
+        floor=floor if fields.flag("kda_safe_gate", True) else 0.0,
+    )
+    every = fields.whole("layer_group_size", default=6)
+    kinds = [_DELTA if (i + 1) % every else ATTENTION for i in range(count)]
+    latent = replace(latent_attention(fields), gated=True)
+    return layers_by_kind(fields, layer, kinds, {ATTENTION: latent, _DELTA: delta})
+
+
+FAMILIES = {
+    "BailingHybridForCausalLM": Family(
+        "bailing_hybrid",
+        theta=6e6,
+        experts=experts,
+        dense_layers=dense_layers,
+        layers=_layers,
+        keys=_keys,
+        apart=word_embeddings,
+        neutral={
+            "qk_head_dim": None,  # the sum of both parts
+            "first_k_dense_replace": None,  # beside `mlp_layer_types`
+            "use_bias": (False,),
+            "use_qkv_bias": (False,),
+            "router_dtype": ("fp32", "float32"),
+        },
+        expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.expert_bias"),
+        layer_names={
+            **{f"self_attn.{part}": f"attention.{part}" for part in _PARTS},
+            "self_attn.o_proj": "attention.dense",
+        },
+    ),
+}
