@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_embedder import CLS, LAST, MEAN, NO, YES, ids_of, write_embedder
+from tiny_embedder import CLS, LAST, MEAN, NO, YES, ids_of, write_embedder, write_embedder_gguf
 from transformers import Qwen3ForCausalLM
 
 from draftwing import LLM, SamplingParams
@@ -181,3 +181,17 @@ def test_vectors_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(GenerationError, match="not finite"):
             llm.embed(["a", "z"])
         assert np.array_equal(llm.embed("a"), plain)
+
+
+def test_files_of_gguf(embedder: str, judge: str, tmp_path: Path) -> None:
+    """Those of an embedding model (3: the last token) and of a reranker (4)."""
+    texts = TEXTS[:3]  # in the other one the file's tokenizer finds "no" within a word
+    with LLM(embedder, **SMALL) as llm:
+        vectors = llm.embed(texts)
+    with LLM(str(write_embedder_gguf(tmp_path / "vectors.gguf", Path(embedder), 3)), **SMALL) as llm:
+        np.testing.assert_allclose(llm.embed(texts), vectors, atol=1e-4)
+        assert llm.score("a", "a") == [pytest.approx(1.0)]
+    with LLM(judge, **SMALL) as llm:
+        scores = llm.score("Why?", texts)
+    with LLM(str(write_embedder_gguf(tmp_path / "judge.gguf", Path(judge), 4, adds_eos=False)), **SMALL) as llm:
+        np.testing.assert_allclose(llm.score("Why?", texts), scores, atol=1e-4)

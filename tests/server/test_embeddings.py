@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from fake_engine import local
 from scripted import client_of
 from starlette.testclient import TestClient
-from tiny_embedder import LAST, ids_of, write_embedder
+from tiny_embedder import LAST, MEAN, ids_of, write_embedder
 
 from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
+from draftwing.server import quotas
+from draftwing.server.app import create_app
 
 OPTIONS: dict[str, Any] = dict(
     context_length=256,
@@ -194,3 +199,42 @@ def test_they_are_counted(client: TestClient) -> None:
     before = requests()
     ok(client, "/v1/embeddings", input=TEXTS)
     assert requests() == before + len(TEXTS)
+
+
+def test_a_mean_of_too_many_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MAX_REQUEST_LOGPROBS", 1000)
+    folder = write_embedder(tmp_path / "mean", MEAN)
+    with client_of(Local(folder)) as client:  # type: ignore[arg-type]
+        ok(client, "/v1/embeddings", input="a" * 40)
+        assert refused(client, "/v1/embeddings", input=["a" * 40] * 2).startswith("input has too many tokens")
+
+
+async def test_who_goes_away_lets_go_of_its_texts(folder: Path) -> None:
+    """The engine has nothing to do any more, though nothing was sent."""
+    engine = Local(folder, max_total_tokens=16384, chunked_prefill_size=16)
+    app = create_app(local(engine), engine.tokenizer)  # type: ignore[arg-type]
+    body = json.dumps({"input": [f"{i} " * 60 for i in range(60)]}).encode()
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        while not engine.info or not app.state.service.engine.active:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/embeddings", "raw_path": b"/v1/embeddings", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("testserver", 80), "client": ("me", 1),
+    }  # fmt: skip
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)  # type: ignore[arg-type]
+        while app.state.service.engine.active or not engine.idle():
+            await asyncio.sleep(0.001)
+    assert sent[0]["status"] == 499

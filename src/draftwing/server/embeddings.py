@@ -41,6 +41,16 @@ class PooledBody(GenerationBody):
     def length(self) -> str | None:
         return "truncate"  # there is no length to choose
 
+    def renamed(self, error: RequestError) -> RequestError:
+        # Of vectors that are made of the states of all tokens.
+        if error.param == "return_hidden_states":
+            return RequestError(
+                f"{self.source} has too many tokens for one request: this model's vectors are made of the hidden "
+                "states of all of them, which are sent to the server; send fewer or shorter texts at once",
+                self.source,
+            )
+        return super().renamed(error)
+
 
 class EmbeddingRequest(PooledBody):
     """Body of /v1/embeddings."""
