@@ -277,6 +277,19 @@ def test_a_small_pool_is_not_overfilled(model: Path, tmp_path: Path) -> None:
     engine.close()
 
 
+def test_what_may_spoil_logits_is_removed(model: Path, tmp_path: Path) -> None:
+    prompt = tokens(300)
+    once(model, tmp_path, prompt)
+    engine = opened(model, tmp_path)
+    engine.parts.executor.model.norm.weight.data.fill_(torch.nan)
+    engine.submit(GenerationRequest("one", prompt[:40], SamplingParams(max_new_tokens=4)))
+    while not engine.idle():
+        engine.step()
+    engine.close()
+    assert not list(tmp_path.rglob("*.kv"))
+    assert once(model, tmp_path, prompt) == once(model, None, prompt)
+
+
 def test_it_is_written_while_nothing_runs(model: Path, tmp_path: Path) -> None:
     engine, blocks = opened(model, tmp_path), (300 + TOKENS - 1) // 64
     engine.measure_read_rate()  # else that is done first
