@@ -84,6 +84,13 @@ LING = {
     "routed_scaling_factor": 1.5, "pad_token_id": None, "eos_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+QWEN4 = {  # with blocks of 4 tokens, of which 3 are picked, and n-grams in two layers
+    **NET, **EXPERTS, "hc_count": 4, "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3,
+    "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 3,
+    "indexer_n_heads": 11, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12,
+    "indexer_compress_ratio": 4, "eos_token_id": 7,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+}  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", NET),
@@ -100,6 +107,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5Moe", {**NET, **EXPERTS}),
     "qwen3-next": ("Qwen3Next", {**NET, **EXPERTS}),
     "qwen3-next-mixed": ("Qwen3Next", {**NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "qwen4": ("Qwen4Exp", QWEN4),
     "granite4": ("GraniteMoeHybrid", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "granite4-dense": ("GraniteMoeHybrid", GRANITE),
     "granite4-rope": (

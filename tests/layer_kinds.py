@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
-from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.block_indexer import BlockIndexConfig
+from draftwing.layers.config import (
+    LayerConfig,
+    Mixer,
+    MixerConfig,
+    NgramConfig,
+    Placement,
+    StoredMatrix,
+    StoredVector,
+    StreamsConfig,
+)
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.indexer import IndexConfig
@@ -215,6 +225,8 @@ KIMI = (
     LatentAttentionConfig(4, 16, 16, 16, 32),
     KdaConfig(4, 32, 4),
 )
+_BLOCKS = BlockIndexConfig(6, 32, 16, topk=2, ratio=4)
+PICKING = (AttentionConfig(4, 2, 16, index=_BLOCKS), AttentionConfig(4, 1, 16, qk_norm=True, gated=True, index=_BLOCKS))
 FLOORS = (
     KdaConfig(2, 32, 4, direct=True, floor=-5.0),
     LatentAttentionConfig(4, 16, 16, 16, 32, gated=True),
@@ -228,6 +240,14 @@ RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, Shor
 def config_of(mixers: Sequence[MixerConfig], positions: int = 128) -> ModelConfig:
     layers = tuple(LayerConfig(HIDDEN, mixer, 96) for mixer in mixers)
     return ModelConfig("LlamaForCausalLM", HIDDEN, VOCAB, positions, layers, (RopeConfig(), RopeConfig(100.0)))
+
+
+def streams_config(positions: int = 128) -> ModelConfig:
+    """Of three streams, with n-grams before two delta nets."""
+    config = config_of((DELTA[0], PICKING[0], DELTA[3]), positions)
+    ngram = NgramConfig(3, 64, (101, 103, 107, 109), (3, 5, 7), 1, taps=4, rows=420, parts=1)
+    layers = [replace(layer, in_norms=False, streams=StreamsConfig(3, 16)) for layer in config.layers]
+    return replace(config, layers=(replace(layers[0], ngram=ngram), layers[1], replace(layers[2], ngram=ngram)))
 
 
 def dense_logits(model: DecoderModel, ids: Sequence[int]) -> Tensor:

@@ -47,7 +47,7 @@ def texts(
 def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind.startswith(("qwen", "nemotron-h-"))
+    predicts = kind.startswith(("qwen3", "nemotron-h-"))
     if predicts:
         with_layer(folder, theirs, layer_weights(theirs))
     else:
@@ -74,7 +74,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "ling3"], dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
@@ -83,6 +83,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
         "qwen3.5-even",
         "qwen3.5-moe",
         "qwen3-next",
+        "qwen4",
         "lfm2",
         "granite4",
         "nemotron-h-moe",
@@ -127,11 +128,11 @@ TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_nu
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2", "granite4"], algorithm="EAGLE3")
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next"], algorithm="DFLASH")
 @pytest.mark.further(shape=CHAIN, algorithm="EAGLE3")
-@pytest.mark.further(shape=CHAIN, kind=["lfm2", "granite4"])
+@pytest.mark.further(shape=CHAIN, kind=["lfm2", "granite4", "qwen4"])
 @pytest.mark.further(shape=TREE, kind="qwen3.5", algorithm="DFLASH")
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "granite4"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "granite4"])
 def test_published_heads_draft_for_it(
     made: Made, tmp_path: Path, kind: str, algorithm: str, shape: dict[str, int]
 ) -> None:
@@ -150,7 +151,7 @@ def test_published_heads_draft_for_it(
 
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"]
+    "kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"]
 )
 def test_two_ranks(made: Made, kind: str) -> None:
     folder, drafters = made(kind)
@@ -158,10 +159,11 @@ def test_two_ranks(made: Made, kind: str) -> None:
     assert texts(folder, drafters[-1], "float32", **own, **TREE) == plain(folder, "float32")
 
 
-def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen4"])
+def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
     """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one
     writes JSON. Rows of the prediction layer are cached, too."""
-    folder, _ = made("qwen3.5")
+    folder, drafters = made(kind)
     generator = torch.Generator().manual_seed(1)
     system = torch.randint(0, 256, (90,), generator=generator).tolist()
     prompts = [[*system, *torch.randint(0, 256, (count,), generator=generator).tolist()] for count in (3, 70, 20)]
@@ -179,7 +181,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
 
     expected = answers("none", disable_radix_cache=True)
     assert expected[2].text.startswith('{"a": ') and not any(answer.meta_info["cached_tokens"] for answer in expected)
-    found = answers("NEXTN+SUFFIX", speculative_fixed_shape=True)
+    found = answers(drafters[-1], speculative_fixed_shape=True)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert sum(answer.meta_info["cached_tokens"] >= 64 for answer in found) > 4, "many begin with what was cached"
 
@@ -193,6 +195,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made) -> None:
         "qwen3.5-even",
         "qwen3.5-moe",
         "qwen3-next",
+        "qwen4",
         "lfm2",
         "granite4",
         "nemotron-h-moe",
@@ -211,7 +214,7 @@ def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
         ffn |= {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 128}
     if kind == "nemotron-h-latent":
         ffn |= {"moe_latent_size": 64}
-    if kind in ("qwen3.5-moe", "qwen3-next"):
+    if kind in ("qwen3.5-moe", "qwen3-next", "qwen4"):
         ffn |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     folder, drafters = written(tmp_path, kind, **ffn | ({"block_multiple_of": 64} if kind == "lfm2" else {}))
     assert texts(folder, "none", "float32", device="cuda") == texts(folder, "none", "float32")

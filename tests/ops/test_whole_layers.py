@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwing.core import Chunk
 from draftwing.kv.pool import KVPool, KVSpec
+from draftwing.layers.block_indexer import BlockIndexConfig
 from draftwing.layers.config import NormConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
@@ -74,6 +75,8 @@ def fill(layer: DecoderLayer, seed: int) -> None:
         attention.o: [("Q5_0", attention.o.out_features)],
         mlp.down: [("Q4_0" if seed % 2 else "Q8_0", mlp.down.out_features)],
     }
+    if attention.index is not None:
+        parts[attention.index.made] = [("Q8_0", attention.index.made.out_features)]
     if isinstance(mlp, UngatedMLP):
         parts[mlp.up] = [("Q5_K", ffn)]
     else:
@@ -243,7 +246,9 @@ def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
         [replace(layer, mixer=replace(layer.mixer, **own)) for layer in CONFIG.layers]  # type: ignore[type-var]
         for own in ({"scaled_queries": True}, {"cap": 30.0}, {"chunk": 20}, {"qk_norm": True, "norms_after": True})
     )
-    kinds = wide, centred, parallel, beside, scaled, after, queries, capped, chunks, later
+    index = BlockIndexConfig(2, 32, 16, 2, 4)
+    picking = [replace(layer, mixer=replace(layer.mixer, index=index)) for layer in CONFIG.layers]  # type: ignore[type-var]
+    kinds = wide, centred, parallel, beside, scaled, after, queries, capped, chunks, later, picking
     for model in (tiny(activation="gelu"), tiny(activation="relu2"), *(tiny(layers=tuple(kind)) for kind in kinds)):
         assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 

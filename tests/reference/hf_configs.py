@@ -506,6 +506,22 @@ QWEN3_NEXT_80B: dict[str, Any] = {
     "rope_theta": 10000000, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "vocab_size": 151936,
 }  # fmt: skip
+# Written from the defaults of transformers 5.24, with embeddings of n-grams and an indexer.
+QWEN4_FLASH: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForCausalLM"], "attention_bias": False, "dtype": "bfloat16", "eos_token_id": 248044,
+    "hc_count": 4, "hc_lowrank": 320, "head_dim": 256, "heads_per_ngram": 8, "hidden_act": "silu",
+    "hidden_size": 2048, "indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_head_dim": 128,
+    "indexer_kv_heads": 1, "indexer_n_heads": 16, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "make_ngram_vocab_size_divisible_by": 128,
+    "max_position_embeddings": 262144, "model_type": "qwen4_exp_text", "moe_intermediate_size": 512, "ngram_size": 3,
+    "ngram_vocab_size_base": 20000000, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 40, "num_key_value_heads": 2, "ple_conv_kernel_size": 4,
+    "ple_embed_dim": 2048, "ple_layer_ids": [2], "rms_norm_eps": 1e-06,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "seed": 1234,
+    "shared_expert_intermediate_size": 512, "split_ngram_parts": 512, "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}  # fmt: skip
 GLM45: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
     "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu",

@@ -146,7 +146,7 @@ def build(
     device.set_threads(options.num_threads, options.processors)
     options = with_numerics(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
-    check_int8([spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None], precision.kv_dtype)
+    check_int8([spec for layer in config.layers if (spec := layer.keeps()) is not None], precision.kv_dtype)
     options, token_ids = token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK

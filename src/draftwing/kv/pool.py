@@ -79,10 +79,12 @@ def _wide(pool: torch.dtype) -> torch.dtype:
 
 class StateSpec(NamedTuple):
     """Anything else that a layer keeps of each token, such as the inputs of a convolution or a state after the
-    token. dtype: None is the pool's, or bfloat16 where that has 8 bits."""
+    token. dtype: None is the pool's, or bfloat16 where that has 8 bits.  state: of a recurrent layer beside it, which
+    is kept by row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    state: DeltaSpec | None = None
 
     def shape_in(self, pool: torch.dtype) -> tuple[int, ...]:
         return self.shape
@@ -323,7 +325,7 @@ class RowStates:
 
 def delta_specs(layers: Sequence[SlotSpec]) -> dict[int, DeltaSpec]:
     """Returns the specs of the pool layers that keep their state by row, by layer."""
-    own = (spec.state if isinstance(spec, KVSpec) else spec for spec in layers)
+    own = (spec.state if isinstance(spec, KVSpec | StateSpec) else spec for spec in layers)
     return {at: spec for at, spec in enumerate(own) if isinstance(spec, DeltaSpec)}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
+from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import BareNorm, RMSNorm
@@ -37,7 +38,8 @@ class AttentionConfig(MixerConfig):
     checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head lie
     together.  scaled_queries: whether the rotary
     embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are normed when
-    they are turned, not before.  bare_norms: whether norms of heads have no weights.
+    they are turned, not before.  bare_norms: whether norms of heads have no weights.  index: what picks the blocks of
+    tokens that a query attends to, None: it attends to all.
     """
 
     heads: int
@@ -64,6 +66,7 @@ class AttentionConfig(MixerConfig):
     norms_after: bool = False
     bare_norms: bool = False
     chunk: int = 0
+    index: BlockIndexConfig | None = None
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -74,11 +77,12 @@ class AttentionConfig(MixerConfig):
         return HeadShape(self.heads, self.kv_heads, self.head_dim)
 
     def keeps(self) -> KVSpec:
-        return KVSpec(self.kv_heads, self.head_dim)
+        return KVSpec(self.kv_heads, self.head_dim, index_size=0 if self.index is None else self.index.kept)
 
     def weights(self, hidden: int) -> int:
         made = 0 if self.kv_from is not None else self.kv_heads * (1 if self.values_are_keys else 2)
-        return hidden * self.head_dim * ((2 + self.gated) * self.heads + made)
+        index = 0 if self.index is None else self.index.weights(hidden)
+        return hidden * self.head_dim * ((2 + self.gated) * self.heads + made) + index
 
     def check(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -97,6 +101,9 @@ class AttentionConfig(MixerConfig):
             raise CheckpointError(
                 f"expected an even number of a head's {self.head_dim} elements that are turned, found {self.rotary}"
             )
+
+        if self.index is not None:
+            self.index.check()
 
     def spread(self, ranks: Ranks) -> AttentionConfig:
         """Returns the sizes of one rank; a key/value head may be on several."""
@@ -137,7 +144,7 @@ class AttentionConfig(MixerConfig):
             parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
         if self.qk_norm and not self.bare_norms:
             parts += self._stored_norms(own, ranks)
-        return parts
+        return parts if self.index is None else [*parts, *self.index.stored()]
 
     def _stored_as_one(self, queries: tuple[Share, Order | None], keys: tuple[Share, Order | None]) -> StoredMatrix:
         """Returns the matrix of queries, keys and values. queries, keys: what this rank has of each, in which order."""
@@ -239,6 +246,11 @@ class Attention(Mixer):
         self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
         self.scaled_queries, self.norms_after = config.scaled_queries, config.norms_after
         assert not self.norms_after or not (self.whole_norms or self.v_norm or self.reads_others)
+        self.index: BlockIndexer | None = None
+        if config.index is not None:
+            assert not (self.reads_others or self.whole_norms or self.scaled_queries)
+            self.index, self.needs_chunks = BlockIndexer(config.index, place), True  # which picks read
+            self.before_attention = 2
 
     @property
     def kind(self) -> AttentionKind:
@@ -248,7 +260,7 @@ class Attention(Mixer):
         )
 
     def linears(self) -> list[Linear]:
-        return [self.qkv, self.o]
+        return [self.qkv, *([] if self.index is None else self.index.linears()), self.o]
 
     def forward(
         self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
@@ -259,7 +271,7 @@ class Attention(Mixer):
         qkv = (made[:, self._gates :] if self.gated else made).view(
             made.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
-        out = self._attend(qkv, cos, sin, attend)
+        out = self._attend(qkv, cos, sin, attend) if self.index is None else self._picked(x, qkv, cos, sin, attend)
         if not self.gated:
             return self.o(out, residual)
         gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
@@ -269,6 +281,8 @@ class Attention(Mixer):
         """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""
         if self.reads_others:
             return
+        if self.index is not None:
+            self.index.write(self.pool_layer, x, cos, sin, attend)
         kv = self._with_values(self.qkv.last(x, self._kv_rows))
         if self.whole_norms:
             kv = self._with_whole_norms(kv[:, -2 * self.kv_heads * self.head_dim :])
@@ -341,6 +355,18 @@ class Attention(Mixer):
             return attend.read(self.pool_layer, self._turned(qkv, cos, sin, q_norm), self.kind)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
         q, k = self._turned(q, cos, sin, q_norm), self._turned(k, cos, sin, k_norm)
+        return attend(self.pool_layer, q, k, self._normed_values(v), self.kind)
+
+    def _picked(self, x: Tensor | Fp8Rows, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Does what `_attend` does of what the indexer picks, x [M, in_size]. Keys are made in one way, whether there
+        is something to pick or not: they have the same bits then."""
+        assert self.index is not None and isinstance(x, Tensor)
+        self.index.write(self.pool_layer, x, cos, sin, attend)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        q, k = self._turned(q, cos, sin, self.q_norm), self._turned(k, cos, sin, self.k_norm)
+        if not attend.sees_at_most(self.index.config.width):
+            self.index.pick(self.pool_layer, x, cos, sin, attend)
+            attend = attend.picked
         return attend(self.pool_layer, q, k, self._normed_values(v), self.kind)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -6,13 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.kv.pool import SlotSpec
+from draftwing.kv.pool import DeltaSpec, SlotSpec, StateSpec
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
@@ -112,6 +112,40 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True)
+class StreamsConfig:
+    """Residual streams in place of one. count: of them.  rank: of the matrices that make gates."""
+
+    count: int
+    rank: int
+
+    def weights(self, hidden: int) -> int:
+        """Returns the number of values in the matrices of one part."""
+        return self.count * hidden * (2 * self.rank + self.count)
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Embeddings of n-grams that one layer adds to its streams.
+
+    order: of the longest n-grams, the others have 2 tokens and more.  size: of what is joined of a token's rows.
+    tables: rows of each head, those of the shortest n-grams first.  multipliers: of the tokens of an n-gram, the newest
+    first.  end: the token that ends texts, which stands before each.  taps: of the convolution.  rows: of all tables,
+    with padding.  parts: tensors of a checkpoint that the table is cut into, so many of one size but for the last.
+    """
+
+    DIGITS: ClassVar[int] = 3  # of a token's id, in slots of the pool
+
+    order: int
+    size: int
+    tables: tuple[int, ...]
+    multipliers: tuple[int, ...]
+    end: int
+    taps: int
+    rows: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One decoder layer, with the sizes of this rank where a model is spread over several.
 
@@ -121,7 +155,9 @@ class LayerConfig:
     added.  parallel: whether the MLP stands beside the mixer, and reads what that reads; own_norm: it has a norm of its
     own then, of the same stream.  residual_scale: of what mixer and MLP give, before it is added.
     per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
-    none.  scaled: whether its output has a factor.  weight_format: of its matrices, see `ModelConfig.spread`.
+    none.  scaled: whether its output has a factor.  streams: in place of one residual stream (`layers.streams`).
+    ngram: what it adds to them first, beside a mixer that keeps its state by row.  weight_format: of its matrices, see
+    `ModelConfig.spread`.
     """
 
     hidden: int
@@ -138,6 +174,8 @@ class LayerConfig:
     residual_scale: float = 1.0
     per_layer: int = 0
     scaled: bool = False
+    streams: StreamsConfig | None = None
+    ngram: NgramConfig | None = None
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
 
@@ -166,7 +204,18 @@ class LayerConfig:
             size = experts.latent or self.hidden
             values += parts * size * experts.ffn * len(experts.held) + 2 * self.hidden * experts.latent
             values += self.hidden * (parts * experts.shared + experts.shared_gate + experts.count)
+        if self.streams is not None:
+            values += 2 * self.streams.weights(self.hidden)
+            values += 0 if self.ngram is None else (self.streams.count + 1) * self.hidden * self.ngram.size
         return self.mixer.weights(self.hidden) + values
+
+    def keeps(self) -> SlotSpec | None:
+        """Returns what it keeps in the pool of each token, None: nothing."""
+        spec = self.mixer.keeps()
+        if self.ngram is None or self.streams is None:
+            return spec
+        assert isinstance(spec, DeltaSpec)
+        return StateSpec((self.hidden + self.streams.count + self.ngram.DIGITS,), None, spec)
 
     def check(self) -> None:
         """Raises CheckpointError for sizes that cannot be."""

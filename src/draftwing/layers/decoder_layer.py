@@ -120,7 +120,8 @@ class DecoderLayer(nn.Module):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
-        if attention.scaled_queries or attention.norms_after or attention.kind.cap or attention.kind.chunk:
+        kind = attention.kind
+        if attention.scaled_queries or attention.norms_after or kind.cap or kind.chunk or attention.index is not None:
             return None
         linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features

@@ -15,7 +15,7 @@ import torch
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig, StreamsConfig
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
@@ -94,6 +94,11 @@ class ModelConfig:
         return self.layers[0].per_layer
 
     @property
+    def streams(self) -> StreamsConfig | None:
+        """Returns what its residual streams are; None where there is one."""
+        return self.layers[0].streams
+
+    @property
     def experts(self) -> ExpertConfig | None:
         """Experts of the first layer that has them; None where none has."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
@@ -106,9 +111,11 @@ class ModelConfig:
             mixer = layer.mixer
             if isinstance(mixer, AttentionConfig) and mixer.chunk >= most:
                 return replace(layer, mixer=replace(mixer, chunk=0))
-            if not isinstance(mixer, LatentAttentionConfig) or mixer.index is None or mixer.index.topk < most:
-                return layer
-            return replace(layer, mixer=replace(mixer, index=None))
+            if isinstance(mixer, LatentAttentionConfig) and mixer.index is not None and mixer.index.topk >= most:
+                return replace(layer, mixer=replace(mixer, index=None))
+            if isinstance(mixer, AttentionConfig) and mixer.index is not None and mixer.index.width >= most:
+                return replace(layer, mixer=replace(mixer, index=None))
+            return layer
 
         return replace(self, layers=tuple(map(without, self.layers)))
 
@@ -125,7 +132,8 @@ class ModelConfig:
     def matrix_weights(self) -> int:
         """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.layer_weights + vocab + self.hidden_size * self.per_layer * self.num_layers
+        last = 0 if self.streams is None else self.streams.weights(self.hidden_size)
+        return self.layer_weights + vocab + last + self.hidden_size * self.per_layer * self.num_layers
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "vocab_size"):

@@ -23,8 +23,11 @@ from draftwing.layers.latent import HeadLinear, LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
+from draftwing.layers.linear_ops.mapped import Mapped
 from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.layers.rope import Rope
+from draftwing.layers.stream_norm import StreamNorm
+from draftwing.layers.streams import StreamedLayer, Streams
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
 from draftwing.models.towers.base import Tower
@@ -61,9 +64,10 @@ class DecoderModel(nn.Module):
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
         self.per_layer = _per_layer(config, dtype, device) if config.per_layer else None
         self.layers = nn.ModuleList(
-            DecoderLayer(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
+            (DecoderLayer if layer.streams is None else StreamedLayer)(layer, at, dtype, device)
+            for layer, at in zip(layers, pool_layer, strict=True)
         )
-        self.norm = norm_of(config.norm, config.hidden_size, dtype, device)
+        self.norm = _last_norm(config, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         if config.head_bias:
             self.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size, dtype=dtype, device=device), False)
@@ -71,7 +75,7 @@ class DecoderModel(nn.Module):
         # Which layer writes each pool layer, and what it keeps there of this rank.
         self.pool_owners = [pool_layer.index(at) for at in range(len({*pool_layer} - {None}))]
         self.keepers = max(self.pool_owners, default=-1) + 1  # layers behind so many read what earlier ones kept
-        self.kv_layers = [spec for i in self.pool_owners if (spec := layers[i].mixer.keeps()) is not None]
+        self.kv_layers = [spec for i in self.pool_owners if (spec := layers[i].keeps()) is not None]
         # A table for each way in which layers turn their heads; one at least, which has the model's dtype.
         rotates = [layer.mixer.rotates for layer in layers]
         kinds = list(dict.fromkeys(kind for kind in rotates if kind is not None)) or [(0, 2)]
@@ -160,6 +164,8 @@ class DecoderModel(nn.Module):
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
             return x, self._joined(aux_layers, x, whole.joined(outs))
+        count = 1 if self.config.streams is None else self.config.streams.count
+        x = x if count == 1 else x.repeat(1, count)
         streams = {0: x} if 0 in aux_layers else {}
         embeddings = None
         if self.per_layer is not None:
@@ -174,6 +180,8 @@ class DecoderModel(nn.Module):
                 if not len(at):
                     break
             cos, sin = turns[rope]
+            if isinstance(layer, StreamedLayer) and layer.ngram is not None:
+                x = layer.ngram(x, ids, attend)
             if normed is None:
                 x = layer(x, cos, sin, attend)
             else:
@@ -188,6 +196,7 @@ class DecoderModel(nn.Module):
         x = self.norm(x) if normed is None else normed
         if narrowed is not None:
             return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, x), None
+        streams = {i: one if count == 1 else one.unflatten(1, (count, -1)).mean(1) for i, one in streams.items()}
         streams[self.final_aux_layer] = x
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
@@ -296,7 +305,7 @@ class DecoderModel(nn.Module):
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
                 continue
-            if self.per_layer is not None and part is self.per_layer.embed.table:
+            if isinstance(part.op, Mapped):  # single rows
                 continue
             values = part.out_features * part.in_features
             found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
@@ -321,9 +330,10 @@ class DecoderModel(nn.Module):
         dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
         out_norms = any(layer.out_norms for layer in self.config.layers)
         whole = all(layer.mixes and layer.has_mlp for layer in self.config.layers)
+        whole = whole and self.config.streams is None
         if self.config.experts is not None and ops.mixes_under_norms and not out_norms and whole:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
-            self._norms = [norm for norm in (*first, self.norm) if norm is not None]
+            self._norms = [norm for norm in (*first, self.norm) if isinstance(norm, RMSNorm)]
         if self.config.experts is not None:
             self._scatter = torch.zeros(1, dtype=torch.int32, device=self.norm.weight.device)
             for part in self.modules():
@@ -342,6 +352,14 @@ def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     return PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
 
 
+def _last_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | Streams:
+    """Returns what stands before the head: of several streams what makes one of them."""
+    hidden, norm = config.hidden_size, config.norm
+    if config.streams is None:
+        return norm_of(norm, hidden, dtype, device)
+    return Streams(config.streams, hidden, norm, dtype, device, config.weight_format, adds=False)
+
+
 def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Linear:
     rows = ranks.share(config.vocab_size).size
     linear = Linear(config.hidden_size, rows, False, dtype, device, config.vocab_format)
@@ -354,7 +372,7 @@ def use_between(module: nn.Module, ops: LayerOps) -> None:
     for part in module.modules():
         if isinstance(part, Linear | DecoderLayer):
             part.use(ops)
-        elif isinstance(part, RMSNorm):
+        elif isinstance(part, RMSNorm | StreamNorm):
             part.pack(ops)
 
 
@@ -370,7 +388,7 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
         if isinstance(part, Linear):
             rows_only = part in tables and part is not keep
             part.pack(ops, mode._replace(name=name, keep_weight=part is keep, rows_only=rows_only))
-        elif isinstance(part, RMSNorm | Embedding):
+        elif isinstance(part, RMSNorm | Embedding | StreamNorm):
             part.pack(ops)
         elif isinstance(part, ExpertMLP):
             mixtures.append(part)

@@ -157,8 +157,16 @@ def load_model(
 
 
 def _unread(layers: Iterable[LayerConfig]) -> set[str]:
-    """Returns names of tensors that checkpoints may have of layers that read others' keys and values."""
-    return {
+    """Returns names of tensors that checkpoints may have of layers that read others' keys and values, and of what
+    follows from the config."""
+    layers, made = list(layers), ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
+    of_ngrams = {
+        f"model.layers.{i}.ple.ple_embedding.{name}"
+        for i, layer in enumerate(layers)
+        if layer.ngram is not None
+        for name in made
+    }
+    return of_ngrams | {
         f"model.layers.{i}.self_attn.{name}.weight"
         for i, layer in enumerate(layers)
         if layer.mixer.kv_from is not None
@@ -169,8 +177,10 @@ def _unread(layers: Iterable[LayerConfig]) -> set[str]:
 def mapped_bytes(path: Path, config: ModelConfig) -> int:
     """Returns how many bytes of a checkpoint's files are read row by row from there, and held nowhere else on a CPU:
     those of embeddings by layer, in a folder without a look at its files."""
+    tables = [layer.ngram for layer in config.layers if layer.ngram is not None]
+    ngrams = sum(one.rows * one.size // len(one.tables) for one in tables) * (config.dtype or torch.bfloat16).itemsize
     if not config.per_layer:
-        return 0
+        return ngrams
     if path.suffix == ".gguf":
         file = open_gguf(path)
         return file.raw(gguf_tensors.PER_LAYER).nbytes if gguf_tensors.PER_LAYER in file.tensors else 0

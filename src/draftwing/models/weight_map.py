@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from draftwing.layers.config import ExpertConfig, StoredMatrix, StoredVector
+from draftwing.layers.config import ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
 from draftwing.layers.mlp import XIELU
+from draftwing.layers.ngram import stored_ngram
+from draftwing.layers.streams import stored_streams
 from draftwing.models.config import ModelConfig
 from draftwing.models.family import own_name
 from draftwing.parallel.cut import Cut, Order, ordered
@@ -35,9 +37,13 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    table[f"{config.family.final_norm}.weight"] = ParamSlice(
-        "norm.weight", 0, config.hidden_size, added=config.norm.offset
-    )
+    if config.streams is None:
+        table[f"{config.family.final_norm}.weight"] = ParamSlice(
+            "norm.weight", 0, config.hidden_size, added=config.norm.offset
+        )
+    else:
+        last = stored_streams(config.streams, config.hidden_size, config.family.final_norm, "norm", adds=False)
+        table |= _entries(config, config.layers[0], last, "", "", {}, ranks)
     if config.norm.bias:
         table[f"{config.family.final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
     if config.per_layer:
@@ -64,10 +70,15 @@ def layer_names(
 ) -> dict[str, ParamSlice]:
     """Returns the entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is
     missing. index: of the layer in its model."""
-    whole, hidden, size = config.layers[index], config.hidden_size, ranks.size
+    whole, hidden = config.layers[index], config.hidden_size
     layer = whole.spread(ranks)
-    inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, size * layer.ffn), layer.mlp_bias
+    inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, ranks.size * layer.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
+    if layer.streams is not None:
+        parts += stored_streams(layer.streams, hidden, "attn_hyper_connection", "before_mixer")
+        parts += stored_streams(layer.streams, hidden, "mlp_hyper_connection", "before_mlp")
+    if layer.streams is not None and layer.ngram is not None:
+        parts += stored_ngram(layer.ngram, hidden, layer.streams.count)
     if layer.ffn and (layer.experts is None or layer.experts.beside):
         parts += (
             _mlp_parts(inner, hidden, bias, config.family.fused_mlp) if layer.gated else _ungated(inner, hidden, bias)
@@ -75,10 +86,10 @@ def layer_names(
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
-    if (layer.parallel and not layer.own_norm) or not layer.has_mlp:
+    if (layer.parallel and not layer.own_norm) or not layer.has_mlp or layer.streams is not None:
         norms.clear()
     if not layer.in_norms:
-        norms.pop("pre_feedforward_layernorm")
+        norms.pop("pre_feedforward_layernorm", None)
     elif attn_norm is not None and layer.mixes:
         norms[attn_norm] = "attn_norm"
     if layer.per_layer:
@@ -99,11 +110,39 @@ def layer_names(
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
-    names, factors = config.family.layer_names, dict(config.factors)
+    if layer.ngram is not None:
+        table |= _ngram_table(
+            layer.ngram, f"{checkpoint}.ple.ple_embedding.ngram_embedding", f"{model}.ngram.embed.table"
+        )
+    return table | _entries(config, layer, parts, f"{checkpoint}.", f"{model}.", dict(config.factors), ranks)
+
+
+def _ngram_table(ngram: NgramConfig, checkpoint: str, param: str) -> dict[str, ParamSlice]:
+    """Returns the entries of a table of n-grams, which is stored in parts."""
+    table: dict[str, ParamSlice] = {}
+    each = -(-ngram.rows // ngram.parts)
+    for part, first in enumerate(range(0, ngram.rows, each)):
+        rows = min(each, ngram.rows - first)
+        table |= named(DENSE, f"{checkpoint}.shard_{part}", param, first, rows)
+    return table
+
+
+def _entries(
+    config: ModelConfig,
+    layer: LayerConfig,
+    parts: Iterable[StoredMatrix | StoredVector],
+    checkpoint: str,
+    model: str,
+    factors: Mapping[str, float],
+    ranks: Ranks,
+) -> dict[str, ParamSlice]:
+    """Returns the entries of such tensors, with both prefixes."""
+    table: dict[str, ParamSlice] = {}
+    names, size = config.family.layer_names, ranks.size
     for part in parts:
         suffix = next((one for one in (".weight", ".bias") if part.checkpoint.endswith(one)), "")
         module = part.checkpoint.removesuffix(suffix)
-        name, param = f"{checkpoint}.{names.get(module, module)}{suffix}", f"{model}.{part.param}"
+        name, param = f"{checkpoint}{names.get(module, module)}{suffix}", f"{model}{part.param}"
         if isinstance(part, StoredVector):
             added = layer.norm.offset if part.is_norm else 0.0
             table[name] = ParamSlice(param, part.first, part.rows, 0, part.cut, added, part.order, part.is_log)

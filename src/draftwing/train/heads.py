@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def new_eagle3_head(
     with torch.no_grad():
         weight = _head_weight(target)
         head.lm_head.weight.copy_(weight if head.target_ids is None else weight[head.target_ids])
-        head.norm.weight.copy_(target.norm.weight)
+        _start_as_last_norm(head.norm.weight, target)
     _start_as_last_layer(head, target)
     return trainable(head)
 
@@ -126,7 +126,7 @@ def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
     head = MTPHead(target, 1, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     with torch.no_grad():
-        head.get_parameter("layers.0.final_norm.weight").copy_(target.norm.weight)
+        _start_as_last_norm(head.get_parameter("layers.0.final_norm.weight"), target)
     return trainable(head)
 
 
@@ -156,7 +156,7 @@ def new_block_head(
     head.draft_only(target_ids)
     with torch.no_grad():
         _start_as_dflash(head)
-        head.norm.weight.copy_(target.norm.weight)
+        _start_as_last_norm(head.norm.weight, target)
         if head.lm_head is not None:
             head.lm_head.weight.copy_(_head_weight(target)[head.target_ids])
     return trainable(head)
@@ -342,7 +342,13 @@ def _head_weight(target: DecoderModel) -> Tensor:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switches: bool) -> ModelConfig:
+def _start_as_last_norm(weight: Tensor, target: DecoderModel) -> None:
+    """Copies that of the target's last norm, but for one of several streams."""
+    if target.config.streams is None:
+        weight.copy_(target.norm.weight)
+
+
+def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switches: Any) -> ModelConfig:
     """Returns the config of plain Llama layers of the target's sizes: what engines expect of a head, whatever family
     the target is of. switches: of their attention.
 

@@ -162,7 +162,7 @@ def log_forecast(options: Options, device: Device, config: ModelConfig, kv_dtype
     if device.has_own_memory:
         return
     free = device.free_memory()
-    kept = [spec for layer in config.layers if (spec := layer.mixer.keeps()) is not None]
+    kept = [spec for layer in config.layers if (spec := layer.keeps()) is not None]
     pool = host_pool_bytes(options, max(free - files, 0))
     if options.max_total_tokens:
         pool = options.max_total_tokens * KVPool.bytes_per_slot(kept, kv_dtype)

@@ -39,6 +39,7 @@ class Mapped(Dense):
         super().__init__(layer)
         self._dtype = dtype
         self._kept: Tensor | BlockRows | None = None
+        self._parts: dict[int, Tensor] = {}  # by their first row, of a matrix that is stored in several
         self._read: Callable[[Tensor], Tensor] | None = None  # ids [M] -> rows, as the device does it best
 
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
@@ -46,23 +47,37 @@ class Mapped(Dense):
             return False
         if isinstance(value, BlockRows) and value.kind in _PLAIN:
             value = value.data.view(_PLAIN[value.kind])
+        if part.size < self.layer.out_features:
+            return self._keep_part(part, value)
         self._kept = value
         del self.layer.weight
         size = (value if isinstance(value, Tensor) else value.data).nbytes
         logger.info("embeddings by layer, %.2f GB, stay in the model's file and are read row by row", size / 1e9)
         return True
 
+    def _keep_part(self, part: ParamSlice, value: Tensor | BlockRows) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        self._parts[part.start] = value
+        if sum(map(len, self._parts.values())) == self.layer.out_features:
+            del self.layer.weight
+            size = sum(value.nbytes for value in self._parts.values())
+            logger.info("a table of n-grams, %.2f GB, stays in the model's file and is read row by row", size / 1e9)
+        return True
+
     @property
     def stored(self) -> Tensor | None:
-        return super().stored if self._kept is None else None
+        return super().stored if self._kept is None and not self._parts else None
 
     def dense_weight(self) -> Tensor:
-        if self._kept is None:
+        if self._kept is None and not self._parts:
             return super().dense_weight()
         return self.rows(torch.arange(self.layer.out_features))
 
     def rows(self, ids: Tensor) -> Tensor:
         kept, where = self._kept, ids.device
+        if self._parts:
+            return self._rows_of_parts(ids.flatten().to("cpu")).to(where).view(*ids.shape, -1)
         if kept is None:
             return super().rows(ids)
         if self._read is not None:
@@ -73,10 +88,24 @@ class Mapped(Dense):
             taken = torch.from_numpy(dequantized(taken.numpy(), kept.kind))
         return taken.to(where, self._dtype).view(*ids.shape, -1)
 
+    def _rows_of_parts(self, ids: Tensor) -> Tensor:
+        """ids [M] on the CPU -> rows [M, in_features]. Parts are in memory of files, so each that has some is read by
+        itself."""
+        starts = sorted(self._parts)
+        where = torch.bucketize(ids, torch.tensor(starts), right=True) - 1
+        rows = torch.empty(len(ids), self.layer.in_features, dtype=self._dtype)
+        for at in where.unique().tolist():
+            of_part = (where == at).nonzero().squeeze(1)
+            taken = self._parts[starts[at]].index_select(0, ids[of_part] - starts[at])
+            rows.index_copy_(0, of_part, taken.to(self._dtype))
+        return rows
+
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
-        held = None if self._kept is None else ops.upload_matrix(self.rows, self.layer.out_features)
+        mapped = self._kept is not None or bool(self._parts)
+        held = ops.upload_matrix(self.rows, self.layer.out_features) if mapped else None
         if held is not None:
             self.layer.weight, self._kept = nn.Parameter(held, False), None
+            self._parts.clear()
         elif isinstance(self._kept, BlockRows):
             self._read = ops.row_reader and ops.row_reader(self._kept, self._dtype)
         elif self._kept is not None and self._kept.dtype == self._dtype:

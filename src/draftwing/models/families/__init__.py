@@ -41,6 +41,7 @@ from draftwing.models.families import (
     olmo,
     phi,
     qwen,
+    qwen4,
     qwen_hybrid,
     seed_oss,
     smollm3,
@@ -55,9 +56,9 @@ from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 _MODULES = (
-    llama, llama4, qwen, qwen_hybrid, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi, olmo,
-    exaone, ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus, arcee,
-    bailing, stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm,
+    llama, llama4, qwen, qwen_hybrid, qwen4, mimo, gpt_oss, gemma3, gemma4, glm, deepseek, minimax, lfm2, smollm3, phi,
+    olmo, exaone, ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan, apertus,
+    arcee, bailing, stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm,
     bamba, deci, bailing_hybrid,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.

@@ -31,7 +31,7 @@ _DELTA = "linear_attention"
 _EVERY = 4  # `full_attention_interval` when a file has none
 
 
-def _layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: bool = False) -> tuple[LayerConfig, ...]:
+def hybrid_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: bool = False) -> tuple[LayerConfig, ...]:
     """Returns gated delta nets, and attention in every fourth layer or as the config says. by_key_head: those of
     Qwen3-Next, stored in other matrices."""
     if not fields.flag("attn_output_gate", True):
@@ -104,7 +104,7 @@ _COMMON: dict[str, Any] = {
     "gated": True,
     "turns_parts": True,
     "rotary": 0.25,
-    "layers": _layers,
+    "layers": hybrid_layers,
     "keys": _keys,
     "neutral": {
         **NEUTRAL,
@@ -139,7 +139,7 @@ FAMILIES = {
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
-        **_MOE | {"layers": partial(_layers, by_key_head=True)},
+        **_MOE | {"layers": partial(hybrid_layers, by_key_head=True)},
         gguf=InGGUF("qwen3next", names=_NAMES, experts=_EXPERTS, layers=partial(_in_gguf, tiled=False)),
     ),
 }

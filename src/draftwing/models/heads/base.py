@@ -109,7 +109,7 @@ class FeatureHead(DraftHead, nn.Module):
         self.layer_configs = config.spread(self.ranks)
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
-        kept = [layer.mixer.keeps() for layer in self.layer_configs]
+        kept = [layer.keeps() for layer in self.layer_configs]
         self.kv_layers = [spec for spec in kept if spec is not None]
         (rotates,) = {layer.mixer.rotates for layer in self.layer_configs}
         assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"

@@ -26,6 +26,7 @@ from draftwing.ops.attention.batch import (
 )
 from draftwing.ops.delta_net.spec import delta_net
 from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.indexer.blocks import BlockIndex, block_picks, write_blocks
 from draftwing.ops.indexer.spec import Picks, most_seen, one_by_one, picks, rows_of_one
 from draftwing.ops.row_states.spec import ancestor_slots
 
@@ -58,9 +59,9 @@ class Attend:
         reads it by page tables and paths, and writes to the batch's `write_slots` (`ops.row_states.spec`)."""
         raise NotImplementedError
 
-    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+    def earlier(self, layer: int, own: Tensor, count: int, step: int = 1) -> Tensor:
         """own [M, n]: what the layer's `StateSpec` keeps of each token -> [M, count, n], that of the `count` tokens
-        before it, the nearest first; zeros where there are none."""
+        before it, the nearest first, or of every so many alone; zeros where there are none."""
         raise NotImplementedError
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
@@ -124,6 +125,14 @@ class Attend:
         float32, of the indexer whose keys `write_index` kept for this layer."""
         raise NotImplementedError
 
+    def write_blocks(self, layer: int, keys: Tensor, turn: Tensor, blocks: BlockIndex) -> None:
+        """Does what `write_index` does for an indexer of blocks, see `ops.indexer.blocks`."""
+        raise NotImplementedError
+
+    def pick_blocks(self, layer: int, q: Tensor, turn: Tensor, blocks: BlockIndex) -> None:
+        """Does what `pick` does for an indexer of blocks."""
+        raise NotImplementedError
+
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """Returns all that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None
@@ -152,10 +161,10 @@ class BoundAttend(Attend):
     def state(self, layer: int) -> tuple[Batch, Tensor]:
         return self._batch, self._pool.kv[self._first_layer + layer]
 
-    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+    def earlier(self, layer: int, own: Tensor, count: int, step: int = 1) -> Tensor:
         batch, kept = self.state(layer)
         kept.index_copy_(0, batch.write_slots, own.to(kept.dtype))
-        slots = ancestor_slots(batch, count)
+        slots = ancestor_slots(batch, count, step)
         return torch.where(slots.unsqueeze(2) > 0, kept[slots], 0).to(own.dtype)
 
     def write_index(self, layer: int, keys: Tensor) -> None:
@@ -167,6 +176,13 @@ class BoundAttend(Attend):
 
     def pick(self, layer: int, q: Tensor, weights: Tensor, topk: int) -> None:
         found = picks(self._batch, self._pool.index[self._first_layer + layer], q, weights, topk)
+        self._attend_to((part, rows_of_one(part.last)) for part in found)
+
+    def write_blocks(self, layer: int, keys: Tensor, turn: Tensor, blocks: BlockIndex) -> None:
+        write_blocks(self._batch, self._pool.index[self._first_layer + layer], keys, turn, blocks)
+
+    def pick_blocks(self, layer: int, q: Tensor, turn: Tensor, blocks: BlockIndex) -> None:
+        found = block_picks(self._batch, self._pool.index[self._first_layer + layer], q, turn, blocks)
         self._attend_to((part, rows_of_one(part.last)) for part in found)
 
     def _attend_to(self, parts: Iterable[tuple[Picks, tuple[Tensor, ...]]]) -> None:
@@ -224,6 +240,9 @@ class MixedAttend(Attend):
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind = FULL
     ) -> Tensor | None:
         return _joined(self._both(lambda part, at: part.fused(layer, qkv[at], cos[at], sin[at], norms, kind)))
+
+    def earlier(self, layer: int, own: Tensor, count: int, step: int = 1) -> Tensor:
+        return torch.cat([part.earlier(layer, own[at], count, step) for part, at in self._parts])
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         return torch.cat([part.short_conv(layer, made[at], taps) for part, at in self._parts])

@@ -10,6 +10,7 @@ from draftwing.errors import ConfigError
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import FULL, AttentionKind, DeltaInputs, DeltaWeights
 from draftwing.ops.delta_net.spec import over_sequences
+from draftwing.ops.indexer.blocks import BlockIndex
 
 
 class DenseAttend(Attend):
@@ -36,6 +37,9 @@ class DenseAttend(Attend):
         """Keeps their number alone: nothing is picked."""
         self._length = len(keys) // self.sequences
 
+    def write_blocks(self, layer: int, keys: Tensor, turn: Tensor, blocks: BlockIndex) -> None:
+        self.write_index(layer, keys)
+
     def sees_at_most(self, topk: int) -> bool:
         """Returns True. Raises ConfigError for sequences in which there is something to pick."""
         if self._length > topk:
@@ -45,9 +49,9 @@ class DenseAttend(Attend):
             )
         return True
 
-    def earlier(self, layer: int, own: Tensor, count: int) -> Tensor:
+    def earlier(self, layer: int, own: Tensor, count: int, step: int = 1) -> Tensor:
         rows = own.unflatten(0, (self.sequences, -1))
-        back = [F.pad(rows, (0, 0, i, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
+        back = [F.pad(rows, (0, 0, i * step, 0))[:, : rows.shape[1]] for i in range(1, count + 1)]
         return torch.stack(back, 2).flatten(0, 1)
 
     def delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:

@@ -43,7 +43,7 @@ class Picks(NamedTuple):
     last: Tensor  # [n] int64: how many there are but one
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of the batch whose queries see as many tokens at most, and what they see."""
 
     queries: slice
@@ -52,14 +52,14 @@ class _Rows(NamedTuple):
     prefix: Tensor | None = None  # [B] int64, of trees: committed tokens
     path: Tensor | None = None  # [B, n, D] int64, as `Batch.path`
 
-    def some(self, rows: slice, of: slice) -> _Rows:
+    def some(self, rows: slice, of: slice) -> Rows:
         """Returns some queries of each of some rows: of all rows, or of one."""
         first, (_, count) = self.queries.start + rows.start * self.lengths.shape[1], self.lengths.shape
         first, last = first + of.start, first + (rows.stop - rows.start - 1) * count + of.stop
         parts = self.slots[rows], self.lengths[rows, of]
         if self.prefix is None or self.path is None:
-            return _Rows(slice(first, last), *parts)
-        return _Rows(slice(first, last), *parts, self.prefix[rows], self.path[rows, of])
+            return Rows(slice(first, last), *parts)
+        return Rows(slice(first, last), *parts, self.prefix[rows], self.path[rows, of])
 
 
 def most_seen(batch: Batch) -> int:
@@ -78,11 +78,11 @@ def picks(batch: Batch, kept: Tensor, q: Tensor, weights: Tensor, topk: int) -> 
     heads = q.shape[1]
     padding = (1 << (heads - 1).bit_length()) - heads
     q, weights = F.pad(rounded(q), (0, 0, 0, padding)), F.pad(weights.double(), (0, padding))
-    for part in _parts(batch, q.shape[1], topk):
+    for part in parts_of(batch, q.shape[1], topk):
         rows, count = part.lengths.shape
         keys = rounded(kept[part.slots])  # [B, L, size]
         found = scores(q[part.queries].unflatten(0, (rows, count)), weights[part.queries].view(rows, count, -1), keys)
-        yield Picks(part.queries, *(x.flatten(0, 1) for x in _best(*_by_position(part, found), topk)))
+        yield Picks(part.queries, *(x.flatten(0, 1) for x in _best(part, found, topk)))
 
 
 def rows_of_one(like: Tensor) -> tuple[Tensor, ...]:
@@ -124,21 +124,21 @@ def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return made[..., 0, :]
 
 
-def _rows(batch: Batch) -> Iterator[_Rows]:
+def _rows(batch: Batch) -> Iterator[Rows]:
     pages = batch.pages()
     for span in batch.chunks:
         end = span.start + span.length
         lengths = torch.arange(span.start + 1, end + 1, device=pages.device)
         queries, row = slice(span.offset, span.offset + span.length), slice(span.row, span.row + 1)
-        yield _Rows(queries, pages[row, :end], lengths[None])
+        yield Rows(queries, pages[row, :end], lengths[None])
     if batch.chunks:
         return
     assert batch.path is not None and batch.path_len is not None, "prompts come as the host's chunks"
     lengths = batch.prefix_len.unsqueeze(1) + batch.path_len
-    yield _Rows(slice(0, lengths.numel()), pages, lengths, batch.prefix_len, batch.path)
+    yield Rows(slice(0, lengths.numel()), pages, lengths, batch.prefix_len, batch.path)
 
 
-def _parts(batch: Batch, heads: int, topk: int) -> Iterator[_Rows]:
+def parts_of(batch: Batch, heads: int, topk: int) -> Iterator[Rows]:
     """Yields as many queries at a time as there is room for."""
     for rows in _rows(batch):
         batches, count = rows.lengths.shape
@@ -149,26 +149,42 @@ def _parts(batch: Batch, heads: int, topk: int) -> Iterator[_Rows]:
                 yield rows.some(slice(row, min(row + each, batches)), slice(query, min(query + some, count)))
 
 
-def _by_position(part: _Rows, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """found [B, n, L]: scores by entries of the page tables -> scores, whether the query sees it, and slots, each
-    [B, n, L], by position on the path."""
-    position = torch.arange(found.shape[2], device=found.device)
-    seen, slots = position < part.lengths.unsqueeze(2), part.slots.unsqueeze(1).expand_as(found)
+def by_position(part: Rows, found: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """found [B, n, L]: scores by entries of the page tables, if any -> scores and slots, each [B, n, L], by position on
+    the path."""
+    length = part.slots.shape[1]
+    position = torch.arange(length, device=part.slots.device)
+    slots = part.slots.unsqueeze(1).expand(*part.lengths.shape, length)
     if part.path is None or part.prefix is None:
-        return found, seen, slots
-    step = (position - part.prefix[:, None, None]).expand_as(seen)
+        return found, slots
+    step = (position - part.prefix[:, None, None]).expand_as(slots)
     entry = part.prefix[:, None, None] + part.path.gather(2, step.clamp(0, part.path.shape[2] - 1))
-    entry = torch.where(step < 0, position, entry).clamp(max=len(position) - 1)
-    return found.gather(2, entry), seen, slots.gather(2, entry)
+    entry = torch.where(step < 0, position, entry).clamp(max=length - 1)
+    return None if found is None else found.gather(2, entry), slots.gather(2, entry)
 
 
-def _best(found: Tensor, seen: Tensor, slots: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Scores, whether they count, and slots, each [B, n, L] by position -> table and `last` of `Picks`."""
-    found = found.nan_to_num(0.0, 0.0, 0.0).masked_fill_(~seen, -torch.inf)
+def _best(part: Rows, found: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """found [B, n, L]: scores by entries of the page tables -> table and `last` of `Picks`."""
+    ordered, slots = by_position(part, found)
+    assert ordered is not None
+    seen = torch.arange(found.shape[2], device=found.device) < part.lengths.unsqueeze(2)
+    ordered = ordered.nan_to_num(0.0, 0.0, 0.0).masked_fill_(~seen, -torch.inf)
+    return table_of(chosen_of(ordered, seen, topk), slots, topk)
+
+
+def chosen_of(found: Tensor, seen: Tensor, topk: int) -> Tensor:
+    """found, seen [B, n, L]: scores, and which of them count -> which are chosen: the `topk` best, of equal ones the
+    earlier."""
     count = min(topk, found.shape[2])
+    if not count:
+        return seen
     least = found.topk(count, 2, sorted=False).values.amin(2, keepdim=True)
-    above, equal = found > least, (found == least) & seen
-    chosen = above | (equal & (equal.cumsum(2) <= count - above.sum(2, keepdim=True)))
-    place = torch.where(chosen, chosen.cumsum(2) - 1, topk)  # one more column for those that were not
-    table = slots.new_zeros(*found.shape[:2], topk + 1).scatter_(2, place, slots)
-    return table[..., :topk].contiguous(), (chosen.sum(2) - 1).clamp_(min=0)
+    above, equal = (found > least) & seen, (found == least) & seen
+    return above | (equal & (equal.cumsum(2) <= count - above.sum(2, keepdim=True)))
+
+
+def table_of(chosen: Tensor, slots: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """chosen, slots [B, n, L]: at most `width` are -> table and `last` of `Picks`."""
+    place = torch.where(chosen, chosen.cumsum(2) - 1, width)  # one more column for those that were not
+    table = slots.new_zeros(*slots.shape[:2], width + 1).scatter_(2, place, slots)
+    return table[..., :width].contiguous(), (chosen.sum(2) - 1).clamp_(min=0)

@@ -16,10 +16,10 @@ from draftwing.kv.pool import RowStates
 from draftwing.ops.attention.batch import Batch
 
 
-def ancestor_slots(batch: Batch, count: int) -> Tensor:
-    """Returns the slots of the `count` tokens before each query, the nearest first, [M, count] int64; slot 0, which no
-    text owns, where there are none. batch: with `chunks`, `query_rows` or a `path`."""
-    back = torch.arange(1, count + 1, device=batch.rows.device)
+def ancestor_slots(batch: Batch, count: int, step: int = 1) -> Tensor:
+    """Returns the slots of the `count` tokens before each query, the nearest first, or of every `step`th alone, [M,
+    count] int64; slot 0, which no text owns, where there are none. batch: with `chunks`, `query_rows` or a `path`."""
+    back = torch.arange(1, count + 1, device=batch.rows.device) * step
     if batch.path is None or batch.path_len is None:
         rows = batch.query_rows
         if rows is None:
