@@ -101,11 +101,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[start : (start + len(content)) // 2])
             self.close_connection = True
             return
-        if large and self.server.pause is not None:
-            self.wfile.write(content[start : self.server.pause])
+        if large and (pause := self.server.pause) is not None:
+            self.wfile.write(content[start:pause])
             self.server.paused.set()
             self.server.go.wait(60)
-            start = max(start, self.server.pause)
+            start = max(start, pause)
         with contextlib.suppress(ConnectionError):
             self.wfile.write(content[start:])
 
