@@ -81,11 +81,13 @@ def test_what_transformers_writes_has_no_key_that_is_unknown(name: str) -> None:
     if FAMILIES[name].model_type not in kinds:
         pytest.skip("transformers has no such model")
     some = {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3}  # that have no default
+    indexer = {"n_heads": 4, "kv_heads": 1, "head_dim": 256, "budget": 2048, "compress_ratio": 16}  # without: none
     own = {
         "Glm4MoeForCausalLM": {"head_dim": 128},
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
         "Dots1ForCausalLM": some,
         "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
+        "Qwen4ExpForCausalLM": {f"indexer_{key}": value for key, value in indexer.items()},
         "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     }
     theirs = kinds[FAMILIES[name].model_type](architectures=[name], **own.get(name, {}))
