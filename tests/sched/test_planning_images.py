@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftwing.config.trees import PLAIN
-from draftwing.core import StepResult
+from draftwing.core import Plan, StepResult
 from draftwing.requests.images import RequestImage
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -59,6 +59,15 @@ def test_images_that_see_what_comes_before_are_cut() -> None:
     assert with_whole_images([(one, 15)], 15, False) == [(one, 15)]
 
 
+def commit(sched: Scheduler, plan: Plan) -> None:
+    count = np.asarray([int(each.final) for each in plan.chunks] or [1] * len(plan.rows))
+    rows = len(plan.rows)
+    sched.commit(plan, StepResult(
+        tokens=np.full((rows, 1), 7), count=count, order=np.zeros((rows, 1), np.int64),
+        mark=np.zeros((rows, 1), np.int64), confidence=np.ones(rows, np.int64),
+    ))  # fmt: skip
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40])
 def test_all_prompts_come_to_an_end(chunk: int) -> None:
     sched = Scheduler(SchedulerConfig(600, 6, 1, chunk), FixedShape(PLAIN), {PLAIN: 1})
@@ -72,12 +81,26 @@ def test_all_prompts_come_to_an_end(chunk: int) -> None:
             break
         for each in plan.chunks:
             cuts.setdefault(each.row, set()).add(each.start + each.length)
-        count = np.asarray([int(each.final) for each in plan.chunks] or [1] * len(plan.rows))
-        rows = len(plan.rows)
-        sched.commit(plan, StepResult(
-            tokens=np.full((rows, 1), 7), count=count, order=np.zeros((rows, 1), np.int64),
-            mark=np.zeros((rows, 1), np.int64), confidence=np.ones(rows, np.int64),
-        ))  # fmt: skip
+        commit(sched, plan)
     assert sched.idle and len(cuts) == 4
     for row, one in enumerate(asked):
         assert not any(image.start < cut < image.end for image in one.request.images for cut in cuts[row])
+
+
+def test_an_image_with_no_room_beside_a_step_is_not_passed_by_texts_for_ever() -> None:
+    """One decodes all the time, and prompts without images keep coming."""
+    config = SchedulerConfig(4000, 6, 1, 16, radix=False, mixes=lambda shape, rows: rows)
+    sched = Scheduler(config, FixedShape(PLAIN), {PLAIN: 1})
+    decodes = GenerationRequest("d", [1, 2, 3], SamplingParams(max_new_tokens=500))
+    sched.submit(Req(decodes, seed=0, max_total=503, stop_ids=frozenset()))
+    image = req("image", 22, (1, 20))
+    for step in range(40):
+        sched.submit(req(str(step), 7))
+        if step == 5:
+            sched.submit(image)
+        plan = sched.plan()
+        assert plan is not None
+        commit(sched, plan)
+        if plan.mixed_prefill is not None:
+            commit(sched, plan.mixed_prefill)
+    assert image.sent == 22

@@ -280,6 +280,8 @@ class Scheduler:
             key=lambda r: r.rank,
         )
         shares = divided(room, todo, self._prefills, ready, spared, sizes)
+        if not retracts:  # an image that has no room beside a step comes without one, before others fill the next
+            self._alone |= not all(with_whole_images([one], room, False) for one in shares)
         for req, length in with_whole_images(shares, room, retracts):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue

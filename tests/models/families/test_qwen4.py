@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 16, "attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True,
     },
     "without n-grams": {"ple_layer_ids": [], "eos_token_id": None},
+    "blocks of one token": {"indexer_budget": 14, "indexer_compress_ratio": 1},
 }  # fmt: skip
 
 

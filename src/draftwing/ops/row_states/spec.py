@@ -31,7 +31,7 @@ def ancestor_slots(batch: Batch, count: int, step: int = 1) -> Tensor:
         entry = torch.where(at >= 0, batch.path.gather(2, at.clamp(min=0)), at)
         place = batch.prefix_len[:, None, None] + entry
     slots = torch.where(place >= 0, batch.table[rows, place.clamp(min=0)].long(), 0)
-    return slots.view(-1, count)
+    return slots.flatten(0, -2)
 
 
 def scan(batch: Batch, kept: Tensor, update: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
