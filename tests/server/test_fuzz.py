@@ -41,6 +41,10 @@ WORKS: dict[str, dict[str, Any]] = {
     "/delete_traffic": {"client": "a"},
     "/tokenize": {"prompt": "abc"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/unload_lora_adapter": {"lora_name": "a"},
 }
 ENDLESS = "/ui/engine"  # a stream for the page, which takes nothing and is read for 10 s each time
 

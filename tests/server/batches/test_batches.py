@@ -415,6 +415,18 @@ def test_a_server_that_starts_again_goes_on(tmp_path: Path) -> None:
         assert not (tmp_path / "files" / "file-foreign.jsonl").exists()
 
 
+def test_a_batch_that_cannot_go_on_keeps_what_is_answered(tmp_path: Path) -> None:
+    with served(tmp_path, max_running_requests=8) as (engine, client):
+        engine.burst, engine.pause = 1, 0.002
+        batch = begin(client, jsonl(*(line(str(i)) for i in range(40))))
+        awaited(client, batch["id"], lambda one: one["request_counts"]["completed"] >= 5)
+    (tmp_path / "files" / f"{batch['input_file_id']}.jsonl").unlink()
+    with served(tmp_path) as (_, client):
+        batch = awaited(client, batch["id"])
+        assert batch["status"] == "failed" and str(tmp_path) not in json.dumps(batch["errors"])
+        assert len(lines_of(client, batch["output_file_id"])) == batch["request_counts"]["completed"] >= 5
+
+
 def test_results_are_cut_at_the_first_line_that_is_not_whole(tmp_path: Path) -> None:
     lines = [b'{"custom_id": "%d"}\n' % i for i in range(3)]
     whole = b"".join(lines)

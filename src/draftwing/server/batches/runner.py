@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
@@ -86,22 +85,17 @@ class Runner:
         try:
             await self._through(batch)
         except Exception as error:
-            if not isinstance(error, OSError):
-                logger.exception("batch %s failed", batch.id)
-            about = {
-                "code": "server_error",
-                "line": None,
-                "message": f"the batch could not go on: {error}",
-                "param": None,
-            }
-            await self._fail(batch, [about])
+            logger.exception("batch %s failed", batch.id)
+            why = error.strerror if isinstance(error, OSError) else "an internal error, which the server's log has"
+            message = f"the batch could not go on: {why}; what was answered is kept, send the other lines once more"
+            await self._fail(batch, [{"code": "server_error", "line": None, "message": message, "param": None}])
 
     async def _fail(self, batch: Record, errors: list[dict[str, Any]]) -> None:
         batch.shown["errors"] = {"object": "list", "data": errors}
         with contextlib.suppress(OSError):
+            await self._keep_results(batch)
+        with contextlib.suppress(OSError):
             await self._store.save(batch, "failed")
-        for id in batch.outputs:
-            self._store.content(id).unlink(missing_ok=True)
 
     async def _through(self, batch: Record) -> None:
         """Takes a batch from whatever state it is in to its end."""
@@ -119,7 +113,7 @@ class Runner:
             self._count(batch, results)
         finally:
             results.close()
-        await self._finish(batch, results)
+        await self._finish(batch)
 
     async def _work_on(self, batch: Record, work: Any, seconds: float | None = None) -> bool:
         """Returns whether a batch goes on when some work is done: not where it failed, or the server ends. One that
@@ -207,7 +201,7 @@ class Runner:
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
             "headers": [*headers.items()], "client": None, "server": None,
         }  # fmt: skip
-        body: Message | None = {"type": "http.request", "body": json.dumps(line.body).encode()}
+        body: Message | None = None
         sent: list[Message] = []
 
         async def receive() -> Message:
@@ -222,6 +216,7 @@ class Runner:
             sent.append(message)
 
         try:
+            body = {"type": "http.request", "body": json.dumps(line.body).encode()}  # too deep a one raises
             await self._app(scope, receive, send)
         except Exception:
             logger.exception("a line of batch %s ended by an exception", batch.id)
@@ -237,19 +232,23 @@ class Runner:
         for line in self._missing(batch, results):
             results.add(line.id, unanswered(line.id, "batch_expired", message), True)
 
-    async def _finish(self, batch: Record, results: Results) -> None:
+    async def _finish(self, batch: Record) -> None:
         """Makes the files known, and then says that the batch has ended."""
         if batch.status == "in_progress":
             await self._store.save(batch, "finalizing")
-        for kind, id, count in zip(("output", "error"), batch.outputs, results.counts, strict=True):
-            if count:
-                add = partial(self._store.add_file, batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output")
-                await add(id=id)
-                batch.shown[f"{kind}_file_id"] = id
-            else:
-                self._store.content(id).unlink(missing_ok=True)
+        await self._keep_results(batch)
         expired, cancelled = batch.shown["expired_at"], batch.shown["cancelling_at"]
         await self._store.save(batch, "cancelled" if cancelled else "expired" if expired else "completed")
+
+    async def _keep_results(self, batch: Record) -> None:
+        """Makes the files of a batch known that have a line."""
+        for kind, id in zip(("output", "error"), batch.outputs, strict=True):
+            path = self._store.content(id)
+            if path.is_file() and path.stat().st_size:
+                await self._store.add_file(batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", id=id)
+                batch.shown[f"{kind}_file_id"] = id
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _added(results: Results, id: str, text: bytes, failed: bool) -> bool:
