@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,15 +18,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hybrid_models import layer_weights, reference, saved, with_layer
+from image_models import PAD, encoded, picture, write_model
 from reference.block_heads import dflash_head
 from reference.checkpoints import eagle3_head, llama_target
 from reference.learnable import write_target
+from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
 from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
+from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.requests.request import GenerationRequest
 
 TOKENS = 40
@@ -194,6 +198,54 @@ def test_other_models_and_formats_read_nothing(model: Path, tmp_path: Path) -> N
         assert once(model, tmp_path / "kept", prompt, **more) == once(model, None, prompt, **more)
     moved = shutil.copytree(model, tmp_path / "moved")
     assert once(moved, tmp_path / "kept", prompt).cached == 192, "it is the same model"
+
+
+def with_image(model: Path, before: int, seed: int = 0) -> Callable[..., Reply]:
+    """Returns `once` of a prompt with an image from this position on."""
+    engine = opened(model)
+    processor = engine.info.images
+    engine.close()
+    assert processor is not None
+    pieces = read(Picture(encoded(picture(40, 30, seed)), "x"), processor)
+    ids, images = placed([*tokens(before), PAD, *tokens(150, 1)], Prompt("", [pieces]), processor)
+    assert images[0].start == before
+
+    def ask_once(folder: Path | None, of: Path = model) -> Reply:
+        return once(of, folder, ids, {"images": images})
+
+    return ask_once
+
+
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3-vl", marks=pytest.mark.slow)])
+def test_images_come_back(tmp_path: Path, kind: str) -> None:
+    """Also where a block ends within one, whose tokens see each other."""
+    model, folder = write_model(tmp_path / kind, kind), tmp_path / "kept"
+    shown = with_image(model, 58)
+    first = shown(None)
+    assert shown(folder) == first and shown(folder) == (first.tokens, 192, TOKENS - 1)
+    for path in folder.rglob("*.kv"):
+        if not path.stem.endswith("-40"):
+            path.unlink()
+    assert shown(folder) == (first.tokens, 64, TOKENS - 1)
+    other = with_image(model, 58, 1)
+    assert other(folder) == other(None) != first
+    # the same files of weights, but pictures that are prepared otherwise
+    moved = shutil.copytree(model, tmp_path / "moved")
+    prepared = json.loads((moved / "preprocessor_config.json").read_text())
+    (moved / "preprocessor_config.json").write_text(json.dumps({**prepared, "image_mean": [0.1, 0.9, 0.2]}))
+    assert shown(folder, moved) == shown(None, moved) != first
+
+
+def test_adapters_keep_their_own(model: Path, tmp_path: Path) -> None:
+    names = [f"{name}={write_adapter(tmp_path / name, model, seed)}" for seed, name in enumerate(("tuned", "other"))]
+    more: dict[str, Any] = {"lora_modules": tuple(names)}
+    asked: list[dict[str, Any]] = [{}, {"adapters": (("tuned", 1.0),)}, {"adapters": (("tuned", 0.5),)}]
+    asked.append({"adapters": (("other", 1.0),)})
+    first = [once(model, None, tokens(200), fields, **more) for fields in asked]
+    assert len({tuple(reply.tokens) for reply in first}) == 4
+    for cached in (0, 192):
+        for fields, reply in zip(asked, first, strict=True):
+            assert once(model, tmp_path / "kept", tokens(200), fields, **more)[:2] == (reply.tokens, cached)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -142,6 +143,17 @@ def test_files_may_go_at_any_time(tmp_path: Path) -> None:
     store.use([one.digest for one in text])
     store.refresh()
     assert there(store, text) == [True, False, True]
+
+
+def test_the_folder_may_go_at_any_time(tmp_path: Path) -> None:
+    text, folder = chain("text", 3), tmp_path / "kept"
+    store = PrefixStore(folder, MODEL, 10**6)
+    fill(store, text)
+    shutil.rmtree(folder)
+    assert store.read(text[0].digest) is None
+    assert store.delete() == store.delete(ALICE) == len(store) == store.size == 0
+    fill(store, text)
+    assert len(PrefixStore(folder, MODEL, 10**6)) == 3
 
 
 class Clock:

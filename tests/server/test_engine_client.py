@@ -119,6 +119,18 @@ def test_abort_request(live: str, slow: FakeEngine) -> None:
     assert answers[1].json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_files_that_cannot_be_removed_end_no_engine(
+    live: str, slow: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> bool:
+        raise PermissionError(13, "Permission denied", "/kept")
+
+    monkeypatch.setattr(slow, "flush_cache", refused)
+    found = httpx.post(f"{live}/flush_cache")
+    assert found.status_code == 500 and "Permission denied: '/kept'" in found.text
+    assert httpx.post(f"{live}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
 def test_a_dead_engine_fails_all_that_wait(live: str, slow: FakeEngine) -> None:
     answers: list[httpx.Response] = []
     bodies = [FOREVER, FOREVER | {"stream": True}]

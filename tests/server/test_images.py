@@ -148,7 +148,7 @@ def test_each_dialect(client: TestClient, engine: FakeEngine, name: str) -> None
     assert text == expected
     for image in images:
         assert image.grid == (3, 5) and np.array_equal(image.pixels, np.asarray(SHOWN))
-    assert not engine.requests[0].learn
+    assert not engine.requests[0].learnable
 
 
 def test_client_libraries() -> None:

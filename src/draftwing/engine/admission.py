@@ -145,9 +145,7 @@ class EngineInfo:
             )
         if request.receipt and request.adapters:
             raise RequestError("receipt: there is none of answers by an adapter; leave one of both out", "receipt")
-        # Who learns from texts has no images to go with them, and no adapters.
-        learn = request.learn and not request.images and not request.adapters
-        return request._replace(terms=Terms(max(wanted, 1), stop_ids), learn=learn)
+        return request._replace(terms=Terms(max(wanted, 1), stop_ids))
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:
         params = request.params

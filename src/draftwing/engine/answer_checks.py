@@ -76,7 +76,7 @@ class AnswerChecks:
     def answered(self, req: Req, reason: dict[str, Any]) -> None:
         """Takes note of a request that has its whole answer. Those that may not be kept are left out: a difference is
         logged with all of its tokens."""
-        if not self._every or not req.request.learn:
+        if not self._every or not req.request.learnable:
             return
         self._seen += 1
         if self._seen % self._every == 0:

@@ -327,7 +327,7 @@ class Engine:
         was forgotten meanwhile."""
         request = req.request
         with self._forgetting:
-            if self._memory is not None and request.learn and req.draft_salt == self._namespaces.of(request):
+            if self._memory is not None and request.learnable and req.draft_salt == self._namespaces.of(request):
                 self._memory.add(request.client, request.cache_salt, req.tokens, req.prompt_len)
 
     def forget_client(self, client: str) -> int:

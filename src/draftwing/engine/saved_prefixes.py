@@ -27,11 +27,12 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import IntArray
 from draftwing.engine.build import Parts
-from draftwing.engine.provenance import Provenance, digests_of
+from draftwing.engine.provenance import Provenance, StoredFile, digests_of, file_digest
 from draftwing.engine.startup.models import draft_path_of
 from draftwing.errors import ConfigError, GenerationError
 from draftwing.kv.prefix_store import BLOCK, Entry, PrefixStore, block_digests, digest_of, owner_of, state_digest
 from draftwing.kv.slot_bytes import SlotBytes
+from draftwing.models.towers import projector_file
 from draftwing.requests.request import GenerationRequest
 from draftwing.sched.req import Req
 from draftwing.version import __version__
@@ -283,9 +284,22 @@ def identity_of(parts: Parts, provenance: Provenance) -> bytes:
         digests_of(provenance._replace(files=of_bits, template=None)),
         options.context_length or executor.model.config.max_positions,  # some rotary embeddings go by it
         [(str(kept.dtype), list(kept.shape[1:])) for kept in executor.by_slot], list(pool.scales),
-        repr(pool.layers), parts.sched.config.lookahead, str(options.speculative_algorithm), _files_of_drafts(options),
+        repr(pool.layers), repr(executor.model.config.tower), _projector_digest(parts, of_bits),
+        parts.sched.config.lookahead, str(options.speculative_algorithm), _files_of_drafts(options),
     ]  # fmt: skip
     return digest_of(json.dumps(known).encode())
+
+
+def _projector_digest(parts: Parts, files: tuple[StoredFile, ...]) -> str | None:
+    """Returns the digest of the file that reads images beside a GGUF file, which is among `files`. Raises
+    GenerationError."""
+    if parts.executor.model.tower is None:
+        return None
+    path = projector_file.find(Path(files[0].path), parts.options.mmproj)
+    if path is None:
+        return None
+    stat = path.stat()
+    return file_digest(StoredFile("images", str(path.absolute()), stat.st_size, stat.st_mtime_ns))
 
 
 def _files_of_drafts(options: Options) -> list[Any]:

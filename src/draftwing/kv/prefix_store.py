@@ -111,12 +111,13 @@ class PrefixStore:
         self._folder = folder / self._name
         self._files: dict[tuple[str, bytes], Stored] = {}
         self.size = 0
-        make_private(self._folder)
         self.refresh()
         self._make_room(0, ())
 
     def refresh(self) -> None:
-        """Looks at what is there: other engines may write and remove files, too."""
+        """Looks at what is there: other engines may write and remove files, too, and somebody the folder. Raises
+        OSError where it cannot be made."""
+        make_private(self._folder)
         self._files, self.size = {}, 0
         for folder in self._folders():
             with suppress(OSError), os.scandir(folder) as found:

@@ -113,7 +113,7 @@ class GenerationRequest(NamedTuple):
     bad_word_ids: the token sequences of its parameters' `bad_words`; None where they are yet to be found.
     thinking: of its parameters' `thinking_budget`, as the model's markers and its prompt make it.
     traced: outputs report what was drafted for it.  client: the name of the API key that asked, where there are keys.
-    learn: whether it and its answer may be kept on the disk, for drafters to learn from.
+    learn: whether it and its answer may be kept on the disk; for drafters to learn from: `learnable`.
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).  images: in the order of the
     prompt, whose tokens stand for their positions.  adapters: names of those that answer it, together, each with what
@@ -146,6 +146,11 @@ class GenerationRequest(NamedTuple):
         """Returns whether hidden states of its prompt are all that is wanted."""
         wanted = self.logprobs
         return self.params.max_new_tokens == 0 and wanted is not None and wanted.hidden > 0 and not wanted.shown
+
+    @property
+    def learnable(self) -> bool:
+        """Returns whether drafts may learn from it: texts alone are kept for that, and only the model's own."""
+        return self.learn and not self.images and not self.adapters
 
     @property
     def together(self) -> tuple[str, float] | None:

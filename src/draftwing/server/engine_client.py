@@ -292,9 +292,13 @@ class AsyncEngine:
         self._pass_on([Output(uid, [], {"type": "abort", "message": message}) for uid in self._streams])
 
     async def flush_cache(self) -> bool:
-        """Forgets cached prefixes; False when requests are running or waiting."""
+        """Forgets cached prefixes; False when requests are running or waiting. Raises GenerationError where what is on
+        the disk cannot be removed, or EngineDead."""
         self._check()
-        return not self._streams and await self._ask("flush_cache")
+        flushed: bool | str = not self._streams and await self._ask("flush_cache")
+        if isinstance(flushed, str):
+            raise GenerationError(flushed)
+        return flushed
 
     async def swap_draft(self, folder: Path | None) -> str | None:
         """Has the engine draft with the head in this folder, None for the one that it began with. Returns None, or in

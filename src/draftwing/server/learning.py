@@ -253,7 +253,7 @@ class Deleted(NamedTuple):
 
 
 class Collector(Watcher):
-    """Keeps what requests asked and were answered, unless they opt out (`GenerationRequest.learn`)."""
+    """Keeps what requests asked and were answered, unless they opt out (`GenerationRequest.learnable`)."""
 
     wants_tokens = True
 
@@ -282,7 +282,7 @@ class Collector(Watcher):
 
     def finished(self, answer: AnswerRecord) -> None:
         request = answer.request
-        if not request.learn or answer.reason not in COMPLETE:
+        if not request.learnable or answer.reason not in COMPLETE:
             return
         client = request.client or ANONYMOUS
         if client in self._deleted and answer.arrived <= self._deleted[client]:

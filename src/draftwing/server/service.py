@@ -304,7 +304,6 @@ class Service:
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
                 )
             asked = [request._replace(name=request.name or id, **shared) for request in requests]
-            asked = [one._replace(learn=False) if one.adapters else one for one in asked]  # its text is not the model's
             answers: list[Answer] = []
             try:
                 asked = await self._with_bad_words(asked)

@@ -43,7 +43,8 @@ class Abort(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back."""
+    """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back: its answer, or in words
+    why files cannot be removed."""
 
     number: int
     what: str

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
@@ -260,7 +260,11 @@ class Worker:
             self.post(Reply(message.number, forgotten))
         elif isinstance(message, Ask):
             # One question at a time, on this thread: flushing waits for the step that runs.
-            value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
+            value: Any
+            try:
+                value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
+            except OSError as error:
+                value = f"what is kept on the disk could not be removed: {error}"
             self.post(Reply(message.number, value))
 
     def _let_in(self, engine: Engine, request: GenerationRequest) -> None:
