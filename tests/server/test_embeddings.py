@@ -201,6 +201,26 @@ def test_they_are_counted(client: TestClient) -> None:
     assert requests() == before + len(TEXTS)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}),
+        ("/v1/rerank", {"query": "a", "documents": DOCUMENTS}),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "learn": True}),
+        ("/api/embed", {"input": "one"}),
+    ],
+)
+def test_nothing_is_learnt_from_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    engine, asked = Local(folder), []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request), submit(request)))
+    with client_of(engine) as client:  # type: ignore[arg-type]
+        ok(client, path, **body)
+    assert asked and not any(request.learn for request in asked)
+
+
 def test_a_mean_of_too_many_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MAX_REQUEST_LOGPROBS", 1000)
     folder = write_embedder(tmp_path / "mean", MEAN)

@@ -239,7 +239,7 @@ def _read_priority_header(request: Request, body: GenerationBody) -> None:
     if found is None or not LOWEST_PRIORITY <= found < -LOWEST_PRIORITY:
         expected = f"from {LOWEST_PRIORITY} to {-LOWEST_PRIORITY - 1}"
         raise RequestError(f"{PRIORITY_HEADER} must be a number {expected}; found {show(given)}", PRIORITY_HEADER)
-    body.priority = found if body.priority is None else min(body.priority, found)
+    body.priority = min(body.priority or 0, found)
 
 
 def _read_receipt_header(request: Request, body: GenerationBody) -> None:

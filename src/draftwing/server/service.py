@@ -287,13 +287,13 @@ class Service:
         self.check_room(count)
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
-        shared["arrived"], shared["learn"] = self.engine.observer.arrived, body.learnable
-        shared["receipt"] = body.wants_receipt
+        shared["arrived"], shared["receipt"] = self.engine.observer.arrived, body.wants_receipt
+        learn = body.learnable
         requests = self._with_adapters(requests, body)
         if body.wants_receipt:
             check_receipts(requests)
         if (key := client.get()) is not None:
-            shared["client"], shared["learn"] = key.name, body.learnable and key.learn
+            shared["client"], learn = key.name, learn and key.learn
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
@@ -303,7 +303,7 @@ class Service:
                 shared["prediction"] = tuple(
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
                 )
-            asked = [request._replace(name=request.name or id, **shared) for request in requests]
+            asked = [one._replace(name=one.name or id, learn=one.learn and learn, **shared) for one in requests]
             answers: list[Answer] = []
             try:
                 asked = await self._with_bad_words(asked)

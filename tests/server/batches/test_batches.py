@@ -384,7 +384,7 @@ def test_lines_whose_engine_ends_are_asked_again(tmp_path: Path) -> None:
 
 def test_a_header_lowers_the_priority_and_never_raises_it(here: tuple[FakeEngine, TestClient]) -> None:
     engine, client = here
-    for given, own, found in (("-3", None, -3), ("5", 2, 2), ("-1", -7, -7)):
+    for given, own, found in (("-3", None, -3), ("5", None, 0), ("5", 2, 2), ("-1", -7, -7)):
         body = line("")["body"] | ({} if own is None else {"priority": own})
         assert client.post(CHAT, json=body, headers={"x-draftwing-priority": given}).status_code == 200
         assert engine.requests[-1].priority == found

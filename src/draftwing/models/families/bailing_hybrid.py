@@ -28,6 +28,7 @@ _PARTS = (
 def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("score_function", ("sigmoid",))
     fields.check("rope_interleave", (True,))
+    fields.check("tie_word_embeddings", (False,))  # which transformers does not read
     found = fields.renamed(NAMES)
     every = fields.overruled(found)
     return found | {key: value for key, value in _USUAL.items() if not every.has(key)}
