@@ -80,7 +80,8 @@ def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> Non
     before = [(one, one.handlers, one.level, one.propagate) for one in loggers]
     try:
         configure_logging("debug", "json")
-        loggers[2].propagate = True  # a server of an earlier test may have turned it off
+        loggers[2].propagate, loggers[2].handlers = True, []  # a server of an earlier test may have set these
+        loggers[2].setLevel(logging.NOTSET)
         logger = logging.getLogger("draftwing.some.module")
         logger.debug("a number %d\nand %s", 3, HOSTILE)
         token = current.set(SimpleNamespace(id="req-1"))
