@@ -13,7 +13,7 @@ import pytest
 import torch
 from dense_cache import DenseCache
 from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType
-from models.test_decoder import random_reference
+from models.test_decoder import LONGROPE, PLAIN, YARN, random_reference
 from safetensors.torch import load_file
 from tiny_gguf import finish, permuted
 from torch import Tensor
@@ -22,12 +22,14 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.families import FAMILIES
 from draftwing.models.gguf_config import model_config
-from draftwing.models.loader import load_model
+from draftwing.models.loader import load_config, load_model
 
 # By a name of `test_decoder`: the architecture, and whether converters put halves that are turned into pairs.
 IN_FILES = {
     "smollm3-default": ("smollm3", True), "phi3": ("phi3", False), "phi3-longrope": ("phi3", False),
-    "olmo2": ("olmo2", False), "exaone4": ("exaone4", False), "exaone4-full": ("exaone4", False),
+    "olmo2": ("olmo2", False), "olmo3": ("olmo2", False), "ministral3": ("mistral3", True),
+    "llama4": ("llama4", False), "llama4-plain": ("llama4", False), "phimoe": ("phimoe", False),
+    "exaone4": ("exaone4", False), "exaone4-full": ("exaone4", False),
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
@@ -60,6 +62,27 @@ UNSAID: dict[str, dict[str, Any]] = {
     },
     "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
+    "olmo3": {"rope_parameters": {"full_attention": {**YARN, "attention_factor": 1.2}, "sliding_attention": PLAIN}},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    "llama4-plain": {  # the one with 128 experts
+        "attention_chunk_size": 8192,
+        "no_rope_layers": None,
+        "layer_types": None,
+        "attn_temperature_tuning": True,
+        "moe_layers": None,
+        "num_local_experts": 128,
+        "interleave_moe_layer_step": 2,
+    },
+    "phimoe": {
+        "router_jitter_noise": 0.01,
+        "rope_parameters": {
+            **LONGROPE,
+            "original_max_position_embeddings": 256,
+            "factor": 4.0,
+            "long_mscale": 1.243163121016122,
+            "short_mscale": 1.243163121016122,
+        },
+    },
 }
 
 
@@ -71,7 +94,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "kv_lora_rank"):
@@ -92,18 +115,26 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
         writer.add_sliding_window(config.sliding_window)
 
 
 def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
     rope, head_dim = config.rope_parameters, _head_dim(config)
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (head_dim / (head_dim - 2)))
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf_package.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -122,6 +153,12 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
     count = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     writer.add_expert_count(count or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "phimoe":
+        return
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
     if config.model_type.startswith("granite"):
         if hasattr(config, "shared_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
@@ -172,6 +209,8 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
     heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in tensors.items():
         values = value.detach().float().numpy()
+        if arch == "llama4" and values.ndim == 3:
+            values = values.swapaxes(1, 2).copy()
         if (name.endswith("gate_up_proj") and values.ndim == 3) or ".input_linear." in name:
             kind = "exps" if values.ndim == 3 else "shexp"
             for part, half in zip(("gate", "up"), np.split(values, 2, -2), strict=True):
@@ -215,6 +254,15 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
     hidden, _ = model(ids, torch.arange(200), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_llama4_has_its_chunks_and_scales(tmp_path: Path) -> None:
+    reference = random_reference("llama4", attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1)
+    reference.save_pretrained(tmp_path)
+    write(tmp_path / "m.gguf", reference.config, reference.state_dict(), "llama4", False)
+    found, folder = model_config(open_gguf(tmp_path / "m.gguf")), load_config(tmp_path)
+    assert [layer.mixer for layer in found.layers] == [layer.mixer for layer in folder.layers]
+    assert found.ropes[1] == folder.ropes[1]
 
 
 def test_norms_for_each_head_are_refused(tmp_path: Path) -> None:

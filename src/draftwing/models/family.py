@@ -80,7 +80,7 @@ class ExpertMetadata(NamedTuple):
     gating: values of `expert_gating_func` that are served.  neutral: other keys, with the values at which they change
     nothing.  grouped: whether keys speak of groups, of a scale and of norms; renormalised: the last where they do not.
     shared: whether there may be one for all rows.  latent: whether keys speak of another size of rows.  as_mlp: whether
-    one may be as wide as a file says of an MLP.
+    one may be as wide as a file says of an MLP.  near: as `Routing` has it.
     Others: as `ExpertConfig` has them.
     """
 
@@ -98,6 +98,7 @@ class ExpertMetadata(NamedTuple):
     shared: bool = False
     latent: bool = False
     as_mlp: bool = False
+    near: float = 0.0
     more: Mapping[str, Any] = {}
 
 
@@ -105,8 +106,8 @@ class ExpertMetadata(NamedTuple):
 class InGGUF:
     """How a family is stored in GGUF files.
 
-    architecture: `general.architecture`.  others: of files that say another one.  with_experts: says of a file with
-    experts whether it is of this family, which is not the one that the architecture else means; None: it is that.
+    architecture: `general.architecture`.  others: of files that say another one.  when: says of a file whether it is of
+    this family, which is not the one that the architecture else means; None: it is that.
     names: of tensors of a block, besides those that
     all have, with what they are called in a folder; top_names: of other tensors.  experts: None where no file speaks of
     any.  fields: makes metadata of what layers have in common.  layers: makes so many of the metadata as they are in
@@ -121,7 +122,7 @@ class InGGUF:
 
     architecture: str
     others: tuple[str, ...] = ()
-    with_experts: Callable[[GGUFFile, Fields], bool] | None = None
+    when: Callable[[GGUFFile, Fields], bool] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     top_names: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertMetadata | None = None

@@ -45,13 +45,11 @@ def model_config(file: GGUFFile) -> ModelConfig:
     size, tokenizer = fields.whole, Fields(meta, str(file.path), "tokenizer.ggml.")
     if not by_file.longrope:
         _refuse_longrope(file)
-    architecture = _with_experts(file, fields, arch) or known[arch]
-    experts = _experts(file, fields, FAMILIES[architecture])
-    if experts is None:
-        architecture = known[arch]
+    architecture = _other(file, fields, arch) or known[arch]
     family = FAMILIES[architecture]
     form = family.gguf
     assert form is not None
+    experts = _experts(file, fields, family)
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
     layers = own_layers(fields)
     if layers > len(file.tensors):
@@ -65,6 +63,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
     theta = family.theta if form.theta is None else form.theta
     rope = replace(_rope(file, fields, form, theta), dims=attention.rotary)
     positions = context(rope, size("context_length"))
+    if family.query_scale and (beta := fields.number("attention.temperature_scale", 0, 1e3, 0.0)):
+        rope = replace(rope, query_beta=beta)
+        attention = replace(attention, scaled_queries=True)
     if not (form.turns if isinstance(form.turns, bool) else form.turns(fields)):
         rope = NOPE
     eps = fields.number(f"attention.layer_norm_{'' if family.centred else 'rms_'}epsilon", 0, 1)
@@ -83,7 +84,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         residual_scale=_multiplier(fields, family, "residual_scale"),
     )
     dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}
-    local_rope = _local_rope(fields, family)
+    local_rope = _local_rope(fields, family, rope.theta)
     reach = () if form.own_windows else _windows(fields, layers, family, positions)
     nope = () if family.nope is None else family.nope(fields, reach or (0,) * layers)
     made = layers_like(layer, attention, layers, reach, local_rope is not None, dense, nope)
@@ -159,13 +160,11 @@ def _kv_heads(fields: Fields, heads: int) -> int:
     return different.pop()
 
 
-def _with_experts(file: GGUFFile, fields: Fields, arch: str) -> str | None:
-    """Returns the family that a file is of if it has experts, where that is another one."""
-    for name, family in FAMILIES.items():
-        form = family.gguf
-        if form is not None and form.architecture == arch and form.with_experts is not None:
-            return name if form.with_experts(file, fields) else None
-    return None
+def _other(file: GGUFFile, fields: Fields, arch: str) -> str | None:
+    """Returns the family that a file is of where it is not the one that its architecture else means."""
+    stored = ((name, family.gguf) for name, family in FAMILIES.items())
+    own = ((name, form.when) for name, form in stored if form is not None and form.architecture == arch)
+    return next((name for name, when in own if when is not None and when(file, fields)), None)
 
 
 def _experts(file: GGUFFile, fields: Fields, family: Family) -> ExpertConfig | None:
@@ -193,7 +192,7 @@ def _experts(file: GGUFFile, fields: Fields, family: Family) -> ExpertConfig | N
 
 
 def _plain(top_k: int, said: ExpertMetadata) -> Routing:
-    return Routing(top_k, sigmoid=said.sigmoid, corrected=said.corrected)
+    return Routing(top_k, sigmoid=said.sigmoid, corrected=said.corrected, near=said.near)
 
 
 def _of_groups(fields: Fields, top_k: int, said: ExpertMetadata) -> Routing:
@@ -237,14 +236,20 @@ def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tup
             raise fields.unlike("attention.sliding_window", f"none, or at least {positions}")
         return ()
     window = fields.whole("attention.sliding_window", 1, 2**40)
+    pattern = fields.get("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) >= layers:
+        return tuple(window * int(one) for one in pattern[:layers])
     every = fields.whole("attention.sliding_window_pattern", 1, default=family.window_pattern)
     return tuple(window if (i + 1) % every else 0 for i in range(layers))
 
 
-def _local_rope(fields: Fields, family: Family) -> RopeConfig | None:
+def _local_rope(fields: Fields, family: Family, theta: float) -> RopeConfig | None:
+    """Returns the second rotary embedding. theta: of the first, which it has where the family has none."""
+    if family.other_rope is not None:
+        return family.other_rope(fields)
     if family.local_theta is None:
         return None
-    return RopeConfig(fields.number("rope.freq_base_swa", 1, 1e15, family.local_theta))
+    return RopeConfig(fields.number("rope.freq_base_swa", 1, 1e15, family.local_theta or theta))
 
 
 def _rope(file: GGUFFile, fields: Fields, form: InGGUF, default: float) -> RopeConfig:
@@ -291,7 +296,6 @@ def _longrope(file: GGUFFile, fields: Fields, theta: float) -> RopeConfig:
 def _yarn(fields: Fields, theta: float, factor: float, form: InGGUF) -> RopeConfig:
     if theta <= 1:
         raise fields.unlike("rope.freq_base", "more than 1")
-    given = fields.number("rope.scaling.yarn_attn_factor", 0, 1e3, 1.0)
     by_scores = form.yarn_log and fields.number(form.yarn_log, 0, 1e3, 0.0) > 0
     inferred = 1.0 if by_scores else yarn_attention_factor(factor)
     return RopeConfig(
@@ -304,7 +308,7 @@ def _yarn(fields: Fields, theta: float, factor: float, form: InGGUF) -> RopeConf
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         truncate=form.yarn_truncates,
-        attention_factor=given * inferred,
+        attention_factor=fields.number("rope.scaling.yarn_attn_factor", 0, 1e3, inferred),  # of all, as in configs
     )
 
 

@@ -36,6 +36,7 @@ EXPERT_TENSORS = {
 BLOCK = re.compile(r"blk\.(\d+)\.")
 EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
+_OF_CONFIG = "rope_freqs.", "rope_factors_"
 # Of a prediction layer, copies of the model's embedding and head.
 _NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
 
@@ -70,7 +71,7 @@ def tensors(
         block = BLOCK.match(name)
         # Of the model's embedding and head, or of what is there in two parts.
         copied = name.endswith(_NEXTN_COPIES) or is_copy(name, file.tensors)
-        if name == "rope_freqs.weight" or copied or (block is not None and int(block[1]) >= own) != predicting:
+        if name.startswith(_OF_CONFIG) or copied or (block is not None and int(block[1]) >= own) != predicting:
             continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:

@@ -95,6 +95,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
+    "llama4": _O200K,
     "minimax-m2": _O200K,
     "deepseek-llm": _DEEPSEEK_LLM,  # V2's, too
     "deepseek-v3": _DEEPSEEK_V3,

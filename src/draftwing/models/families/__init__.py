@@ -111,7 +111,7 @@ def _wholes(config: Mapping[str, Any]) -> list[tuple[str, str, Whole]]:
 
 def in_gguf() -> dict[str, str]:
     """Returns the architecture of each `general.architecture` of GGUF files, of files with experts perhaps another one
-    (`InGGUF.with_experts`)."""
+    (`InGGUF.when`)."""
     stored = ((name, family.gguf) for name, family in FAMILIES.items())
-    own = ((name, one) for name, one in stored if one is not None and one.with_experts is None)
+    own = ((name, one) for name, one in stored if one is not None and one.when is None)
     return {kind: name for name, one in own for kind in (one.architecture, *one.others)}

@@ -263,7 +263,7 @@ FAMILIES = {
         gguf=InGGUF(
             "deepseek2",
             **_STORED,
-            with_experts=_is_v2,
+            when=_is_v2,
             experts=IN_GGUF._replace(
                 gating=(UNSAID, SOFTMAX), neutral={"expert_weights_norm": (False,)}, sigmoid=False, renormalised=False
             ),

@@ -47,6 +47,7 @@ FAMILIES = {
         scaled=True,
         neutral=_NEUTRAL,
         wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {}, "ministral3")},
+        gguf=InGGUF("mistral3", permuted=True, yarn_log="rope.scaling.yarn_log_multiplier"),
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
@@ -60,7 +61,7 @@ FAMILIES = {
         expert_names=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
         gguf=InGGUF(
             "llama",
-            with_experts=lambda file, fields: True,
+            when=lambda file, fields: fields.whole("expert_count", 0, default=0) > 0,
             experts=ExpertMetadata(as_mlp=True),
             theta=10000.0,
             permuted=True,

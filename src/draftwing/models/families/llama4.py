@@ -7,15 +7,17 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.rope import NOPE, RopeConfig
 from draftwing.models.families.smollm3 import nope_layers
-from draftwing.models.family import ATTENTION, ExpertNames, Family, Whole
+from draftwing.models.family import ATTENTION, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, Whole
 from draftwing.models.fields import LARGEST, WIDEST, Fields, max_experts
 from draftwing.ops.experts.routing import Routing
 
 _CHUNKED = "chunked_attention"
+_WITHOUT_NORMS = 128  # experts
 _TUNING = "attn_temperature_tuning"  # a number in older configs
 
 
@@ -78,6 +80,14 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     )
 
 
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Files say nothing of chunks, of norms, of layers that turn nothing and of scales: all published models have those
+    that a config has by default, but that one with 128 experts has no norms."""
+    fields.check("attention.sliding_window", (8192,))
+    fields.get("interleave_moe_layer_step")  # as tensors have it
+    return _layers(fields.overruled({"use_qk_norm": fields.get("expert_count") != _WITHOUT_NORMS}), layer, count)
+
+
 FAMILIES = {
     "Llama4ForCausalLM": Family(
         "llama4_text",
@@ -95,6 +105,12 @@ FAMILIES = {
         neutral={"for_llm_compressor": None},
         wholes={"Llama4ForConditionalGeneration": Whole("llama4", {})},
         expert_names=ExpertNames("feed_forward.router", "feed_forward.experts", shared="feed_forward.shared_expert"),
+        gguf=InGGUF(
+            "llama4",
+            layers=_in_gguf,
+            own_windows=True,
+            experts=ExpertMetadata((UNSAID,), shared=True, more={"scales_inputs": True}),
+        ),
         layer_names={f"mlp.{part}_proj": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     ),
 }

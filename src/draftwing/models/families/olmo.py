@@ -43,5 +43,6 @@ FAMILIES = {
         theta=_THETA,
         local_theta=0.0,
         keys=_keys,
+        gguf=InGGUF("olmo2", when=lambda file, fields: fields.whole("attention.sliding_window", 0, 2**40, 0) > 0),
     ),
 }

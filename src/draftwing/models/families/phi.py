@@ -7,11 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF
 from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.models.positions import rope_fields
 from draftwing.ops.experts.routing import Routing
 
+_MSCALE, _JITTER = 1.243163121016122, 0.01  # of Phi-3.5-MoE
 _TRAINED = 4096  # positions, where a config does not say
 
 
@@ -38,8 +39,15 @@ def _moe_keys(fields: Fields) -> dict[str, Any]:
 def _sparse_experts(fields: Fields, layers: int) -> ExpertConfig:
     count = fields.whole("num_local_experts", high=max_experts(layers), default=16)
     fields.check("num_experts_per_tok", (2,))
-    routing = Routing(2, near=2 * fields.number("router_jitter_noise", 1e-6, 1, 0.01))
+    routing = Routing(2, near=2 * fields.number("router_jitter_noise", 1e-6, 1, _JITTER))
     return ExpertConfig(count, routing, fields.whole("intermediate_size", high=WIDEST, default=6400))
+
+
+def _moe_metadata(fields: Fields) -> Fields:
+    """Files name the norms' other kind, and have the factor of cosines and sines that Phi-3 would have."""
+    eps, factor = (fields.get(key) for key in ("attention.layer_norm_rms_epsilon", "rope.scaling.attn_factor"))
+    longrope = {} if factor is None else {"rope.scaling.attn_factor": _MSCALE}
+    return fields.overruled({"attention.layer_norm_epsilon": eps, **longrope})
 
 
 _OLDER = {  # what Llama calls otherwise
@@ -50,6 +58,9 @@ _MOE: dict[str, Any] = {
     "keys": _moe_keys,
     "experts": _sparse_experts, "neutral": {"input_jitter_noise": None, "original_max_position_embeddings": None},
     "expert_names": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "gguf": InGGUF(
+        "phimoe", experts=ExpertMetadata(as_mlp=True, near=2 * _JITTER), fields=_moe_metadata, longrope=True
+    ),
 }  # fmt: skip
 FAMILIES = {
     **{name: Family("phimoe", **_MOE) for name in ("PhiMoEForCausalLM", "PhimoeForCausalLM")},
