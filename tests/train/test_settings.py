@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftwing.errors import ConfigError, RequestError
+from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.train.generate import MIN_ANSWER
 from draftwing.train.settings import Settings, open_run
@@ -69,6 +69,29 @@ def test_what_is_held_out_stays_so(tmp_path: Path, name: str, other: float) -> N
     with pytest.raises(ConfigError, match=f"{tmp_path} was made with --{flag} .*, not {other}: leave it out to go on"):
         open_run(tmp_path, {name: other}, {})
     assert open_run(tmp_path, {"held_out": 0.1, "eval_count": 5}, {}).settings.held_out == 0.1
+
+
+@pytest.mark.parametrize("changed", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_changed_is_another_one(tmp_path: Path, changed: str) -> None:
+    """Answers, features and head would be of two adapters; also where another run's data are used."""
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    asked = {"prompts": ["p.jsonl"], "adapter": f"own={adapter}"}
+    out.mkdir()
+    open_run(out, asked, {}).save()
+    (out / "responses.jsonl").touch()
+    assert open_run(out, {}, {}).settings.adapter == asked["adapter"]
+    (adapter / changed).write_text('{"r": 8}')
+    for folder, given in ((out, {}), (tmp_path / "other", {"data": str(out)})):
+        with pytest.raises(ConfigError, match=f"{out} was made with another adapter than {adapter} holds now"):
+            open_run(folder, given, {})
+    (out / "responses.jsonl").unlink()
+    open_run(out, {}, {})  # nothing was begun
+    (adapter / changed).unlink()
+    with pytest.raises(CheckpointError, match=f"{changed} is missing"):
+        open_run(out, {}, {})
 
 
 def test_a_run_from_traffic_that_was_stopped_before_its_first_answer_goes_on(tmp_path: Path) -> None:

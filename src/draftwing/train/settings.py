@@ -289,6 +289,7 @@ class Run:
     out: Path
     settings: Settings
     options: Mapping[str, Any]
+    adapter_digest: str | None = None  # of its files
 
     @property
     def data(self) -> Path:
@@ -318,6 +319,8 @@ class Run:
     def save(self) -> None:
         """Writes the run to its folder."""
         content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
+        if self.adapter_digest is not None:
+            content["adapter_digest"] = self.adapter_digest
         write_json(self.out / "train.json", content)
 
 
@@ -353,8 +356,29 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
             settings["init_head"] = (_served_head(Settings(**settings), asked),)
     run = Run(out, Settings(**settings), asked)
     run.settings.check()
+    run = dataclasses.replace(run, adapter_digest=_adapter_digest(run))
     Options.from_kwargs(**run.engine_options()).resolve()
     return run
+
+
+def _adapter_digest(run: Run) -> str | None:
+    """Returns that of the adapter's files, None: there is none. Raises ConfigError where they are others than those
+    that answers or features of the run were made with."""
+    adapter = run.settings.adapter_path
+    if adapter is None:
+        return None
+    from draftwing.models.adapters.files import stored_digest
+
+    digest = stored_digest(adapter.path)
+    for folder in {run.out, run.data}:
+        made = folder / "train.json"
+        before = load_json(made).get("adapter_digest", digest) if made.exists() and _begun(folder) else digest
+        if before != digest:
+            raise ConfigError(
+                f"{folder} was made with another adapter than {adapter.path} holds now: put back the files that it was "
+                "made with, or name another --out, without --data"
+            )
+    return digest
 
 
 def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:

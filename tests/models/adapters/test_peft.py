@@ -15,6 +15,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters.adapter import Adapter, AdapterTargets
+from draftwing.models.adapters.files import stored_digest
 from draftwing.models.adapters.peft import read_folder
 from draftwing.models.adapters.read import stored_rank
 from draftwing.models.loader import load_model
@@ -152,6 +153,14 @@ def test_an_adapter_of_another_model_says_which(tiny: Path, tmp_path: Path, targ
     folder = write_adapter(tmp_path / "one", other, base_model_name_or_path="org/other-7b")
     said = refusal(folder, targets)
     assert "org/other-7b" in said and "[64, 128]" in said and "[32, 64]" in said
+
+
+def test_its_digest_is_that_of_its_files(tiny: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", tiny)
+    assert stored_digest(folder) == read_folder(folder, MOST).digest
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is missing"):
+        stored_digest(folder)
 
 
 def test_files_that_are_refused(tiny: Path, tmp_path: Path, targets: AdapterTargets) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,18 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG}: expected a JSON object, found {type(config).__name__}")
     return config, data
+
+
+def stored_digest(path: Path) -> str:
+    """Returns the digest that an adapter has when it is read: of its files. Raises CheckpointError."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (path,) if path.is_file() else tuple(path / name for name in FILES):
+        if not part.is_file():
+            raise CheckpointError(f"{part.name} is missing in {part.parent}")
+        try:
+            with part.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise CheckpointError(f"{part} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
