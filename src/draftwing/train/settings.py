@@ -318,7 +318,7 @@ class Run:
 
     def save(self) -> None:
         """Writes the run to its folder."""
-        content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
+        content: dict[str, Any] = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
         if self.adapter_digest is not None:
             content["adapter_digest"] = self.adapter_digest
         write_json(self.out / "train.json", content)

@@ -19,6 +19,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -431,6 +432,14 @@ class StepCost:
         limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
         factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
         factors.speed[bucket] = speed + rate * error
+
+    def times(self, factor: float) -> StepCost:
+        """Returns what is known now of steps that take so many times as long."""
+        cost = deepcopy(self)
+        cost._longer.clear()
+        for shape, batch, context, seconds in list(self._table.points()):
+            cost._table.measure(shape, batch, context, factor * seconds)
+        return cost
 
     # -- keeping it for the next start --------------------------------------------------------------------------------
 

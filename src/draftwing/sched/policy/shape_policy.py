@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from draftwing.config.trees import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, TreeShape
@@ -182,6 +183,7 @@ class TreePolicy(ShapePolicy):
         self._acceptance, self._base = Acceptance(self.menu, base), base
         self._by_adapter = AdapterAcceptance(self._acceptance)
         self._adapted_cost: StepCost | None = None  # of steps with adapters
+        self._slower: list[float] = []  # how many times as long the first of these took as others
         self._step = 0  # steps with candidates so far
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, by `batch.bit_length()`
         self._saved = 0.0  # seconds that tries may lose
@@ -350,14 +352,26 @@ class TreePolicy(ShapePolicy):
         tried = index != self._best and any(context.confidences)
         before, tokens = self._rate(index, context) if tried else (0.0, 0.0)
         if is_cost:
-            if any(context.adapters) and self._adapted_cost is None:
-                self._adapted_cost = deepcopy(self.cost)
-            self._cost(context).record(shape, batch, context.kv_tokens, seconds)
+            self._record_cost(shape, context, seconds)
         if shape.depth and any(context.confidences):
             alone = tried and self._best == self._plain
             self._by_adapter.observe(index, context.confidences, context.adapters, result, self._step, alone)
         if tried and max(self._rate(index, context)[0], tokens / max(DOUBT * seconds, 1e-9)) > MARGIN * before:
             self._confirm, self._held = index, self._held._replace(until=0)
+
+    def _record_cost(self, shape: TreeShape, context: StepContext, seconds: float) -> None:
+        """Learns what steps cost. The first ones with adapters say how much slower all are: else a shape that ran for
+        long would be thought to cost more by itself."""
+        batch, kv_tokens = len(context.confidences), context.kv_tokens
+        if any(context.adapters) and self._adapted_cost is None:
+            expected = self.cost.seconds(shape, batch, kv_tokens)
+            if expected and seconds > 0 and not self.cost.guessed(shape, batch):
+                self._slower.append(seconds / expected)
+                if len(self._slower) == DOUBT:
+                    self._adapted_cost = self.cost.times(median(self._slower))
+                return
+            self._adapted_cost = deepcopy(self.cost)
+        self._cost(context).record(shape, batch, kv_tokens, seconds)
 
     def _rate(self, index: int, context: StepContext) -> tuple[float, float]:
         """Returns expected tokens per second of an option, and tokens."""
