@@ -10,72 +10,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hybrid_models import layer_weights, reference, saved, with_layer
 from image_models import PAD, encoded, picture, write_model
 from reference.block_heads import dflash_head
-from reference.checkpoints import eagle3_head, llama_target
+from reference.checkpoints import eagle3_head
 from reference.learnable import write_target
+from restarted import OF, TOKENS, Reply, ask, once, opened, tokens
 from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.options import Options
-from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.requests.request import GenerationRequest
 
-TOKENS = 40
 PATH = os.pathsep.join(sys.path)
-OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=6, eos_token_id=256, max_position_embeddings=1024)
-
-
-class Reply(NamedTuple):
-    tokens: list[int]
-    cached: int  # tokens of the prompt
-    steps: int = 0  # with drafts
-
-
-def opened(model: Path, folder: Path | None = None, **more: Any) -> Engine:
-    named = {} if folder is None else {"prefix_cache_dir": str(folder)}
-    known: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "num_threads": 1, "random_seed": 3, "max_total_tokens": 2048,
-        "max_running_requests": 4, "speculative_algorithm": "none", "chunked_prefill_size": 128,
-    }  # fmt: skip
-    return Engine(Options(model=str(model), **{**known, **named, **more}))
-
-
-def ask(engine: Engine, prompt: Sequence[int], temperature: float = 0.8, **fields: Any) -> Reply:
-    params = SamplingParams(max_new_tokens=TOKENS, temperature=temperature, sampling_seed=5, ignore_eos=True)
-    engine.submit(GenerationRequest("one", list(prompt), params, **fields))
-    tokens, meta = list[int](), dict[str, Any]()
-    while not engine.idle():
-        for output in engine.step():
-            tokens += output.token_ids
-            meta = output.meta or meta
-            assert output.finish_reason is None or output.finish_reason["type"] == "length", output.finish_reason
-    engine.parts.sched.check_integrity()
-    return Reply(tokens, meta["cached_tokens"], meta.get("spec_verify_ct", 0))
-
-
-def once(model: Path, folder: Path | None, prompt: Sequence[int], fields: Any = None, **more: Any) -> Reply:
-    """The answer of an engine that is started for it, and closed."""
-    engine = opened(model, folder, **more)
-    try:
-        return ask(engine, prompt, **(fields or {}))
-    finally:
-        engine.close()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,7 @@ OURS = _each({  # our name of the same thing
     "chunked_prefill_size": "max_num_batched_tokens batch_size ubatch_size",
     "disable_cuda_graph": "enforce_eager",
     "disable_radix_cache": "no_enable_prefix_caching no_cache_prompt",
+    "prefix_cache_dir": "slot_save_path",
     "disable_overlap_schedule": "no_async_scheduling",
     "sampling_defaults": "generation_config override_generation_config",
     "tokenizer_path": "tokenizer",

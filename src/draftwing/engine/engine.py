@@ -38,7 +38,7 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
-from draftwing.engine.saved_prefixes import SavedPrefixes
+from draftwing.engine.saved_prefixes import SavedPrefixes, SavedText
 from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.models import draft_path_of
@@ -72,6 +72,7 @@ ENDED = 128  # requests that end for each step
 # Longer than programs take between an answer and the next question, shorter than people do. Swept for graphs by
 # benchmarks/sim/captures.py.
 IDLE_SECONDS = 0.2
+SLOT_PART = 0.05  # seconds between two steps in which a slot is written while requests run
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
@@ -341,6 +342,28 @@ class Engine:
         finally:
             if self._saved is not None:
                 self._saved.forget(client)
+
+    def act_on_slot(self, action: str, client: str, slot: int, filename: str) -> tuple[int, int]:
+        """Saves a client's slot, restores one or erases it; from any thread, and what runs goes on. Returns tokens and
+        bytes. Raises RequestError and OSError. filename: what is saved is called; "" for what has none."""
+        saved = self._saved
+        if saved is None:
+            raise RequestError("slots are not saved: start with --prefix-cache-dir DIR, a folder that keeps them")
+        if action == "erase":
+            return saved.erase(client, slot, filename), 0
+        if action == "restore":
+            found = saved.restore(client, slot, filename)
+            return found.tokens, found.size
+        what = saved.held(client, slot)
+        while isinstance(what, SavedText):
+            with self._turning:
+                if "parts" not in self.__dict__:
+                    raise RequestError("the engine is closed")
+                if saved.write_slot(what, SLOT_PART):
+                    break
+            time.sleep(0.001)  # else this thread could have the lock again before the one that turns the engine
+        found = saved.save(client, what, filename)
+        return found.tokens, found.size
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run. `step` does it, too, where it waits for long."""

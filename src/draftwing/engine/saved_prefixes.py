@@ -7,16 +7,18 @@ the engine is written then. A later engine reads nothing until it gets a request
 has, and the tree has not, are copied into free slots and become nodes of the tree. From there on they are cached as any
 others are, so scheduler and device know of no disk. The bytes are the cache's own: a text is what it would be with the
 cache in memory, which is what it would be without.
+
+A client's *slot* is the text of its last request with that `id_slot`. To save one is to write what waits of it, and to
+have its blocks stay under a name; to restore one, to look at these blocks: the next request finds them as any others.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,20 +29,18 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import IntArray
 from draftwing.engine.build import Parts
-from draftwing.engine.provenance import Provenance, StoredFile, digests_of, file_digest
-from draftwing.engine.startup.models import draft_path_of
-from draftwing.errors import ConfigError, GenerationError
-from draftwing.kv.prefix_store import BLOCK, Entry, PrefixStore, block_digests, digest_of, owner_of, state_digest
+from draftwing.engine.prefix_identity import identity_of, namespace_of
+from draftwing.engine.provenance import Provenance
+from draftwing.errors import ConfigError, GenerationError, RequestError
+from draftwing.kv.prefix_store import BLOCK, Entry, PrefixStore, block_digests, owner_of, state_digest
 from draftwing.kv.slot_bytes import SlotBytes
-from draftwing.models.towers import projector_file
-from draftwing.requests.request import GenerationRequest
 from draftwing.sched.req import Req
-from draftwing.version import __version__
 
 log = logging.getLogger("draftwing")
 IDLE_PART = 0.25  # seconds of writing after which the engine looks for something else to do
 LOOK_SECONDS = 30.0  # after which it is looked again at what other engines have written
 WARN_SECONDS = 600.0  # between two warnings that nothing can be written
+MOST_SLOTS = 4096  # of all clients, whose texts are remembered
 
 
 class SavedText(NamedTuple):
@@ -52,8 +52,21 @@ class SavedText(NamedTuple):
     owner: bytes
 
 
+class SlotFiles(NamedTuple):
+    """What is on the disk of a slot. blocks, state: digests.  size: bytes."""
+
+    blocks: tuple[bytes, ...]
+    state: bytes | None
+    size: int
+
+    @property
+    def tokens(self) -> int:
+        return BLOCK * len(self.blocks)
+
+
 class SavedPrefixes:
-    """The engine's thread calls it; `forget` and `clear` any thread. restored: tokens that came from the disk."""
+    """The engine's thread calls it, or one that keeps it from steps; `forget`, `clear`, `restore` and `erase` any
+    thread. restored: tokens that came from the disk."""
 
     def __init__(self, store: PrefixStore, parts: Parts) -> None:
         pool = parts.executor.attn.pool
@@ -65,6 +78,8 @@ class SavedPrefixes:
         self._most = 2 * parts.sched.config.slots  # tokens of texts that wait: others have left the pool by now
         self._texts: deque[SavedText] = deque()
         self._waiting = 0  # tokens
+        # By client and `id_slot`, the last used behind; texts with all their tokens, or what was restored.
+        self._held: OrderedDict[tuple[bytes, int], SavedText | SlotFiles] = OrderedDict()
         self._lock = threading.Lock()  # of the store, and of the texts
         self._warned, self._look = -WARN_SECONDS, time.monotonic() + LOOK_SECONDS
         self.restored = 0
@@ -93,15 +108,31 @@ class SavedPrefixes:
 
     def cached(self, req: Req) -> None:
         """Takes note of a request that ended, unless it opts out."""
+        if req.private:
+            return
+        slot = owner_of(req.request.client), req.request.slot
         if not req.request.learn or req.kv < BLOCK:
+            with self._lock:
+                self._held.pop(slot, None)
             return
         keys = req.keys(req.kv + self._kv.radix.window - 1)
-        text = SavedText(keys, req.salt, namespace_of(req.request), owner_of(req.request.client))
+        text = SavedText(keys, req.salt, namespace_of(req.request), slot[0])
         with self._lock:
+            self._hold(slot, text)
             self._texts.append(text)
             self._waiting += len(keys)
             while self._waiting > self._most and len(self._texts) > 1:
                 self._waiting -= len(self._texts.popleft().keys)
+
+    def _hold(self, slot: tuple[bytes, int], what: SavedText | SlotFiles) -> None:
+        if slot[1] < 0:
+            return
+        self._held[slot] = what
+        self._held.move_to_end(slot)
+        size = sum(len(one.keys) for one in self._held.values() if isinstance(one, SavedText))
+        while len(self._held) > 1 and (size > self._most or len(self._held) > MOST_SLOTS):
+            gone = self._held.popitem(last=False)[1]
+            size -= len(gone.keys) if isinstance(gone, SavedText) else 0
 
     @property
     def pending(self) -> bool:
@@ -188,9 +219,7 @@ class SavedPrefixes:
             return
         windows = self._kv.radix.windows(req.array)[: max(self._kv.may_reuse(req), 0)]
         with self._lock, torch.inference_mode():
-            found = list(takewhile(self._store.__contains__, block_digests(namespace_of(req.request), windows)))
-            while found and not self._begins(found[-1]):
-                found.pop()
+            found = list(self._there(list(block_digests(namespace_of(req.request), windows))).blocks)
             before = self._kv.cached(req) if found else 0
             if len(found) * BLOCK < before + BLOCK:
                 return
@@ -235,6 +264,84 @@ class SavedPrefixes:
             digests = digests[:-1]
         return [*digests, *([state_digest(digests[-1])] if digests else ())]
 
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def held(self, client: str, slot: int) -> SavedText | SlotFiles:
+        """Returns what is in a client's slot. Raises RequestError."""
+        with self._lock:
+            found = self._held.get((owner_of(client), slot))
+        if found is None:
+            raise RequestError(
+                f"slot {slot} is empty: no request of yours with id_slot {slot} has ended since the start that may be "
+                f"kept and has {BLOCK} tokens",
+                "id_slot",
+            )
+        return found
+
+    def write_slot(self, text: SavedText, seconds: float) -> bool:
+        """Writes what is not on the disk, for some time. Returns whether all is. Raises OSError."""
+        until = time.monotonic() + seconds
+        with self._lock, torch.inference_mode():
+            return self._write_text(text, lambda: time.monotonic() > until)
+
+    def save(self, client: str, what: SavedText | SlotFiles, name: str) -> SlotFiles:
+        """Has what is on the disk of a slot stay there under a name. Raises RequestError where that is nothing, as
+        `PrefixStore.save`, and OSError."""
+        owner = owner_of(client)
+        with self._lock:
+            if isinstance(what, SavedText):
+                windows = self._kv.radix.windows(what.keys)
+                found = self._there(list(block_digests(what.namespace, windows)))
+            else:
+                found = self._there(what.blocks)
+            if not found.blocks:
+                raise RequestError(
+                    "nothing of the slot could be kept: it is too short, its place in the cache was needed for others, "
+                    "or --prefix-cache-size is too small",
+                    "id_slot",
+                )
+            return found._replace(size=self._store.save(owner, name, found.blocks, found.state))
+
+    def restore(self, client: str, slot: int, name: str) -> SlotFiles:
+        """Reads what was saved under a name, and has a slot hold it. Raises RequestError and OSError."""
+        owner, size, whole = owner_of(client), 0, list[bytes]()
+        with self._lock:
+            named = self._store.saved(owner, name)
+            self._store.refresh()
+        for digest in named.digests:
+            with self._lock:  # by one at a time, so that requests come in between
+                data = self._store.read(digest)
+            if data is None:
+                break
+            size += len(data)
+            whole.append(digest)
+        with self._lock:
+            found = self._there([one for one in whole if one != named.state])
+            if not found.blocks:
+                raise RequestError(
+                    "filename: nothing of it is left; its prompt has to be prefilled once more", "filename"
+                )
+            self._store.use([*found.blocks, *([] if found.state is None else [found.state])])
+            self._hold((owner, slot), found._replace(size=size))
+        return found._replace(size=size)
+
+    def erase(self, client: str, slot: int, name: str) -> int:
+        """Empties a slot; with a name, removes what was saved under it in place of that. Returns how many tokens there
+        were. Raises RequestError and OSError."""
+        with self._lock:
+            if name:
+                return BLOCK * len(self._store.unsave(owner_of(client), name).blocks)
+            gone = self._held.pop((owner_of(client), slot), None)
+        return 0 if gone is None else len(gone.keys) if isinstance(gone, SavedText) else gone.tokens
+
+    def _there(self, digests: Sequence[bytes]) -> SlotFiles:
+        """Returns of a text what is on the disk, up to where a request can begin."""
+        found = list(takewhile(self._store.__contains__, digests))
+        while found and not self._begins(found[-1]):
+            found.pop()
+        state = state_digest(found[-1]) if found and self._kv.states is not None else None
+        return SlotFiles(tuple(found), state, 0)
+
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, client: str) -> None:
@@ -243,12 +350,15 @@ class SavedPrefixes:
         with self._lock:
             self._texts = deque(text for text in self._texts if text.owner != owner)
             self._waiting = sum(len(text.keys) for text in self._texts)
+            for slot in [one for one in self._held if one[0] == owner]:
+                del self._held[slot]
             self._store.delete(owner)
 
     def clear(self) -> None:
         """Removes all that is kept for this model. Raises OSError."""
         with self._lock:
             self._texts.clear()
+            self._held.clear()
             self._waiting = 0
             self._store.delete()
 
@@ -266,46 +376,3 @@ class SavedPrefixes:
 
 def _one(slot: int) -> IntArray:
     return np.asarray([slot], np.int64)
-
-
-def namespace_of(request: GenerationRequest) -> bytes:
-    """Returns a digest of what requests must share to share prefixes."""
-    return digest_of(json.dumps([request.client, request.cache_salt, request.adapter_digest]).encode())
-
-
-def identity_of(parts: Parts, provenance: Provenance) -> bytes:
-    """Returns a digest of all that bits of the cache depend on besides the text. Reads the model's files where their
-    digests are not remembered. Raises GenerationError."""
-    executor, options = parts.executor, parts.options
-    of_bits = tuple(file for file in provenance.files if file.part in ("weights", "config"))
-    pool = executor.attn.pool
-    known = [
-        __version__, torch.__version__, provenance.device, executor.device.ops.title, provenance.options,
-        digests_of(provenance._replace(files=of_bits, template=None)),
-        options.context_length or executor.model.config.max_positions,  # some rotary embeddings go by it
-        [(str(kept.dtype), list(kept.shape[1:])) for kept in executor.by_slot], list(pool.scales),
-        repr(pool.layers), repr(executor.model.config.tower), _projector_digest(parts, of_bits),
-        parts.sched.config.lookahead, str(options.speculative_algorithm), _files_of_drafts(options),
-    ]  # fmt: skip
-    return digest_of(json.dumps(known).encode())
-
-
-def _projector_digest(parts: Parts, files: tuple[StoredFile, ...]) -> str | None:
-    """Returns the digest of the file that reads images beside a GGUF file, which is among `files`. Raises
-    GenerationError."""
-    if parts.executor.model.tower is None:
-        return None
-    path = projector_file.find(Path(files[0].path), parts.options.mmproj)
-    if path is None:
-        return None
-    stat = path.stat()
-    return file_digest(StoredFile("images", str(path.absolute()), stat.st_size, stat.st_mtime_ns))
-
-
-def _files_of_drafts(options: Options) -> list[Any]:
-    """Of draft models by names, sizes and times: their bits change no text."""
-    path, found = draft_path_of(options), list[Any]([options.speculative_second_draft_model_path])
-    for file in [] if path is None else [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        stat = file.stat()
-        found.append([str(file.absolute()), stat.st_size, stat.st_mtime_ns])
-    return found

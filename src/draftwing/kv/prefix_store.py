@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from draftwing.core import IntArray
+from draftwing.errors import RequestError
 from draftwing.files import PARTIAL, lock_file, make_private
+from draftwing.kv.named_prefixes import Named, NamedPrefixes
 
 BLOCK: Final = (
     64  # positions of a file; snapshots of recurrent states lie at multiples of it, too (`state_slots.GRAIN`)
@@ -42,6 +44,7 @@ _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-
 _FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
 _AGE: Final = 60.0  # seconds that are nothing: what was used within the last minute is all as new
 _SPARE: Final = 0.05  # of the limit that is freed at once, where something has to go
+_NAMED: Final = 0.5  # of the limit: the most that clients may have saved by name, which stays
 
 
 class Entry(NamedTuple):
@@ -70,6 +73,7 @@ def delete_client(folder: Path, client: str) -> int:
         if (match := _NAME.fullmatch(path.name)) is not None and match[3] == owner:
             path.unlink(missing_ok=True)
             found += 1
+    NamedPrefixes(folder).delete(owner_of(client))
     return found
 
 
@@ -107,9 +111,10 @@ class PrefixStore:
         """identity: `DIGEST` bytes.  limit: bytes of all files together. Raises OSError where the folder cannot be
         made."""
         self._root, self._identity, self._limit = folder, identity, limit
-        self._name = f"prefixes-v{VERSION}-{identity.hex()}"
+        self._name = _folder(identity)
         self._folder = folder / self._name
         self._files: dict[tuple[str, bytes], Stored] = {}
+        self._named, self._stay = NamedPrefixes(folder), frozenset[tuple[str, bytes]]()
         self.size = 0
         self.refresh()
         self._make_room(0, ())
@@ -124,6 +129,11 @@ class PrefixStore:
                 for file in found:
                     with suppress(OSError):
                         self._look(folder, file)
+        self._look_at_names()
+
+    def _look_at_names(self) -> None:
+        every = self._named.every()
+        self._stay = frozenset((_folder(one.identity), digest) for one in every for digest in one.digests)
 
     def _folders(self) -> Iterator[Path]:
         """Yields folders of this version; removes those of others."""
@@ -217,25 +227,76 @@ class PrefixStore:
             one for one in self._files.values()
             if (one.folder == self._name if owner is None else one.entry.owner == owner)
         ]  # fmt: skip
+        if owner is None:
+            self._named.delete_of(self._identity)
+        else:
+            self._named.delete(owner)
         for stored in gone:
             (self._root / stored.folder / _name(stored.entry)).unlink(missing_ok=True)
             self._drop(stored)
+        self._look_at_names()
         return len(gone)
+
+    # -- what is saved by name ----------------------------------------------------------------------------------------
+
+    def save(self, owner: bytes, name: str, blocks: Sequence[bytes], state: bytes | None) -> int:
+        """Has files stay, for an owner and under a name. blocks, state: digests. Returns their bytes. Raises
+        RequestError for a name that cannot be, and where too much stays already, and OSError."""
+        named = Named(self._identity, tuple(blocks), state)
+        self._look_at_names()  # others may have saved meanwhile
+        keys = {(self._name, digest) for digest in named.digests}
+        size = sum(stored.size for key, stored in self._files.items() if key in keys | self._stay)
+        if size > _NAMED * self._limit:
+            raise RequestError(
+                f"saved slots would take {size / 1e9:.2f} GB; expected at most half of --prefix-cache-size, "
+                f"{_NAMED * self._limit / 1e9:.2f} GB: erase some by their filename, or give more",
+                "filename",
+            )
+        self._named.save(owner, name, named)
+        self._stay |= keys
+        return sum(stored.size for key, stored in self._files.items() if key in keys)
+
+    def saved(self, owner: bytes, name: str) -> Named:
+        """Returns what was saved under a name. Raises NotFound, and RequestError for what another model has saved."""
+        named = self._named.read(owner, name)
+        if named.identity != self._identity:
+            raise RequestError(
+                "filename: it was saved with another model, drafter or version, or with other options; its prompt has "
+                "to be prefilled once more",
+                "filename",
+            )
+        return named
+
+    def unsave(self, owner: bytes, name: str) -> Named:
+        """Removes a name, so that what it lists may go as all else. Returns what it was. Raises as `NamedPrefixes`."""
+        named = self._named.read(owner, name)
+        self._named.remove(owner, name)
+        self._look_at_names()
+        return named
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int, keep: Collection[bytes]) -> bool:
         """Removes files until there is room for so many bytes: those first that save least, tokens by time since they
-        were used. The end of a text goes before what it goes on from."""
+        were used. The end of a text goes before what it goes on from, and what is saved by name where the limit has
+        become a smaller one alone."""
         if self.size + size <= self._limit:
             return True
-        aim, now, kept = self._limit * (1 - _SPARE) - size, time.time(), frozenset(keep)
+        kept = frozenset((self._name, digest) for digest in keep)
+        self._remove_least(self._limit * (1 - _SPARE) - size, kept | self._stay)
+        if self.size > self._limit:
+            self._remove_least(self._limit, kept)
+        return self.size + size <= self._limit
+
+    def _remove_least(self, aim: float, kept: Collection[tuple[str, bytes]]) -> None:
+        """Removes files until all have so many bytes, but for those of `kept`."""
+        now = time.time()
 
         def rank(one: Stored) -> tuple[float, str, bytes]:
             return one.entry.end / (max(now - one.used, 0.0) + _AGE), one.folder, one.entry.digest
 
         children = Counter((one.folder, one.entry.parent) for one in self._files.values())
-        ends = [rank(one) for key, one in self._files.items() if not children[key] and key[1] not in kept]
+        ends = [rank(one) for key, one in self._files.items() if not children[key] and key not in kept]
         heapq.heapify(ends)
         while self.size > aim and ends:
             _, folder, digest = heapq.heappop(ends)
@@ -243,9 +304,8 @@ class PrefixStore:
             self._remove(stored)
             before = stored.folder, stored.entry.parent
             children[before] -= 1
-            if not children[before] and before in self._files and before[1] not in kept:
+            if not children[before] and before in self._files and before not in kept:
                 heapq.heappush(ends, rank(self._files[before]))
-        return self.size + size <= self._limit
 
     def _add(self, stored: Stored) -> None:
         key = stored.folder, stored.entry.digest
@@ -265,6 +325,10 @@ class PrefixStore:
 
     def _path(self, entry: Entry) -> Path:
         return self._folder / _name(entry)
+
+
+def _folder(identity: bytes) -> str:
+    return f"prefixes-v{VERSION}-{identity.hex()}"
 
 
 def _name(entry: Entry) -> str:

@@ -30,6 +30,7 @@ from draftwing.server.operations import add_operations
 from draftwing.server.reference import add_reference
 from draftwing.server.rerank import add_rerank_routes
 from draftwing.server.service import Service
+from draftwing.server.slots import add_slot_routes
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
 from draftwing.server.ui.routes import add_ui_routes, is_file
@@ -99,6 +100,7 @@ def create_app(
     add_rerank_routes(app, service)
     add_generate(app, service)
     add_operations(app, service, chats)
+    add_slot_routes(app, service)
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:

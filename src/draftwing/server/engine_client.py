@@ -27,6 +27,7 @@ from draftwing.engine.process.link import (
     Listener,
     LoadAdapter,
     Reply,
+    SlotAction,
     Swap,
     UnloadAdapter,
 )
@@ -346,6 +347,18 @@ class AsyncEngine:
             raise GenerationError(answers)
         return answers
 
+    async def act_on_slot(self, action: str, client: str, slot: int, filename: str) -> tuple[int, int]:
+        """Saves, restores or erases a client's slot. Returns tokens and bytes. Raises RequestError, GenerationError
+        where the disk fails, or EngineDead."""
+        self._check()
+        found = await self._reply(SlotAction(next(self._numbers), action, client, slot, filename))
+        if isinstance(found, str):
+            raise GenerationError(found)
+        if isinstance(found, RequestError):
+            raise found
+        done: tuple[int, int] = found
+        return done
+
     async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:
         """Has a grammar compiled, so that requests which have it begin at once; clients take turns. Raises RequestError
         as `GrammarCompiler.compile` and for one that has stopped engines before, GenerationError where the engine
@@ -386,7 +399,7 @@ class AsyncEngine:
     async def _ask(self, what: str) -> Any:
         return await self._reply(Ask(next(self._numbers), what))
 
-    async def _reply(self, question: Ask | Compile | Forget | LoadAdapter | Swap | UnloadAdapter) -> Any:
+    async def _reply(self, question: Ask | Compile | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)

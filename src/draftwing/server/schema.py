@@ -68,7 +68,6 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((*_EMPTY, {"edits": []}), "context_management"),
     ((*_EMPTY, "summarized"), "display"),
     (("none", "auto", []), "function_call"),
-    ((-1,), "id_slot"),
     ((["text"],), "modalities"),
     (("standard",), "mode"),
     (("auto", "default", "standard_only"), "service_tier"),
@@ -379,6 +378,12 @@ class GenerationBody(
     def wants_receipt(self) -> bool:
         """Returns whether the answers are to come with receipts; the bodies of some dialects ask for them."""
         return getattr(self, "receipt", None) is True
+
+    @property
+    def slot(self) -> int | None:
+        """Returns the slot that is to hold the text afterwards; None: it does not say."""
+        asked: int | None = getattr(self, "id_slot", None)
+        return None if asked == -1 else asked
 
     @property
     def predicted(self) -> str:

@@ -288,7 +288,9 @@ class Service:
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"], shared["receipt"] = self.engine.observer.arrived, body.wants_receipt
-        learn = body.learnable
+        shared["slot"], learn = body.slot or 0, body.learnable
+        if body.slot is not None and info.options.prefix_cache_dir is None:
+            ignored = (*ignored, "id_slot")
         requests = self._with_adapters(requests, body)
         if body.wants_receipt:
             check_receipts(requests)

@@ -167,7 +167,7 @@ def cosine(one: Vector, other: Vector) -> float:
 
 
 def _request(ids: Sequence[int], wanted: LogprobParams) -> GenerationRequest:
-    return GenerationRequest("", list(ids), _NOTHING, logprobs=wanted, limits=_NO_DRAFTS, learn=False)
+    return GenerationRequest("", list(ids), _NOTHING, logprobs=wanted, limits=_NO_DRAFTS, learn=False, slot=-1)
 
 
 def _check(answer: Answer) -> None:

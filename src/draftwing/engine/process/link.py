@@ -101,11 +101,22 @@ class UnloadAdapter(NamedTuple):
     name: str
 
 
+class SlotAction(NamedTuple):
+    """What to do with a client's slot: "save", "restore" or "erase".  filename: "" is none. A `Reply` of this number
+    comes back: tokens and bytes, or a RequestError, or in words what else went wrong."""
+
+    number: int
+    action: str
+    client: str
+    slot: int
+    filename: str
+
+
 class Close(NamedTuple):
     pass
 
 
-Message = Abort | Ask | Compile | Drop | Forget | LoadAdapter | Swap | UnloadAdapter | Close
+Message = Abort | Ask | Compile | Drop | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter | Close
 
 
 # -- from the engine; besides these, `list[Output]`, and `Failed` as its last words -----------------------------------

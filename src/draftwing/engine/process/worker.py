@@ -32,6 +32,7 @@ from draftwing.engine.process.link import (
     Message,
     Refused,
     Reply,
+    SlotAction,
     Swap,
     UnloadAdapter,
 )
@@ -165,6 +166,7 @@ class Worker:
         self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         self._compiling = GrammarThreads(self.die)
         self._adapter_work = OneByOne("draftwing-adapters")
+        self._slot_work = OneByOne("draftwing-slots")
         self._closing = False
 
     def run(self, options: Options) -> None:
@@ -252,6 +254,8 @@ class Worker:
             threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
         elif isinstance(message, LoadAdapter | UnloadAdapter):  # one after the other: names may be the same
             self._adapter_work.put(lambda: self._adapt(engine, message))
+        elif isinstance(message, SlotAction):  # which reads and writes files
+            self._slot_work.put(lambda: self._act_on_slot(engine, message))
         elif isinstance(message, Forget):
             try:
                 forgotten: int | str = engine.forget_client(message.client)
@@ -330,6 +334,17 @@ class Worker:
         except Exception as error:  # nothing has changed yet
             logger.error("an adapter could not be loaded", exc_info=error)
             found = f"{type(error).__name__}: {error}"
+        self.post(Reply(asked.number, found))
+
+    def _act_on_slot(self, engine: Engine, asked: SlotAction) -> None:
+        found: object
+        try:
+            found = engine.act_on_slot(asked.action, asked.client, asked.slot, asked.filename)
+        except RequestError as error:
+            found = error
+        except Exception as error:  # such as of the disk; the engine goes on
+            logger.error("a slot could not be used: %s", asked.action, exc_info=error)
+            found = f"the slot's file: {type(error).__name__}: {error}"
         self.post(Reply(asked.number, found))
 
     def _swap(self, engine: Engine, asked: Swap) -> None:

@@ -65,7 +65,7 @@ class StructuredOutputs(
 class PeerFields(
     GenerationBody,
     hints="guided_decoding_backend mm_processor_kwargs stream_interval custom_labels data_parallel_rank "
-    "images_config cache_prompt id_slot return_progress timings_per_token verbose repeat_last_n "
+    "images_config cache_prompt return_progress timings_per_token verbose repeat_last_n "
     "repetition_penalty_range",
     not_built="ec_transfer_params kv_transfer_params logits_processors "
     "repetition_detection return_token_offsets return_weight_versions "
@@ -82,6 +82,7 @@ class PeerFields(
     include_stop_str_in_output: Any = sampled("no_stop_trim")
     request_id: Name | None = None
     receipt: bool | None = None
+    id_slot: Annotated[int, Field(ge=-1, lt=10**9)] | None = None
     lora_path: AdapterName | list[AdapterName | None] | None = None
 
     repeat_penalty: Any = sampled("repetition_penalty")  # as llama.cpp names it
