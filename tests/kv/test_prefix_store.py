@@ -17,7 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftwing.kv.prefix_store import BLOCK, VERSION, Entry, PrefixStore, block_digests, digest_of, owner_of
+from draftwing.errors import NotFound, RequestError
+from draftwing.kv.prefix_store import (
+    BLOCK,
+    VERSION,
+    Entry,
+    PrefixStore,
+    block_digests,
+    delete_client,
+    digest_of,
+    owner_of,
+)
 
 MODEL, OTHER = digest_of(b"a model"), digest_of(b"another")
 ALICE, BOB = owner_of("alice"), owner_of("bob")
@@ -231,6 +241,60 @@ def test_an_owner_is_deleted_of_all_models(tmp_path: Path) -> None:
     assert len(store) == len(PrefixStore(tmp_path, MODEL, 10**6)) == 3
     assert all(BOB.hex() in path.name for path in files(tmp_path))
     assert store.delete() == 3 and len(PrefixStore(tmp_path, MODEL, 10**6)) == 3
+
+
+def save(store: PrefixStore, name: str, text: list[Entry], owner: bytes = ALICE) -> int:
+    return store.save(owner, name, [one.digest for one in text], None)
+
+
+def test_what_is_saved_by_name_stays(tmp_path: Path) -> None:
+    """Also where another engine has saved it since this one looked."""
+    named, others = chain("named", 4), [chain(str(at), 10) for at in range(3)]
+    first, store = PrefixStore(tmp_path, MODEL, 100_000), PrefixStore(tmp_path, OTHER, 100_000)
+    fill(first, named, 10_000)
+    Clock(tmp_path).used(named, 10**6)
+    store.refresh()
+    assert save(first, "a", named) == first.size
+    for text in others:
+        for entry in text:
+            store.write(entry, content(entry, 10_000), [one.digest for one in text])
+        assert store.size <= 100_000
+    first = PrefixStore(tmp_path, MODEL, 100_000)
+    assert all(there(first, named)) and first.saved(ALICE, "a").blocks == tuple(one.digest for one in named)
+    # a smaller budget is one for what is saved, too
+    small = PrefixStore(tmp_path, MODEL, 25_000)
+    assert small.size <= 25_000 and there(small, named) == [True, True, False, False]
+
+
+def test_a_name_that_is_given_again_counts_once(tmp_path: Path) -> None:
+    store, texts = PrefixStore(tmp_path, MODEL, 100_000), [chain(str(at), 4) for at in range(3)]
+    for text in texts[:2]:
+        fill(store, text, 10_000)
+        save(store, "a", text)
+    with pytest.raises(RequestError, match="half"):
+        save(store, "b", texts[0])
+    save(store, "a", texts[0])
+    fill(store, texts[2], 10_000)
+    assert store.unsave(ALICE, "a").blocks == tuple(one.digest for one in texts[0])
+    save(store, "b", texts[2])
+    with pytest.raises(RequestError, match="half"):
+        save(store, "b", texts[1], BOB)
+
+
+def test_names_go_with_what_they_list(tmp_path: Path) -> None:
+    store, other = PrefixStore(tmp_path, MODEL, 10**6), PrefixStore(tmp_path, OTHER, 10**6)
+    for one, owner, of in ((store, ALICE, "alice"), (store, BOB, "bob"), (other, ALICE, "other")):
+        fill(one, chain(of, 2, owner))
+        save(one, "name", chain(of, 2, owner), owner)
+    assert other.saved(ALICE, "name").blocks[0] == chain("other", 2)[0].digest
+    assert delete_client(tmp_path, "alice") == 4
+    with pytest.raises(NotFound):
+        store.saved(ALICE, "name")
+    assert store.saved(BOB, "name").blocks
+    store.delete()
+    with pytest.raises(NotFound):
+        store.saved(BOB, "name")
+    assert not list(files(tmp_path))
 
 
 WRITER = """

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine
-from scripted import keys_file, launched
+from scripted import keys_file, launched, serving
 from starlette.testclient import TestClient
 from tiny_checkpoint import write_checkpoint
+
+from draftwing.server import slots
 
 KEYS = '[alice]\nkey = "alice-key"\n[bob]\nkey = "bob-key"\n'
 ALICE, BOB = {"Authorization": "Bearer alice-key"}, {"Authorization": "Bearer bob-key"}
@@ -45,6 +50,32 @@ def test_a_slot_without_a_folder_has_no_effect_and_says_so(client: TestClient) -
         assert answer.status_code == 200
         assert ("id_slot" in answer.headers.get("draftwing-ignored", "")) is named
     assert client.post("/v1/completions", json={"prompt": "a", "id_slot": -2}).status_code == 400
+
+
+class Slow(FakeEngine):
+    """Does nothing with a slot, until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+
+    def act_on_slot(self, action: str, client: str, slot: int, filename: str) -> tuple[int, int]:
+        assert self.may.wait(60)
+        return slot, 0
+
+
+def test_so_many_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_WAITING", 3)
+    engine = Slow()
+    with serving(engine) as url, ThreadPoolExecutor(6) as pool:
+        ask = lambda slot: httpx.post(f"{url}/slots/{slot}?action=erase", timeout=60)  # noqa: E731
+        every = [pool.submit(ask, slot) for slot in range(6)]
+        refused = list(islice(as_completed(every), 3))
+        assert all(one.result().status_code == 503 and "3 actions" in one.result().text for one in refused)
+        assert ask(9).status_code == 503
+        engine.may.set()
+        rest = {one.result().json()["n_erased"] for one in every if one not in refused}
+        assert len(rest) == 3 and ask(9).json() == {"id_slot": 9, "n_erased": 9}
 
 
 @pytest.fixture(scope="module")

@@ -43,11 +43,14 @@ class NamedPrefixes:
     def __init__(self, folder: Path) -> None:
         self._root = folder / _FOLDER
 
-    def every(self) -> Iterator[Named]:
-        """Yields what all files say, those of other models, too."""
+    def every(self, but: tuple[bytes, str] | None = None) -> Iterator[Named]:
+        """Yields what all files say, those of other models, too. but: an owner and a name that are left out. Raises
+        RequestError as `save`, for that name."""
+        left_out = None if but is None else self._path(*but)
         for path in self._root.glob("*/*"):
             with suppress(OSError, ValueError):
-                yield _read(path)
+                if path != left_out:
+                    yield _read(path)
 
     def save(self, owner: bytes, name: str, named: Named) -> None:
         """Writes a file, in place of one of this name. Raises RequestError where there are too many, and OSError."""

@@ -19,7 +19,7 @@ import struct
 import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -132,8 +132,7 @@ class PrefixStore:
         self._look_at_names()
 
     def _look_at_names(self) -> None:
-        every = self._named.every()
-        self._stay = frozenset((_folder(one.identity), digest) for one in every for digest in one.digests)
+        self._stay = _files_of(self._named.every())
 
     def _folders(self) -> Iterator[Path]:
         """Yields folders of this version; removes those of others."""
@@ -243,9 +242,9 @@ class PrefixStore:
         """Has files stay, for an owner and under a name. blocks, state: digests. Returns their bytes. Raises
         RequestError for a name that cannot be, and where too much stays already, and OSError."""
         named = Named(self._identity, tuple(blocks), state)
-        self._look_at_names()  # others may have saved meanwhile
-        keys = {(self._name, digest) for digest in named.digests}
-        size = sum(stored.size for key, stored in self._files.items() if key in keys | self._stay)
+        keys = _files_of([named])
+        others = _files_of(self._named.every(but=(owner, name)))  # which may have saved meanwhile
+        size = sum(stored.size for key, stored in self._files.items() if key in keys or key in others)
         if size > _NAMED * self._limit:
             raise RequestError(
                 f"saved slots would take {size / 1e9:.2f} GB; expected at most half of --prefix-cache-size, "
@@ -253,7 +252,7 @@ class PrefixStore:
                 "filename",
             )
         self._named.save(owner, name, named)
-        self._stay |= keys
+        self._stay = keys | others
         return sum(stored.size for key, stored in self._files.items() if key in keys)
 
     def saved(self, owner: bytes, name: str) -> Named:
@@ -282,6 +281,7 @@ class PrefixStore:
         become a smaller one alone."""
         if self.size + size <= self._limit:
             return True
+        self._look_at_names()  # others may have saved meanwhile
         kept = frozenset((self._name, digest) for digest in keep)
         self._remove_least(self._limit * (1 - _SPARE) - size, kept | self._stay)
         if self.size > self._limit:
@@ -325,6 +325,10 @@ class PrefixStore:
 
     def _path(self, entry: Entry) -> Path:
         return self._folder / _name(entry)
+
+
+def _files_of(every: Iterable[Named]) -> frozenset[tuple[str, bytes]]:
+    return frozenset((_folder(one.identity), digest) for one in every for digest in one.digests)
 
 
 def _folder(identity: bytes) -> str:

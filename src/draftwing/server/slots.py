@@ -6,6 +6,7 @@ A client's slot holds the text of its last request with that `id_slot`. What is 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any
 
@@ -18,10 +19,12 @@ from draftwing.requests.refusals import show
 from draftwing.server.edge.keys import client_name
 from draftwing.server.endpoints import read_body, schema, unless_disconnected
 from draftwing.server.http import encode, json_response
+from draftwing.server.quotas import QueueFull
 from draftwing.server.schema import Body
 from draftwing.server.service import Service
 
 ACTIONS = ("save", "restore", "erase")
+MAX_WAITING = 32  # actions, which are done one after the other; of clients that have gone away, too
 
 
 class SlotRequest(Body):
@@ -34,6 +37,19 @@ class SlotRequest(Body):
 
 def add_slot_routes(app: FastAPI, service: Service) -> None:
     engine, options = service.engine, service.options
+    waiting = set[asyncio.Task[tuple[int, int]]]()
+
+    async def done(action: str, slot: int, filename: str) -> tuple[int, int]:
+        """Returns tokens and bytes. What has begun is done to its end, though its client goes away."""
+        if len(waiting) >= MAX_WAITING:
+            raise QueueFull(
+                f"{MAX_WAITING} actions on slots, the most there may be, wait", own=False, when="when one is done"
+            )
+        task = asyncio.ensure_future(engine.act_on_slot(action, client_name(), slot, filename))
+        waiting.add(task)
+        task.add_done_callback(waiting.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody asks any more
+        return await asyncio.shield(task)
 
     @app.get("/slots")
     async def slots(fail_on_no_slot: bool = False) -> Response:
@@ -55,8 +71,7 @@ def add_slot_routes(app: FastAPI, service: Service) -> None:
         if body.filename is None and action != "erase":
             raise RequestError("filename is missing", "filename")
         began = time.perf_counter()
-        work = engine.act_on_slot(action, client_name(), slot, body.filename or "")
-        tokens, size = await unless_disconnected(request, work)
+        tokens, size = await unless_disconnected(request, done(action, slot, body.filename or ""))
         if action == "erase":
             return {"id_slot": slot, "n_erased": tokens}
         known = {"id_slot": slot, "filename": body.filename}
