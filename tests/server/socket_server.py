@@ -27,8 +27,9 @@ class SocketServer:
         self.requests = 0
         SocketServer.every.append(self)
 
-    async def ready(self) -> None:
+    async def ready(self) -> int:
         self._server = await asyncio.start_unix_server(self._serve, self.path)
+        return 0
 
     async def stop(self) -> None:
         self._server.close()

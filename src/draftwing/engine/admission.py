@@ -42,6 +42,7 @@ class EngineInfo:
     dtype: str
     device: str
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    pool_bytes: int = 0  # of the KV pool and of recurrent states, when all of them have been used; of one rank
     processors: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_rate: float = 0.0

@@ -225,6 +225,7 @@ class Engine:
             dtype=str(model.dtype).removeprefix("torch."),
             device=parts.executor.device.kind,
             weight_bytes=model.weight_bytes(),
+            pool_bytes=_pool_bytes(parts),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
             capability=parts.capability,
@@ -483,8 +484,7 @@ class Engine:
 
     def _memory_stats(self) -> dict[str, int]:
         """Of this process, and in it of what takes most; on a GPU these are beside it."""
-        pool = sum(kept.nbytes for kept in self.parts.executor.attn.pool.tensors)
-        return {**process_memory(), "pool": pool, "recordings": self.parts.executor.recorded_bytes}
+        return {**process_memory(), "pool": self.info.pool_bytes, "recordings": self.parts.executor.recorded_bytes}
 
     def _state_stats(self) -> dict[str, Any]:
         """Of a model with recurrent layers."""
@@ -682,3 +682,7 @@ class Engine:
             return None
         function, values = find_processor(self._processors, asked.name, _PROCESSOR), json.loads(asked.params)
         return lambda tokens, logits: apply(function, tokens, logits, values, _PROCESSOR)
+
+
+def _pool_bytes(parts: Parts) -> int:
+    return sum(kept.nbytes for kept in parts.executor.attn.pool.tensors)

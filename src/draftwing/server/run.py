@@ -20,6 +20,7 @@ from draftwing.server.signals import Hangup, terminable
 from draftwing.version import __version__
 
 if TYPE_CHECKING:
+    from draftwing.engine.admission import EngineInfo
     from draftwing.server.engine_client import AsyncEngine
     from draftwing.server.telemetry.observer import Watcher
     from draftwing.text.tokenizer import Tokenizer
@@ -28,12 +29,15 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
-def serve(options: Options, private: socket.socket | None = None, ready: Callable[[], None] = lambda: None) -> None:
+def serve(
+    options: Options, private: socket.socket | None = None, ready: Callable[[EngineInfo], None] = lambda info: None
+) -> None:
     """Serves until SIGINT, SIGTERM or the end of the terminal, see `Hangup`. Raises ConfigError, CheckpointError or
     EngineDead before it listens, and SystemExit with code 1 when the engine is lost for good: whoever runs the server
     may start another one.
 
-    private: to listen on in place of the address, bound to a path.  ready: is called when requests are taken.
+    private: to listen on in place of the address, bound to a path.  ready: is called when requests are taken,
+    with the facts of the engine.
     """
     hangup = Hangup(reloads=options.api_key_file is not None)
     with terminable(hangup), private or bind(options.host, options.port) as sock:
@@ -47,7 +51,7 @@ def serve(options: Options, private: socket.socket | None = None, ready: Callabl
             keep_tidy()
             port = None if private is not None else sock.getsockname()[1]
             server = make_server(engine, tokenizer, watchers, STOP_SECONDS, port, hangup)
-            server.ready = ready
+            server.ready = partial(ready, engine.info)
             server.run(sockets=[sock])
             if server.lost:
                 raise SystemExit(1)

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,22 @@ async def test_lists_and_loading_by_hand() -> None:
         assert await states() == {"a": "unloaded", "b": "unloaded"}
         assert (await client.post("/models/unload", json={"model": "b"})).status_code == 400
         assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == ["a", "b"]
+
+
+async def test_who_reads_metrics_keeps_no_model_loaded() -> None:
+    async with front() as client:
+        await client.post("/api/chat", json={"model": "b", "keep_alive": "1h"})
+
+        async def expires() -> datetime:
+            (card,) = (await client.get("/api/ps")).json()["models"]
+            return datetime.fromisoformat(card["expires_at"])
+
+        before = await expires()
+        await asyncio.sleep(0.1)
+        assert (await client.get("/metrics?model=b")).json()["name"] == "b"
+        assert abs(await expires() - before) < timedelta(seconds=0.05)
+        await client.post("/v1/any", json={"model": "b"})
+        assert await expires() - before > timedelta(seconds=0.05)
 
 
 async def test_keep_alive_of_ollama() -> None:

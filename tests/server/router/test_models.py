@@ -29,6 +29,8 @@ class Machine:
         self.running: dict[str, FakeServer] = {}
         self.log: list[str] = []
         self.errors: dict[str, Exception] = {}
+        self.pool = 0  # bytes of each one's KV cache
+        self.taken = 0  # and what each takes now; 0: not known
 
     def start(self, arguments: Mapping[str, Any], path: Path, ended: Callable[[], None]) -> FakeServer:
         return FakeServer(self, arguments["model"], path, ended)
@@ -36,8 +38,8 @@ class Machine:
     def models(self, sizes: Mapping[str, float], **more: Any) -> Models:
         """sizes: GB of each."""
         every = [ServedModel((name,), more.pop("keep_alive", 1e9), {"model": name, "device": "cpu"}) for name in sizes]
-        forecast = lambda one: Forecast(int(sizes[one.name] * GB), 0, 0)  # noqa: E731
-        return Models(every, start=self.start, forecast=forecast, taken=lambda pid: 0, **more)  # type: ignore[arg-type]
+        forecast = lambda one: Forecast(0, int(sizes[one.name] * GB), 0)  # noqa: E731
+        return Models(every, start=self.start, forecast=forecast, taken=lambda pid: self.taken, **more)  # type: ignore[arg-type]
 
 
 class FakeServer:
@@ -49,10 +51,11 @@ class FakeServer:
         machine.running[name] = self
         machine.log.append(f"+{name}")
 
-    async def ready(self) -> None:
+    async def ready(self) -> int:
         await asyncio.sleep(self.machine.seconds)
         if self.name in self.machine.errors:
             raise self.machine.errors[self.name]
+        return self.machine.pool
 
     async def stop(self) -> None:
         assert not self.users, "it loses a request"
@@ -97,6 +100,34 @@ async def test_the_least_recently_used_makes_room() -> None:
     for name in "abc":
         await ask(models, name)
     assert machine.log == ["+a", "+b", "-a", "+c"]
+
+
+async def test_a_loaded_model_counts_with_what_was_measured() -> None:
+    machine = Machine()
+    machine.pool, machine.taken = GB // 2, GB
+    models = machine.models({"a": 3, "b": 3}, budget=5 * GB)
+    await ask(models, "a")
+    await models.refresh()
+    machine.taken = 2 * GB  # for a moment
+    await ask(models, "b")
+    assert machine.log == ["+a", "+b"], "with its forecast a would have made room"
+    await models.refresh()
+    machine.taken = GB
+    await models.refresh()
+    least = models.find("a").needs.all
+    assert 1.5 * GB < least < 1.6 * GB
+    machine.taken = int(1.4 * GB)  # some of the cache is used: that is no more than it may take
+    await models.refresh()
+    assert models.find("a").needs.all == models.find("b").needs.all == least
+    machine.taken = 0  # not known: what was known before
+    await models.refresh()
+    assert models.find("a").needs.all == least
+    await models.unload(models.find("a"))
+    machine.taken = 3 * GB
+    machine.log.clear()
+    await ask(models, "a")
+    assert machine.log == ["-b", "+a"], "one that takes more than it should counts with that"
+    await models.close()
 
 
 async def test_what_cannot_fit_is_said_before_anything_is_stopped() -> None:

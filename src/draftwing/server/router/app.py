@@ -39,6 +39,7 @@ from draftwing.server.ui.routes import add_page
 from draftwing.version import __version__
 
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
+_WATCHED = ("/metrics", "/ui/engine")
 USUAL_ROWS = 64  # requests that an engine runs at once, where no option says
 # By which Ollama's clients load and unload models: without one of these nothing is generated.
 _PROMPTS = {"/api/chat": ("messages", chat_content), "/api/generate": ("prompt", text_content)}
@@ -174,6 +175,7 @@ def _add_lists(app: FastAPI, models: Models, key: Callable[[], str | None]) -> N
             cards = [listing.anthropic(model) for model in models.every]
             ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
             return {"data": cards, "has_more": False} | ends
+        await models.refresh()
         return {"object": "list", "data": [await listing.openai(model) for model in models.every]}
 
     @app.get("/models/{name:path}")
@@ -190,6 +192,7 @@ def _add_lists(app: FastAPI, models: Models, key: Callable[[], str | None]) -> N
 
     @app.get("/api/ps")
     async def running() -> dict[str, Any]:
+        await models.refresh()
         return {"models": [await listing.running(model) for model in models.loaded]}
 
 
@@ -276,7 +279,7 @@ def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overv
             model = named(request.query_params)
             if not model.takes_requests:  # to look at something loads nothing
                 raise RequestError(f"the model {model.served.name!r} is not loaded; POST /models/load does", "model")
-            if request.url.path == "/ui/engine" and model.server is not None:  # who only watches keeps no model
+            if request.url.path in _WATCHED and model.server is not None:  # who only watches keeps no model
                 return Forwarded(model.server, AsyncExitStack(), b"")
             return await handed(request, model)
         found = await _read(request)

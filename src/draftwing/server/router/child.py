@@ -5,13 +5,21 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from draftwing.config.options import Options
 from draftwing.engine.process.spawn import Failed, joined
 from draftwing.errors import DraftwingError
 from draftwing.log import configure_logging
 
-READY = "ready"  # what it sends once requests are taken; `Failed` in its place
+if TYPE_CHECKING:
+    from draftwing.engine.admission import EngineInfo
+
+
+def host_pool(info: EngineInfo) -> int:
+    """Returns what it sends once requests are taken (`Failed` in its place): the bytes of the host's that the KV cache
+    takes when all of it has been used."""
+    return 0 if info.stored["on_device"] else info.pool_bytes * info.options.tp_size
 
 
 def main() -> int:
@@ -24,7 +32,7 @@ def main() -> int:
 
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(path)
-            serve(Options.from_kwargs(**arguments).resolve(), sock, lambda: connection.send(READY))
+            serve(Options.from_kwargs(**arguments).resolve(), sock, lambda info: connection.send(host_pool(info)))
     except DraftwingError as error:
         connection.send(Failed.of(error))
         return 2

@@ -31,7 +31,8 @@ class Listing:
         """Returns an entry of /v1/models, with llama.cpp's `status`."""
         said = await self._of_server(model)
         card = {"id": model.served.name, "object": "model", "created": int(model.since), "owned_by": "draftwing"}
-        status = {"value": model.state} | ({"failed": True, "error": model.failure} if model.failure else {})
+        takes = {"memory": model.needs.all} if model.ready else {}
+        status = {"value": model.state} | takes | ({"failed": True, "error": model.failure} if model.failure else {})
         names = {"aliases": list(model.served.names[1:])} if len(model.served.names) > 1 else {}
         return {**card, **said.get("openai", {}), **names, "path": model.served.model, "status": status}
 
@@ -49,7 +50,7 @@ class Listing:
         """Returns an entry of /api/ps."""
         expires = model.expires()
         found = {**await self.ollama(model), "expires_at": _NEVER if math.isinf(expires) else _written(expires)}
-        return {**found, **(await self._of_server(model)).get("running", {})}
+        return {**found, "size": model.needs.all, **(await self._of_server(model)).get("running", {})}
 
     async def _of_server(self, model: Model) -> dict[str, Any]:
         since, said = self._said.get(model.served.name, (0.0, {}))

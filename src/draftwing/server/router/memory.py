@@ -13,7 +13,8 @@ from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
 from draftwing.machine import free_memory
 
-PROCESS_BYTES = 450 << 20  # of a model's processes, without weights and KV: measured, docs/several_models.md
+PROCESS_BYTES = 560 << 20  # of a model's processes at most, without weights and KV: measured, docs/several_models.md
+GROWTH_BYTES = 64 << 20  # that they take later than their start, by steps
 POOL_BYTES = 2 << 30  # of the KV pool on a CPU by default, a quarter of what is free at most
 _LAYERS, _HEADS, _KV_HEADS, _SIZE = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
 _PART = re.compile(r"-\d{5}-(of-\d{5})$", re.ASCII)
@@ -53,6 +54,12 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
         return Forecast(weights, tokens * slot)
     pool = int(max(free - weights, 0) * fraction) if fraction else min(POOL_BYTES, max(free - weights, 0) // 4)
     return Forecast(weights, pool)
+
+
+def measured(weights: int, pool: int, resident: int) -> Forecast:
+    """Returns what a model that has started takes at most. weights: bytes of its files.  pool: bytes of its KV cache
+    when all of it has been used.  resident: bytes of its processes, with weights, when little of the cache was."""
+    return Forecast(weights, pool, max(resident - weights, 0) + GROWTH_BYTES)
 
 
 def model_files(model: ServedModel) -> list[Path]:

@@ -16,7 +16,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import DraftwingError, NotFound, listed
 from draftwing.machine import free_memory
-from draftwing.server.router.memory import Forecast, forecast, gigabytes, taken
+from draftwing.server.router.memory import Forecast, forecast, gigabytes, measured, taken
 from draftwing.server.router.process import ModelServer
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class Model:
         self.used, self.since = -math.inf, 0.0
         self.keep_alive = served.keep_alive
         self.timer: asyncio.TimerHandle | None = None
-        self.needs = Forecast(0, 0)  # of the start
+        self.needs = Forecast(0, 0)  # of the start; once it is loaded, `memory.measured`
+        self.pool, self.resident = 0, math.inf  # as `memory.measured` has them, the least that was seen
         self.failure: str | None = None
 
     @property
@@ -246,7 +247,7 @@ class Models:
                     await self._change()
                 await self._make_room(model)
                 server = self._spawn(model)
-            await server.ready()
+            model.pool = await server.ready()
             if model.server is not server:
                 raise EngineDead(f"its process ended: {model.failure}")
         except BaseException as error:
@@ -256,6 +257,7 @@ class Models:
             return
         model.ready, model.failure, model.since, model.starting = True, None, time.time(), None
         model.keep_alive = model.served.keep_alive
+        model.resident = math.inf
         logger.info("model %s is loaded", model.served.name)
         for turn in _taken_out(model.waiting):
             self._begin(model)
@@ -330,8 +332,7 @@ class Models:
 
     async def _measure(self, models: Sequence[Model]) -> tuple[float, float]:
         """Returns bytes that nobody has taken or is going to take, and those that there were without these models."""
-        pids = {model: model.server.process.pid for model in models if model.server is not None}
-        now = await asyncio.to_thread(lambda: {model: self._taken(pid) for model, pid in pids.items()})
+        now = await self._taken_by(models)
         sizes = {model: max(model.needs.all, size) for model, size in now.items()}
         if self._budget is not None:
             return self._budget - sum(sizes.values()), self._budget
@@ -339,6 +340,21 @@ class Models:
         if free is None:
             return math.inf, math.inf
         return free + sum(now.values()) - sum(sizes.values()), free + sum(now.values())
+
+    async def _taken_by(self, models: Iterable[Model]) -> dict[Model, int]:
+        """Returns the bytes that each of these takes now, as far as it runs; in place of the forecast of one that is
+        loaded stands from now on what it takes at most."""
+        pids = {model: model.server.process.pid for model in models if model.server is not None}
+        now = await asyncio.to_thread(lambda: {model: self._taken(pid) for model, pid in pids.items()})
+        for model, size in now.items():
+            if model.ready and size:
+                model.resident = min(model.resident, size)  # the least: at first an engine takes more for a moment
+                model.needs = measured(model.needs.weights, model.pool, int(model.resident))
+        return now
+
+    async def refresh(self) -> None:
+        """Measures what loaded models take."""
+        await self._taken_by(self.loaded)
 
     async def _change(self) -> None:
         """Returns when a request has ended, or a model was started or stopped."""

@@ -29,6 +29,7 @@ class Overview:
         self._models.look()
         if time.monotonic() - self._measured >= _FRESH:
             self._measured = time.monotonic()
+            await self._models.refresh()
             every = [(one.served, one.server.process.pid if one.server else None) for one in self._models.every]
             self._sizes = await asyncio.to_thread(lambda: {served.name: _sizes(served, pid) for served, pid in every})
         listed = [self._fact(model) for model in self._models.every]
@@ -43,6 +44,7 @@ class Overview:
             "requests": model.in_flight,
             "waiting": len(model.waiting),
             "memory": memory if model.server is not None else 0,
+            "at_most": model.needs.all if model.server is not None else 0,
             "files": files,
         }
 

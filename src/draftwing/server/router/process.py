@@ -12,7 +12,6 @@ from typing import Any
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.engine.process.spawn import Failed, how_it_ended, start_module
-from draftwing.server.router.child import READY
 
 CHILD = "draftwing.server.router.child"
 STOP_SECONDS = 15.0  # for a server without requests to end; then it is killed
@@ -36,13 +35,14 @@ class ModelServer:
             self._connection.send((dict(arguments), str(path)))
         self._loop.add_reader(self._connection.fileno(), self._heard)
 
-    async def ready(self) -> None:
-        """Returns when requests are taken. Raises ConfigError, CheckpointError or EngineDead."""
+    async def ready(self) -> int:
+        """Returns when requests are taken: `child.host_pool`. Raises ConfigError, CheckpointError or EngineDead."""
         first = await asyncio.shield(self._first)
         if isinstance(first, Failed):
             raise first.error(EngineDead)
-        if first != READY:
-            raise EngineDead(f"its process ended before it was ready: {await asyncio.to_thread(self.how_it_ended)}")
+        if isinstance(first, int):
+            return first
+        raise EngineDead(f"its process ended before it was ready: {await asyncio.to_thread(self.how_it_ended)}")
 
     def how_it_ended(self) -> str:
         """Returns in words how the process has ended; blocks for a moment."""

@@ -93,7 +93,7 @@ function row(one, chosen, act) {
     h("td", { "data-state": one.state }, state),
     h("td", { class: "n" }, one.waiting ? `${one.requests} + ${one.waiting} waiting` : number(one.requests)),
     h("td", { class: "n" }, one.files ? gigabytes(one.files) : "–"),
-    h("td", { class: "n" }, one.memory ? gigabytes(one.memory) : "–"),
+    h("td", { class: "n" }, one.memory ? `${gigabytes(one.memory)} of ${gigabytes(one.at_most)}` : "–"),
     h("td", { class: "n" }, h("button", {
       type: "button", disabled: one.state === "loading" || one.state === "unloading",
       "aria-label": `${on ? "Unload" : "Load"} ${one.name}`, onclick: () => act(action, one.name),
