@@ -11,20 +11,23 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 import torch
+from engine_rig import Rig, greedy
 from hybrid_gguf import write
-from image_models import PAD, SPECIAL, VISION, encoded, picture, reference, write_model
+from image_models import END, PAD, SPECIAL, START, VISION, encoded, features, logits, picture, reference, write_model
 from tiny_gguf import finish
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.images.processing import Tile
-from draftwing.images.reader import Picture, read
+from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.config import ModelConfig
-from draftwing.models.loader import load_config
+from draftwing.models.loader import load_config, load_model
 from draftwing.models.towers import projector_file
 from draftwing.models.towers.loading import load_tower, stored_tensors
+from draftwing.ops import make_ops
 from draftwing.ops.table import PLAIN
+from draftwing.requests.request import LogprobParams
 from draftwing.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -174,7 +177,10 @@ def test_a_dense_model_with_features_that_layers_add(tmp_path: Path) -> None:
 
 
 def test_what_is_not_served(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for changes, words in (({"projector": "gemma3"}, "expected qwen3vl_merger"), ({"width": 32}, "hidden size, 64")):
+    for changes, words in (
+        ({"projector": "pixtral"}, "expected qwen3vl_merger or gemma3"),
+        ({"width": 32}, "hidden size, 64"),
+    ):
         file = write_projector(tmp_path / f"{words}.gguf", "qwen3.5", **changes)
         with pytest.raises(CheckpointError, match=words):
             seeing(model, file)
@@ -196,3 +202,120 @@ def test_a_model_without_the_token_of_images(tmp_path: Path) -> None:
     file = write_projector(tmp_path / "mmproj.gguf", "qwen3.5")
     with pytest.raises(CheckpointError, match="expected a token"):
         seeing(path, file)
+
+
+# -- Gemma 3 -----------------------------------------------------------------------------------------------------------
+
+
+def write_gemma(path: Path, soft: str = "<image_soft_token>") -> Path:
+    """The language model of a Gemma 3, by the package's own names of tensors. soft: the token of images."""
+    theirs = reference("gemma3")
+    text, arch = theirs.config.text_config, gguf_package.MODEL_ARCH.GEMMA3
+    own = gguf_package.get_tensor_name_map(arch, text.num_hidden_layers)
+    writer = gguf_package.GGUFWriter(path, gguf_package.MODEL_ARCH_NAMES[arch])
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    writer.add_key_length(text.head_dim)
+    writer.add_value_length(text.head_dim)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_rope_freq_base(text.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_sliding_window(text.sliding_window)
+    writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+    names = {PAD: soft, START: "<start_of_image>", END: "<end_of_image>"}
+    tokens = [names.get(i, f"t{i}") for i in range(text.vocab_size)]
+    writer.add_token_list(tokens)
+    kinds = gguf_package.TokenType
+    writer.add_token_types([kinds.CONTROL if name.startswith("<") else kinds.NORMAL for name in tokens])
+    writer.add_eos_token_id(text.eos_token_id)
+    for name, value in theirs.model.language_model.state_dict().items():
+        made = own.get_name(f"model.{name}", try_suffixes=(".weight",))
+        assert made is not None, name
+        added = 1 if name.endswith("norm.weight") else 0  # as converters do
+        writer.add_tensor(made, (value + added).contiguous().numpy().astype(np.float32))
+    finish(writer)
+    return path
+
+
+def write_gemma_projector(path: Path, swapped: bool = False, **changes: int) -> Path:
+    """swapped: whether it calls the two matrices of layers as early converters did."""
+    theirs = reference("gemma3")
+    vision = theirs.config.vision_config
+    writer = gguf_package.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(gguf_package.VisionProjectorType.GEMMA3)
+    writer.add_vision_projection_dim(theirs.config.text_config.hidden_size)
+    writer.add_vision_image_size(changes.get("size", vision.image_size))
+    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_embedding_length(vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_head_count(vision.num_attention_heads)
+    writer.add_vision_attention_layernorm_eps(vision.layer_norm_eps)
+    writer.add_vision_image_mean([0.5, 0.4, 0.45])
+    writer.add_vision_image_std([0.5, 0.25, 0.3])
+    writer.add_vision_projector_scale_factor(changes.get("factor", 2))
+    other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if swapped else {}
+    parts = {"vision_tower.": theirs.model.vision_tower, "multi_modal_projector.": theirs.model.multi_modal_projector}
+    for prefix, part in parts.items():
+        for name, value in part.state_dict().items():
+            whole = f"{prefix}{name}".replace("mm_input_projection_weight", "mm_input_projection.weight")
+            whole = whole if "vision_model" in whole else whole.replace("tower.", "tower.vision_model.")
+            stem, _, leaf = whole.rpartition(".")
+            made = names.get_name(stem)
+            if made is None:  # the head, which makes one row of an image
+                assert "head" in stem, stem
+                continue
+            for one, another in other.items():
+                if made.endswith(one):
+                    made = made.replace(one, another)
+                    break
+            added = 1 if "soft_emb_norm" in name else 0
+            writer.add_tensor(f"{made}.{leaf}", (value + added).contiguous().numpy().astype(np.float32))
+    finish(writer)
+    return path
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_gemma3_is_transformers(tmp_path: Path, swapped: bool) -> None:
+    """Features, and log probabilities of a prompt with two pictures."""
+    path, file = write_gemma(tmp_path / "model.gguf"), write_gemma_projector(tmp_path / "mmproj.gguf", swapped)
+    folder = write_model(tmp_path / "folder", "gemma3")
+    whole, config = load_config(folder), seeing(path, file)
+    assert config.tower is not None and whole.tower is not None  # a file has its eps in 32 bits
+    assert dataclasses.replace(config.tower, eps=whole.tower.eps) == whole.tower
+    model = load_model(path, torch.float32, "cpu", adjust=lambda own: seeing(path, file))
+    tower = config.tower
+    model.tower = load_tower(tower, stored_tensors(file, tower), torch.float32, CPU, DENSE, make_ops(CPU))
+    processor = tower.processor(load_tokenizer(folder, None))
+    shown = [picture(40, 30), picture(8, 30, 1)]
+    pieces = [read(Picture(encoded(one), "x"), processor) for one in shown]
+    ids, images = placed([1, 90, PAD, 91, 70, 90, PAD, 91, 33, 34], Prompt("", pieces), processor)
+    for one, image in zip(shown, images, strict=True):
+        found = model.tower.features(torch.from_numpy(image.pixels.copy()), image.tokens)
+        expected, _ = features("gemma3", one)
+        torch.testing.assert_close(found, expected.view_as(found), atol=1e-4, rtol=1e-4)
+    rig = Rig(model)
+    rig.submit("0", ids, greedy(1), images=images, logprobs=LogprobParams(start=0))
+    values = [value.value for value in rig.run().prompt_logprobs["0"][1:]]
+    theirs = logits("gemma3", ids, shown)[:-1].log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert values == pytest.approx(theirs.tolist(), abs=1e-4, rel=1e-4)
+
+
+def test_gemma3_whose_tokens_are_no_square(tmp_path: Path) -> None:
+    path, file = write_gemma(tmp_path / "model.gguf"), write_gemma_projector(tmp_path / "mmproj.gguf", factor=3)
+    with pytest.raises(CheckpointError, match="expected a divisor of 8, found 3"):
+        seeing(path, file)
+
+
+def test_gemma3_without_the_token_of_images(tmp_path: Path) -> None:
+    """Some converters leave it out, as it is past the words; then it is one that nothing uses."""
+    file = write_gemma_projector(tmp_path / "mmproj.gguf")
+    tower = seeing(write_gemma(tmp_path / "free.gguf", "<unused7>"), file).tower
+    assert tower is not None and tower.token == PAD
+    with pytest.raises(CheckpointError, match="expected a token <image_soft_token>, found none"):
+        seeing(write_gemma(tmp_path / "none.gguf", "<other>"), file)
