@@ -21,6 +21,12 @@ from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 
 from draftwing.images.processing import Tile
 from draftwing.images.tiles import GridProcessor
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
+from draftwing.models.towers.loading import load_tower, stored_tensors
+from draftwing.ops import make_ops
+from draftwing.text.tokenizer import load_tokenizer
 
 PAD, START, END, EOS = 258, 259, 260, 256
 SPECIAL = "<eos>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -225,6 +231,20 @@ def write_model(folder: Path, kind: str) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
     (folder / "preprocessor_config.json").write_text(json.dumps(KINDS[kind].settings))
     return folder
+
+
+@cache
+def loaded(folder: Path, packed: bool = True) -> tuple[DecoderModel, Any]:
+    """Returns a checkpoint's model with its tower, and how pictures are prepared. packed: as it is served, so that a
+    row's bits do not depend on how many there are."""
+    model = load_model(folder, torch.float32, "cpu")
+    tower = model.config.tower
+    assert tower is not None
+    ops = make_ops(torch.device("cpu"))
+    if packed:
+        model.pack(ops, True)
+    model.tower = load_tower(tower, stored_tensors(folder, tower), torch.float32, torch.device("cpu"), DENSE, ops)
+    return model, tower.processor(load_tokenizer(folder, None))
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

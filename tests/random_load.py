@@ -1,11 +1,12 @@
 """Random requests at a random engine: conversations with beginnings in common that go on, prompts of all lengths beside
-trees of all shapes, grammars, log probabilities, priorities, aborts, pools that are too small. The text of each request
-is that of the request alone.
+trees of all shapes, grammars, log probabilities, priorities, aborts, pools that are too small, pictures. The text of
+each request is that of the request alone.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from engine_rig import InTurn
@@ -16,18 +17,34 @@ from draftwing.kv.pool import delta_specs
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched.state_slots import StateSizes
 
+DRAFTERS = "oracle", "suffix", "ngram"
 ROUNDS = 2  # the second finds what the first has left
 
 
+class Shown(NamedTuple):
+    """numbers: below 0, of pictures; they may stand among a prompt's tokens.  placed: makes a prompt and its images."""
+
+    numbers: Sequence[int] = ()
+    placed: Callable[[list[int]], tuple[list[int], Any]] = lambda items: (items, ())
+
+
+NO_PICTURES = Shown()
+
+
 class Asked(NamedTuple):
+    """items: tokens and pictures, of which the prompt was made."""
+
     prompt: list[int]
     params: Any
     grammar: int | None
     logprobs: LogprobParams | None
+    items: list[int]
+    images: Any = ()
 
     def submit(self, rig: Any, uid: str, **more: Any) -> None:
         grammar = None if self.grammar is None else ToyGrammar(self.grammar, rig.sched.config.vocab)
-        rig.submit(uid, self.prompt, self.params, grammar=grammar, logprobs=self.logprobs, **more)
+        asked = {"grammar": grammar, "logprobs": self.logprobs, "images": self.images}
+        rig.submit(uid, self.prompt, self.params, **asked, **more)
 
 
 class AtRandom(InTurn):
@@ -49,7 +66,7 @@ def shape(rng: random.Random) -> TreeShape:
     return TreeShape(depth, topk, nodes, rng.choice((0, 0, rng.randint(2, nodes))))
 
 
-def asked(harness: Any, rng: random.Random, number: int, prompt: list[int]) -> Asked:
+def asked(harness: Any, rng: random.Random, number: int, items: list[int], shown: Shown) -> Asked:
     tokens, vocab = rng.choice((1, 3, 24, 24)), harness.VOCAB
     edits: dict[str, Any] = {"stop_token_ids": tuple(rng.sample(range(vocab), rng.choice((0, 0, 2))))}
     if rng.random() < 0.2:
@@ -58,7 +75,18 @@ def asked(harness: Any, rng: random.Random, number: int, prompt: list[int]) -> A
         edits |= {"dry_multiplier": rng.uniform(0.1, 3), "dry_allowed_length": rng.randint(1, 3)}
     params = harness.greedy(tokens, **edits) if rng.random() < 0.5 else harness.seeded(tokens, seed=number, **edits)
     wanted = LogprobParams(rng.choice((0, 2)), (), rng.choice((-1, 0))) if rng.random() < 0.2 else None
-    return Asked(prompt, params, rng.randrange(99) if rng.random() < 0.25 else None, wanted)
+    prompt, images = shown.placed(items)
+    return Asked(prompt, params, rng.randrange(99) if rng.random() < 0.25 else None, wanted, items, images)
+
+
+def text(rng: random.Random, vocab: int, size: int, shown: Shown) -> list[int]:
+    """Tokens, often with a picture among them, and now and then with two that follow each other."""
+    found = rng.choices(range(vocab), k=size)
+    if shown.numbers and rng.random() < 0.6:
+        found[rng.randrange(size)] = rng.choice(shown.numbers)
+        if rng.random() < 0.2:
+            found[rng.randrange(size)] = rng.choice(shown.numbers)
+    return found
 
 
 def alone(harness: Any, model: Any, requests: list[Asked]) -> Any:
@@ -70,35 +98,33 @@ def alone(harness: Any, model: Any, requests: list[Asked]) -> Any:
     return rig.run()
 
 
-def requests_of(harness: Any, model: Any, rng: random.Random) -> tuple[list[Asked], Any]:
+def requests_of(harness: Any, model: Any, rng: random.Random, shown: Shown) -> tuple[list[Asked], Any]:
     """First turns, and second ones of some of them with more or less of the answer; and all answers."""
     vocab, longest = harness.VOCAB, harness.CONTEXT - 60
-    stems = [rng.choices(range(vocab), k=size) for size in (16, 40)]
+    stems = [text(rng, vocab, size, shown) for size in (16, 40)]
     found = []
     for i in range(rng.randint(4, 9)):
         stem = rng.choice(stems)[: rng.choice((0, 5, 16, 40))]
-        found.append(asked(harness, rng, i, [*stem, *rng.choices(range(vocab), k=rng.choice((1, 2, 9, 25)))]))
+        found.append(asked(harness, rng, i, [*stem, *text(rng, vocab, rng.choice((1, 2, 9, 25)), shown)], shown))
     answers = alone(harness, model, found).tokens
     for i, first in enumerate([*found]):
         if rng.random() < 0.5:
             kept = rng.choice((0, 5, 24))
-            prompt = [
-                *first.prompt,
-                *answers.get(str(i), [])[:kept],
-                *rng.choices(range(vocab), k=rng.choice((1, 2, 7))),
-            ]
-            found.append(asked(harness, rng, len(found), prompt[:longest]))
+            said = answers.get(str(i), [])[:kept]
+            items = [*first.items, *said, *text(rng, vocab, rng.choice((1, 2, 7)), shown)]
+            found.append(asked(harness, rng, len(found), items[:longest], shown))
     return found, alone(harness, model, found)
 
 
-def check(harness: Any, model: Any, seed: int) -> None:
+def check(harness: Any, model: Any, seed: int, shown: Shown = NO_PICTURES, drafters: Sequence[Any] = DRAFTERS) -> None:
+    """drafters: names, or functions that make one."""
     rng = random.Random(seed)
-    requests, expected = requests_of(harness, model, rng)
+    requests, expected = requests_of(harness, model, rng, shown)
     sizes = StateSizes(rng.choice((3, 5, 16, 40)), *rng.choice(((8, 4), (64, 1), (64, 64))))
     rig = harness.Rig(
         model,
         policy=AtRandom(rng, *(shape(rng) for _ in range(rng.randint(1, 3)))),
-        drafter=rng.choice(("oracle", "suffix", "ngram")),
+        drafter=_made(rng.choice(drafters)),
         book=harness.make_book([one.prompt for one in requests], expected),
         miss=rng.choice((0, 1, 4)),
         lag=rng.randint(0, 1),
@@ -114,6 +140,10 @@ def check(harness: Any, model: Any, seed: int) -> None:
         _round(rng, rig, requests, expected, str(turn))
     rig.sched.flush_cache()
     rig.sched.kv.check_idle()
+
+
+def _made(drafter: Any) -> Any:
+    return drafter() if callable(drafter) else drafter
 
 
 def _round(rng: random.Random, rig: Any, requests: list[Asked], expected: Any, name: str) -> None:

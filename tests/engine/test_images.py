@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
-from image_models import KINDS, PAD, encoded, picture, write_model
+from image_models import KINDS, PAD, encoded, loaded, picture, write_model
 from image_models import greedy as transformers_greedy
 from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
@@ -17,14 +16,9 @@ from toy_grammar import ToyGrammar
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
-from draftwing.layers.linear_ops.dense import DENSE
-from draftwing.models.decoder import DecoderModel
-from draftwing.models.loader import load_model
-from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.requests.request import LogprobParams
-from draftwing.text.tokenizer import load_tokenizer
 
 TOKENS = 30
 TREE = TreeShape(4, 3, 11)
@@ -33,19 +27,6 @@ CHAIN = TreeShape(4, 1, 5)
 SHOWN: list[list[tuple[int, int, int]]] = [
     [(40, 30, 0)], [], [(30, 40, 1), (64, 16, 2)], [(40, 30, 0)], [(40, 30, 3)], [(8, 8, 4)],
 ]  # fmt: skip
-
-
-@cache
-def loaded(folder: Path, packed: bool = True) -> tuple[DecoderModel, Any]:
-    """packed: as it is served, so that a row's bits do not depend on how many there are."""
-    model = load_model(folder, torch.float32, "cpu")
-    tower = model.config.tower
-    assert tower is not None
-    ops = make_ops(torch.device("cpu"))
-    if packed:
-        model.pack(ops, True)
-    model.tower = load_tower(tower, stored_tensors(folder, tower), torch.float32, torch.device("cpu"), DENSE, ops)
-    return model, tower.processor(load_tokenizer(folder, None))
 
 
 def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> tuple[list[int], Any]:

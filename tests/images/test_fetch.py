@@ -155,3 +155,18 @@ def test_limits(port: int, network: list[str]) -> None:
     assert "cannot be fetched" in refusal("http://nowhere.example/", "*")
     assert "without a name and password" in refusal("http://user:secret@good.example/", "*")
     assert "cannot be fetched" in refusal("http://good.example:99999/", "*")
+
+
+def test_a_name_whose_addresses_change(port: int, network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at is what is connected to, and each redirect is looked at anew."""
+    asked: list[str] = []
+
+    def resolve(host: str, port: int, **how: Any) -> list[Any]:
+        asked.append(host)
+        return [(0, 0, 0, "", ("93.184.215.14" if len(asked) == 1 else "127.0.0.1", port))]
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    good = f"http://good.example:{port}"
+    assert fetched(f"{good}/a", "*") == f"/a of good.example:{port}".encode() and len(asked) == 1
+    asked.clear()
+    assert "private network" in refusal(f"{good}/to/{good}/b", "*") and len(asked) == 2

@@ -1,0 +1,82 @@
+"""Random load with pictures on models of each kind that reads images, see `random_load`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engine_rig
+import pytest
+import random_load
+import torch
+from engine_rig import Rig, spread, spread_rig, tiny_model
+from image_models import KINDS, PAD, TEXT, encoded, loaded, picture, write_model
+from random_load import DRAFTERS, Shown
+
+from draftwing.images.processing import Tile
+from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.models.heads.base import DraftLM
+from draftwing.ops import make_ops
+from draftwing.spec.model_drafter import ModelDrafter
+
+SIZES = (40, 30, 0), (40, 30, 3), (8, 8, 4), (64, 16, 2), (30, 40, 1)  # with a seed
+CPU = torch.device("cpu")
+ONE = SimpleNamespace(**{name: getattr(engine_rig, name) for name in ("VOCAB", "CONTEXT", "greedy", "seeded")})
+ONE.Rig, ONE.make_book = Rig, engine_rig.make_book
+TWO = SimpleNamespace(**{**vars(ONE), "Rig": spread_rig, "one_rank": Rig})
+
+
+def shown_to(processor: Any) -> Shown:
+    @cache
+    def pieces(number: int) -> tuple[Any, ...]:
+        return tuple(read(Picture(encoded(picture(*SIZES[-1 - number])), "x"), processor))
+
+    def expand(items: list[int]) -> tuple[list[int], Any]:
+        ids: list[int] = []
+        for item in items:
+            if item >= 0:
+                ids.append(7 if item == PAD else item)  # an answer may have drawn it
+                continue
+            ids += [40, *[PAD] * sum(isinstance(one, Tile) for one in pieces(item)), 41]
+        return placed(ids, Prompt("", [list(pieces(item)) for item in items if item < 0]), processor)
+
+    return Shown(tuple(range(-len(SIZES), 0)), expand)
+
+
+@cache
+def _draft() -> Any:
+    return tiny_model(seed=3, sharpen=3.0, vocab=TEXT["vocab_size"])
+
+
+def _reads_text() -> ModelDrafter:
+    """Returns a draft model that reads no images."""
+    return ModelDrafter(DraftLM(_draft(), TEXT["vocab_size"]), 7, 4, torch.float32, make_ops(CPU))
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+    return write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.further(seed=[*range(1, 150)])
+@pytest.mark.parametrize("seed", range(150))
+def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
+    model, processor = loaded(folder)
+    random_load.check(ONE, model, seed, shown_to(processor), (*DRAFTERS, _reads_text))
+
+
+@pytest.mark.slow
+@pytest.mark.further(seed=[*range(1, 30)])
+@pytest.mark.parametrize("seed", range(30))
+def test_two_ranks(folder: Path, seed: int) -> None:
+    if folder.name == "gemma4":
+        pytest.skip("tables of layers are in no weight map of these threads")
+    model, processor = loaded(folder, packed=False)
+    share = spread(model, make_ops(CPU))
+    for one in (share, *share.others):
+        one.tower = model.tower
+    share.whole = (model,)
+    random_load.check(TWO, share, seed, shown_to(processor))
