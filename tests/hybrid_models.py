@@ -189,16 +189,27 @@ def layer_weights(theirs: Any, seed: int = 5) -> dict[str, Tensor]:
     first with experts, too."""
     generator = torch.Generator().manual_seed(seed)
     hidden, nemotron = theirs.config.hidden_size, theirs.config.model_type == "nemotron_h"
-    first = theirs.config.layer_types.index
+    first, streams = theirs.config.layer_types.index, theirs.config.model_type == "qwen4_exp_text"
+    attention = "indexed_attention" if streams else "full_attention"
     shapes = {
         name.replace(f"model.layers.{layer}.", f"mtp.layers.{i}."): value.shape
-        for i, layer in enumerate((first("full_attention"), *([first("moe")] if nemotron else ())))
+        for i, layer in enumerate((first(attention), *([first("moe")] if nemotron else ())))
         for name, value in theirs.state_dict().items()
         if name.startswith(f"model.layers.{layer}.")
     }
     join, *norms = NEMOTRON_MTP if nemotron else ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     shapes |= {f"mtp.{name}.weight": (hidden,) for name in norms}
     shapes[f"mtp.{join}.weight"] = (hidden, 2 * hidden)
+    if streams:
+        del shapes["mtp.fc.weight"], shapes["mtp.norm.weight"]
+        shapes |= {f"mtp.{name}.weight": (hidden, hidden) for name in ("fc_embedding", "fc_hidden")}
+        shapes["mtp.pre_fc_norm_hidden.weight"] = (theirs.config.hc_count * hidden,)
+        mixer = "model.hyper_connection_mixer."
+        shapes |= {
+            name.replace("model.", "mtp."): value.shape
+            for name, value in theirs.state_dict().items()
+            if name.startswith(mixer)
+        }
     return {
         name: 0.3 * torch.randn(shape, generator=generator) / (1 if len(shape) == 1 else shape[-1] ** 0.5 / 3)
         for name, shape in shapes.items()

@@ -47,7 +47,7 @@ def texts(
 def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
-    predicts = kind.startswith(("qwen3", "nemotron-h-"))
+    predicts = kind.startswith(("qwen3", "qwen4", "nemotron-h-"))
     if predicts:
         with_layer(folder, theirs, layer_weights(theirs))
     else:

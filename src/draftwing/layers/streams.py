@@ -93,6 +93,9 @@ class StreamedLayer(DecoderLayer):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        self.mixer.write(self.before_mixer(x), cos, sin, attend)
+
 
 def stored_streams(
     config: StreamsConfig, hidden: int, checkpoint: str, param: str, adds: bool = True

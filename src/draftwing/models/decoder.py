@@ -103,6 +103,13 @@ class DecoderModel(nn.Module):
     def final_aux_layer(self) -> int:
         return self.config.num_layers + 1
 
+    @property
+    def stream_layers(self) -> tuple[int, ...]:
+        """Returns what the residual streams before the last norm are called among `aux_layers`; nothing where there is
+        but one."""
+        count = 0 if self.config.streams is None else self.config.streams.count
+        return tuple(range(self.final_aux_layer + 1, self.final_aux_layer + 1 + count))
+
     def head_shapes(self) -> list[HeadShape]:
         """Returns the different shapes of its attention, of this rank."""
         mixers = [part for part in self.layers.modules() if isinstance(part, Attention | LatentAttention)]
@@ -135,8 +142,8 @@ class DecoderModel(nn.Module):
         hidden], and the auxiliary hidden states.
 
         aux_layers: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
-        wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
-        [M, len(aux_layers) * hidden], or None when there are none.
+        wanted, `final_aux_layer` for what comes after the final norm, and `stream_layers`; they come concatenated in
+        the order given, [M, len(aux_layers) * hidden], or None when there are none.
 
         narrowed: without auxiliary hidden states; those of other queries are zeros, for layers from `keepers` on, which
         leave nothing to later ones, do not see them.
@@ -193,11 +200,12 @@ class DecoderModel(nn.Module):
                 normed = None if normed is None else self._norms[i](x)
             if i in aux_layers:
                 streams[i] = x
-        x = self.norm(x) if normed is None else normed
+        last, x = x, self.norm(x) if normed is None else normed
         if narrowed is not None:
             return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, x), None
         streams = {i: one if count == 1 else one.unflatten(1, (count, -1)).mean(1) for i, one in streams.items()}
         streams[self.final_aux_layer] = x
+        streams |= dict(zip(self.stream_layers, last.chunk(count, 1), strict=False))
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))

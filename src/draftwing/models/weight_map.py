@@ -29,6 +29,7 @@ _NEXTN_NAMES = {
 }  # fmt: skip
 PER_LAYER = "model.embed_tokens_per_layer"  # a table that stays in its file
 _NEXTN_COPIES = "embed_tokens", "shared_head.head"  # of the model's
+_NO_FACTORS: Mapping[str, float] = {}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
 
 
@@ -43,7 +44,7 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
         )
     else:
         last = stored_streams(config.streams, config.hidden_size, config.family.final_norm, "norm", adds=False)
-        table |= _entries(config, config.layers[0], last, "", "", {}, ranks)
+        table |= entries(config, config.layers[0], last, ranks=ranks)
     if config.norm.bias:
         table[f"{config.family.final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
     if config.per_layer:
@@ -114,7 +115,7 @@ def layer_names(
         table |= _ngram_table(
             layer.ngram, f"{checkpoint}.ple.ple_embedding.ngram_embedding", f"{model}.ngram.embed.table"
         )
-    return table | _entries(config, layer, parts, f"{checkpoint}.", f"{model}.", dict(config.factors), ranks)
+    return table | entries(config, layer, parts, f"{checkpoint}.", f"{model}.", dict(config.factors), ranks)
 
 
 def _ngram_table(ngram: NgramConfig, checkpoint: str, param: str) -> dict[str, ParamSlice]:
@@ -127,14 +128,14 @@ def _ngram_table(ngram: NgramConfig, checkpoint: str, param: str) -> dict[str, P
     return table
 
 
-def _entries(
+def entries(
     config: ModelConfig,
     layer: LayerConfig,
     parts: Iterable[StoredMatrix | StoredVector],
-    checkpoint: str,
-    model: str,
-    factors: Mapping[str, float],
-    ranks: Ranks,
+    checkpoint: str = "",
+    model: str = "",
+    factors: Mapping[str, float] = _NO_FACTORS,
+    ranks: Ranks = ALONE,
 ) -> dict[str, ParamSlice]:
     """Returns the entries of such tensors, with both prefixes."""
     table: dict[str, ParamSlice] = {}

@@ -150,6 +150,7 @@ FAMILIES = {
         keys=_keys,
         experts=shared_experts,
         final_norm="model.hyper_connection_mixer",
+        predicts="mtp",
         neutral=_NEUTRAL,
         wholes={"Qwen4ExpForConditionalGeneration": Whole("qwen4_exp", _SIZES)},
     ),

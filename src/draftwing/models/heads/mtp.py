@@ -3,7 +3,8 @@ GLM-4.5 and Nemotron 3 have them.
 
 Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise,
 with attention also in models whose own layers mostly have none, and with an MLP where these are one part alone;
-embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
+embedding and head are the model's. Where a model has several residual streams, as Qwen4-Exp, it joins each of them, and
+leaves as many. One layer is run for any number of steps. Of several, each predicts one token
 further: layer j joins the model's output at position t with the embedding of token t + 1 + j.
 """
 
@@ -24,10 +25,11 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.streams import StreamedLayer, Streams, stored_streams
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP, MTP_LAYERS, layer_names, named
+from draftwing.models.weight_map import MTP, MTP_LAYERS, entries, layer_names, named
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.table import LayerOps
 
@@ -68,6 +70,34 @@ class MTPLayer(nn.Module):
         return self.final_norm(self.layer(joined, cos, sin, attend))
 
 
+class StreamedMTPLayer(nn.Module):
+    """Each stream of the feature, all of which are normed as one, and the embedding under matrices of their own, added;
+    then a decoder layer over several streams, and what makes one of them before the head."""
+
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        hidden, norm, form = config.hidden_size, config.norm, config.weight_format
+        assert layer.streams is not None
+        self._hidden, self._count = hidden, layer.streams.count
+        self.token_norm = RMSNorm(hidden, norm.eps, norm.dtype(dtype), device)
+        self.hidden_norm = RMSNorm(self._count * hidden, norm.eps, norm.dtype(dtype), device)
+        self.token_proj, self.stream_proj = (Linear(hidden, hidden, False, dtype, device, form) for _ in range(2))
+        self.layer = StreamedLayer(layer, index, dtype, device)
+        self.mixer = Streams(layer.streams, hidden, norm, dtype, device, form, adds=False)
+
+    def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
+        """ids [M], feature [M, count * hidden] -> [M, count * hidden]"""
+        own = self.token_proj(self.token_norm(embed(ids)))
+        streams = self.stream_proj(self.hidden_norm(feature).view(-1, self._hidden)).view(-1, self._count, self._hidden)
+        return (streams + own.unsqueeze(1)).flatten(1)
+
+    def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """joined [M, count * hidden] -> the same"""
+        return self.layer(joined, cos, sin, attend)
+
+
 class MTPHead(FeatureHead):
     """One or more `MTPLayer`s of the target's own shape."""
 
@@ -89,11 +119,14 @@ class MTPHead(FeatureHead):
             raise CheckpointError(f"{MTP}layers.*: expected one prediction layer, found {layers}")
         own = (_layer_of(target.config),) * layers
         config = replace(target.config, layers=own, weight_format=weight_format, vocab_format=weight_format)
-        super().__init__(config, target, (target.final_aux_layer,), dtype)
+        super().__init__(config, target, target.stream_layers or (target.final_aux_layer,), dtype)
         where = torch.device(device)
-        self.embedding_first = one
+        self.embedding_first, self.width = one, config.hidden_size * len(self.aux_layers)
         self.layers = nn.ModuleList(
-            MTPLayer(config, layer, i, dtype, where, one) for i, layer in enumerate(self.layer_configs)
+            MTPLayer(config, layer, i, dtype, where, one)
+            if layer.streams is None
+            else StreamedMTPLayer(config, layer, i, dtype, where)
+            for i, layer in enumerate(self.layer_configs)
         )
         self.lookahead = layers
 
@@ -111,16 +144,25 @@ class MTPHead(FeatureHead):
         assert features is not None
         cos, sin = self._rotation(positions)
         for mtp in self.layers:
-            assert isinstance(mtp, MTPLayer)
+            assert isinstance(mtp, MTPLayer | StreamedMTPLayer)
             mtp.layer.write(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
 
     def run_layer(self, ids: Tensor, positions: Tensor, features: Tensor, layer: int, attend: Attend) -> Tensor:
         """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
-        after the layer's final norm."""
+        after the layer's final norm, or all streams."""
         cos, sin = self._rotation(positions)
         mtp = self.layers[layer]
-        assert isinstance(mtp, MTPLayer)
+        assert isinstance(mtp, MTPLayer | StreamedMTPLayer)
         return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        last = self.layers[-1]
+        return super().logits(last.mixer(hidden) if isinstance(last, StreamedMTPLayer) else hidden)
+
+    def pack(self, ops: LayerOps) -> None:
+        super().pack(ops)
+        if self.config.streams is not None:  # which come before what the call knows
+            self.top_k = None
 
     def names(self) -> dict[str, ParamSlice]:
         if self.embedding_first:
@@ -144,13 +186,19 @@ class MTPHead(FeatureHead):
         for i, part in enumerate(stored_layers(self.target.config)):
             config = replace(self.config, layers=(part,))
             table |= layer_names(config, f"{MTP}layers.{i}", "layers.0.layer", ranks=self.ranks)
-        for name, param in (
-            ("pre_fc_norm_embedding", "token_norm"),
-            ("pre_fc_norm_hidden", "hidden_norm"),
-            ("norm", "final_norm"),
-        ):
+        norms = {"pre_fc_norm_embedding": ("token_norm", hidden), "pre_fc_norm_hidden": ("hidden_norm", self.width)}
+        if self.config.streams is None:
+            norms["norm"] = "final_norm", hidden
+        for name, (param, size) in norms.items():
             at = f"{MTP}{theirs.get(name, name)}.weight"
-            table[at] = ParamSlice(f"layers.0.{param}.weight", 0, hidden, added=added)
+            table[at] = ParamSlice(f"layers.0.{param}.weight", 0, size, added=added)
+        if self.config.streams is not None:
+            form, mixer = self.config.weight_format, f"{MTP}{self.config.family.final_norm.removeprefix('model.')}"
+            last = stored_streams(self.config.streams, hidden, mixer, "layers.0.mixer", adds=False)
+            table |= entries(self.config, self.config.layers[0], last)
+            for name, param in (("fc_embedding", "token_proj"), ("fc_hidden", "stream_proj")):
+                table |= named(form, f"{MTP}{name}", f"layers.0.{param}", 0, hidden)
+            return table
         return table | named(
             self.config.weight_format, f"{MTP}{theirs.get('fc', 'fc')}", "layers.0.input_proj", 0, hidden
         )
