@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tiny_embedder import CLS, LAST, MEAN, NO, YES, ids_of, write_embedder, write_embedder_gguf
 from transformers import Qwen3ForCausalLM
 
-from draftwing import LLM, SamplingParams
+from draftwing import LLM, AsyncLLM, SamplingParams
 from draftwing.errors import GenerationError, RequestError
 from draftwing.text.pooler import INSTRUCTION
 
@@ -53,6 +54,22 @@ def test_they_are_those_of_transformers(embedder: str) -> None:
     np.testing.assert_allclose(found, [unit(one) for one in expected], atol=1e-4)
     np.testing.assert_allclose(short, [unit(one[:7]) for one in expected], atol=1e-4)
     assert found.dtype == np.float32 and np.array_equal(found, np.stack(alone)) and np.array_equal(found, by_ids)
+
+
+@pytest.mark.slow
+async def test_an_engine_in_another_process_makes_the_same(embedder: str) -> None:
+    expected = [unit(states(embedder, ids_of(text))[-1]) for text in TEXTS]
+    async with AsyncLLM(embedder, **SMALL) as llm:
+        every = [llm.embed(TEXTS), *(llm.embed(text) for text in TEXTS)]
+        found, *alone = await asyncio.gather(*every, llm.embed("a", dimensions=7))
+        short = alone.pop()
+        with pytest.raises(RequestError, match="at least one text"):
+            await llm.embed([])
+        with pytest.raises(RequestError, match="dimensions must be from 1"):
+            await llm.embed("a", dimensions=0)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert found.dtype == np.float32 and np.array_equal(found, np.concatenate(alone))
+    np.testing.assert_allclose(short[0], unit(expected[2][:7]), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,7 @@ class LLM:
         Raises RequestError for what can never run, GenerationError for hidden states that are not finite.
         """
         pooler = self._pooler
-        pooler.check_dimensions(dimensions)
-        ids = self._inputs.token_ids(texts)
-        keep = pooler.ending if truncate else 0
-        fitting = [pooler.fit(one, f"texts.{i}", truncate, keep) for i, one in enumerate(ids)]
-        answers = self._finished(pooler.vector_requests(fitting))
+        answers = self._finished(vector_requests(pooler, self._inputs, texts, dimensions, truncate))
         return np.stack([pooler.vector(answer, dimensions) for answer in answers])
 
     def score(
@@ -394,6 +390,31 @@ class AsyncLLM:
                     return piece.completion
         raise AssertionError("the last piece has the completion")
 
+    async def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        dimensions: int | None = None,
+        *,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Returns a vector for each text or list of token ids; arguments and result as `LLM.embed`. To cancel the task
+        aborts the requests.
+
+        Raises RequestError for what can never run, EngineDead when the engine is gone, GenerationError for hidden
+        states that are not finite.
+        """
+        from draftwing.server.service import Generation
+
+        tokenizer, info = self.tokenizer, self._engine.info
+        pooler = Pooler(tokenizer, info.pooling, info.hidden_size, info.context_length)
+        asked = await asyncio.to_thread(vector_requests, pooler, self._inputs, texts, dimensions, truncate)
+        answers = list(prepare(info, tokenizer, asked, None, self._draw))
+        tokens = sum(len(one.prompt_ids) for one in asked)
+        generation = Generation(self._engine, self._service.pools, answers, answers[0].request.uid, tokens)
+        with closing(generation):
+            await generation.finish()
+        return np.stack([pooler.vector(answer, dimensions) for answer in answers])
+
     async def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Message],
@@ -422,6 +443,22 @@ class AsyncLLM:
                 done = Completion.of(answer, self._inputs, request_options) if ended else None
                 yield Piece(text, answer.token_ids[seen:], done)
                 seen = len(answer.token_ids)
+
+
+def vector_requests(
+    pooler: Pooler,
+    inputs: Inputs,
+    texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    dimensions: int | None,
+    truncate: bool,
+) -> list[GenerationRequest]:
+    """Returns the requests for the vectors of texts, as `LLM.embed` has them. Raises RequestError."""
+    pooler.check_dimensions(dimensions)
+    keep = pooler.ending if truncate else 0
+    every = inputs.token_ids(texts)
+    if not every:
+        raise RequestError("texts must hold at least one text; found an empty list", "texts")
+    return pooler.vector_requests([pooler.fit(one, f"texts.{i}", truncate, keep) for i, one in enumerate(every)])
 
 
 def described(llm: object, options: Options) -> str:

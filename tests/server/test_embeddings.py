@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 from draftwing.server import quotas
 from draftwing.server.app import create_app
+from draftwing.server.batches.store import ENDED
 
 OPTIONS: dict[str, Any] = dict(
     context_length=256,
@@ -227,6 +229,28 @@ def test_a_mean_of_too_many_tokens_is_refused(tmp_path: Path, monkeypatch: pytes
     with client_of(Local(folder)) as client:  # type: ignore[arg-type]
         ok(client, "/v1/embeddings", input="a" * 40)
         assert refused(client, "/v1/embeddings", input=["a" * 40] * 2).startswith("input has too many tokens")
+
+
+def test_a_batch_of_them_has_those_of_single_requests(folder: Path, tmp_path: Path) -> None:
+    """A line that is wrong is the only one that fails."""
+    with client_of(Local(folder, batches_dir=str(tmp_path))) as client:  # type: ignore[arg-type]
+        bodies = {f"{i}": {"input": text, "encoding_format": "float"} for i, text in enumerate([*TEXTS, TEXTS, ""])}
+        url = "/v1/embeddings"
+        lines = [{"custom_id": id, "method": "POST", "url": url, "body": body} for id, body in bodies.items()]
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}).json()
+        asked = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=asked).json()
+        while batch["status"] not in ENDED:
+            time.sleep(0.01)
+            batch = client.get(f"/v1/batches/{batch['id']}").json()
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": len(bodies), "completed": len(bodies) - 1, "failed": 1}
+        content = client.get(f"/v1/files/{batch['output_file_id']}/content").text
+        results = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, content.splitlines())}
+        assert results.keys() == bodies.keys() - {"4"}
+        for id, found in results.items():
+            assert found["data"] == ok(client, url, **bodies[id])["data"]
 
 
 async def test_who_goes_away_lets_go_of_its_texts(folder: Path) -> None:

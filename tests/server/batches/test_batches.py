@@ -318,6 +318,29 @@ def test_keys_have_files_and_batches_of_their_own(tmp_path: Path) -> None:
     assert "Bearer" not in kept and all(path.stat().st_mode & 0o77 == 0 for path in (tmp_path / "kept").rglob("*"))
 
 
+def test_a_batch_whose_key_is_removed_fails_in_words(tmp_path: Path) -> None:
+    ann = {"headers": {"authorization": "Bearer a"}}
+    file = keys_file(tmp_path, KEYS)
+    with served(tmp_path / "kept", api_key_file=file, max_running_requests=8) as (engine, client):
+        engine.burst, engine.pause = 1, 0.002
+        batch = begin(client, jsonl(*(line(str(i)) for i in range(40))), **ann)
+        awaited(client, batch["id"], lambda one: one["request_counts"]["completed"] >= 5, **ann)
+        keys_file(tmp_path, KEYS.replace('[ann]\nkey = "a"\n', ""))
+        client.app.state.reload_keys()  # type: ignore[attr-defined]
+        assert client.get(f"/v1/batches/{batch['id']}", **ann).status_code == 401
+        kept, end = tmp_path / "kept" / "batches" / f"{batch['id']}.json", time.monotonic() + 60
+        while json.loads(kept.read_text())["shown"]["status"] != "failed" and time.monotonic() < end:
+            time.sleep(0.01)
+        keys_file(tmp_path, KEYS)
+        client.app.state.reload_keys()  # type: ignore[attr-defined]
+        batch = awaited(client, batch["id"], **ann)
+        assert batch["status"] == "failed" and batch["error_file_id"] is None
+        (error,) = batch["errors"]["data"]
+        assert error["code"] == "invalid_api_key" and "removed" in error["message"]
+        response = client.get(f"/v1/files/{batch['output_file_id']}/content", **ann)
+        assert len(response.text.splitlines()) == batch["request_counts"]["completed"] >= 5
+
+
 async def test_limits_of_a_key_make_lines_wait_and_fail_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwing.server.batches.runner.MAX_WAIT", 0.01)
     file = keys_file(tmp_path, '[bob]\nkey = "b"\nrequests_per_minute = 120\n')

@@ -41,6 +41,10 @@ class Answer(NamedTuple):
         return not self.complete or self.status == 503
 
 
+class KeyRemoved(Exception):
+    """The key that a batch was made with is not there any more."""
+
+
 class Runner:
     """Belongs to the running event loop from `start` on."""
 
@@ -84,11 +88,16 @@ class Runner:
     async def _run(self, batch: Record) -> None:
         try:
             await self._through(batch)
+        except KeyRemoved:
+            await self._end_early(batch, "invalid_api_key", "the key that it was made with was removed")
         except Exception as error:
             logger.exception("batch %s failed", batch.id)
             why = error.strerror if isinstance(error, OSError) else "an internal error, which the server's log has"
-            message = f"the batch could not go on: {why}; what was answered is kept, send the other lines once more"
-            await self._fail(batch, [{"code": "server_error", "line": None, "message": message, "param": None}])
+            await self._end_early(batch, "server_error", why)
+
+    async def _end_early(self, batch: Record, code: str, why: str | None) -> None:
+        message = f"the batch could not go on: {why}; what was answered is kept, send the other lines once more"
+        await self._fail(batch, [{"code": code, "line": None, "message": message, "param": None}])
 
     async def _fail(self, batch: Record, errors: list[dict[str, Any]]) -> None:
         batch.shown["errors"] = {"object": "list", "data": errors}
@@ -175,8 +184,11 @@ class Runner:
             if answer.busy is not None:
                 await asyncio.sleep(answer.busy)
                 continue
+            refused = answer.status == 401
+            if refused and self._key(batch.owner) is None:
+                raise KeyRemoved
             tries += 1
-            if not answer.broken or tries == TRIES:
+            if not (answer.broken or refused) or tries == TRIES:  # a model's server may read a new key a moment later
                 break
             await asyncio.sleep(min(2.0**tries, MAX_WAIT))
         if answer.complete:
