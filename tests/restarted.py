@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hybrid_models import layer_weights, reference, saved, with_layer
 from reference.checkpoints import llama_target
-from tiny_checkpoint import VOCAB
+from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import SamplingParams
 from draftwing.config.options import Options
@@ -58,3 +59,14 @@ def once(model: Path, folder: Path | None, prompt: Sequence[int], fields: Any = 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def write_hybrid(folder: Path, kind: str) -> Path:
+    """Writes a model with recurrent layers, Qwen3.5 with its prediction layer."""
+    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=1024)
+    if kind == "qwen3.5":
+        with_layer(folder, theirs, layer_weights(theirs))
+    else:
+        saved(folder, theirs)
+    write_tokenizer(folder)
+    return folder

@@ -144,6 +144,28 @@ def test_files_of_others(tmp_path: Path) -> None:
     assert len(PrefixStore(tmp_path, OTHER, 10**6)) == 2
 
 
+def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    """Pipes, at which a reader waits for ever, folders and links, under names of files; and one that takes more than
+    there is memory."""
+    text = chain("text", 5)
+    fill(PrefixStore(tmp_path, MODEL, 10**15), text)
+    pipe, folder, link, huge, _ = (
+        next(path for path in files(tmp_path) if path.name.startswith(one.digest.hex())) for one in text
+    )
+    for path in (pipe, folder, link):
+        path.unlink()
+    os.mkfifo(pipe)
+    os.mkfifo(pipe.with_name(f"1-{'0' * 16}.partial"))
+    folder.mkdir()
+    link.symlink_to("/dev/zero")
+    with huge.open("r+b") as file:
+        file.truncate(10**13)
+    store = PrefixStore(tmp_path, MODEL, 10**15)
+    assert there(store, text) == [False] * 3 + [True] * 2
+    assert [store.read(one.digest) is None for one in text] == [True] * 4 + [False]
+    assert not huge.exists() and folder.is_dir() and link.is_symlink()
+
+
 def test_files_may_go_at_any_time(tmp_path: Path) -> None:
     text = chain("text", 3)
     store = PrefixStore(tmp_path, MODEL, 10**6)

@@ -506,6 +506,8 @@ class Engine:
                 self._input.wait(slack)  # who comes meanwhile can be in the next step
             self._receive()
             self._swap()
+            if self._saved is not None:
+                self._saved.bring_some()
             if not self._loop.idle:
                 self._turn()
                 if self.explainer is not None:
@@ -593,11 +595,13 @@ class Engine:
                 parts.keep_costs()
                 parts.lengths.clear()
                 self._knows_rate = True  # nobody asks any more
-                if self._saved is not None:
-                    self._saved.write_all()
-                parts.executor.close()
-                if self._memory is not None:
-                    self._memory.close()
+                try:
+                    if self._saved is not None:
+                        self._saved.write_all()
+                finally:
+                    parts.executor.close()
+                    if self._memory is not None:
+                        self._memory.close()
             for name in ("_loop", "_page_table_check", "reporter", "explainer"):
                 self.__dict__.pop(name, None)
 
@@ -624,7 +628,7 @@ class Engine:
             raise blamed from error
 
     def _schedule(self, req: Req) -> None:
-        """Gives the scheduler a request, and the prefix cache what the disk has of its prompt."""
+        """Gives the scheduler a request, for which what the disk has of its prompt will be read first."""
         if self._saved is not None:
             self._saved.bring_back(req)
         self.parts.sched.submit(req)

@@ -4,9 +4,10 @@ The path of the data: a request ends, and what is cached of it waits as a `Saved
 of it that the store lacks are read from the pool, drafters' layers and hidden states by slot included, and written; of
 a model with recurrent layers those up to the last snapshot at the end of a block, and that. What waits at the end of
 the engine is written then. A later engine reads nothing until it gets a request: blocks of its prompt that the store
-has, and the tree has not, are copied into free slots and become nodes of the tree. From there on they are cached as any
-others are, so scheduler and device know of no disk. The bytes are the cache's own: a text is what it would be with the
-cache in memory, which is what it would be without.
+has, and the tree has not, are copied into free slots and become nodes of the tree, some between each two steps of
+others. From there on they are cached as any others are, so the device knows of no disk, and the scheduler only that
+the request has to wait. The bytes are the cache's own: a text is what it would be with the cache in memory, which is
+what it would be without.
 
 A client's *slot* is the text of its last request with that `id_slot`. To save one is to write what waits of it, and to
 have its blocks stay under a name; to restore one, to look at these blocks: the next request finds them as any others.
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +36,13 @@ from draftwing.engine.provenance import Provenance
 from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.kv.prefix_store import BLOCK, Entry, PrefixStore, block_digests, owner_of, state_digest
 from draftwing.kv.slot_bytes import SlotBytes
-from draftwing.sched.req import Req
+from draftwing.sched.req import Req, ReqState
 
 log = logging.getLogger("draftwing")
 IDLE_PART = 0.25  # seconds of writing after which the engine looks for something else to do
 LOOK_SECONDS = 30.0  # after which it is looked again at what other engines have written
-WARN_SECONDS = 600.0  # between two warnings that nothing can be written
+WARN_SECONDS = 600.0  # between two warnings that nothing can be written or read
+FAILURES = OSError, MemoryError, torch.OutOfMemoryError  # after which the engine goes on as it would without a disk
 MOST_SLOTS = 4096  # of all clients, whose texts are remembered
 
 
@@ -64,6 +67,18 @@ class SlotFiles(NamedTuple):
         return BLOCK * len(self.blocks)
 
 
+@dataclass(eq=False)
+class Returning:
+    """A waiting request, blocks of whose prompt are read. before: positions that were cached.  end: up to where it was
+    read.  failed: whether no more can be."""
+
+    req: Req
+    digests: list[bytes]
+    before: int = 0
+    end: int = 0
+    failed: bool = False
+
+
 class SavedPrefixes:
     """The engine's thread calls it, or one that keeps it from steps; `forget`, `clear`, `restore` and `erase` any
     thread. restored: tokens that came from the disk."""
@@ -80,6 +95,7 @@ class SavedPrefixes:
         self._waiting = 0  # tokens
         # By client and `id_slot`, the last used behind; texts with all their tokens, or what was restored.
         self._held: OrderedDict[tuple[bytes, int], SavedText | SlotFiles] = OrderedDict()
+        self._returning: list[Returning] = []
         self._lock = threading.Lock()  # of the store, and of the texts
         self._warned, self._look = -WARN_SECONDS, time.monotonic() + LOOK_SECONDS
         self.restored = 0
@@ -146,6 +162,7 @@ class SavedPrefixes:
 
     def write_all(self) -> None:
         """Writes what waits."""
+        self._look = 0.0
         self._write(lambda: False)
 
     def _write(self, stop: Callable[[], bool]) -> None:
@@ -157,8 +174,9 @@ class SavedPrefixes:
                         self._store.refresh()
                         self._look = time.monotonic() + LOOK_SECONDS
                     done = self._write_text(self._texts[-1], stop)
-                except OSError as error:  # such as for want of room on the disk
-                    self._warn(error)
+                except FAILURES as error:  # such as for want of room on the disk
+                    self._warn("written", error)
+                    self._look = 0.0  # perhaps the folder is gone, which makes it anew
                     done = True
                 if not done:
                     return
@@ -205,47 +223,83 @@ class SavedPrefixes:
     def _state(self, slot: int) -> memoryview:
         return self._states.read(self._upload(_one(slot)))
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, what: str, error: BaseException) -> None:
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now
-            log.warning("--prefix-cache-dir: a conversation is not written: %s", error)
+            log.warning("--prefix-cache-dir: a conversation is not %s: %s", what, str(error) or type(error).__name__)
 
     # -- from the disk ------------------------------------------------------------------------------------------------
 
     def bring_back(self, req: Req) -> None:
-        """Caches what the disk has of a request's prompt, before the scheduler gets it."""
+        """Has what the disk has of a request's prompt cached before the request gets a row; before the scheduler has
+        it."""
         if req.private:
             return
         windows = self._kv.radix.windows(req.array)[: max(self._kv.may_reuse(req), 0)]
-        with self._lock, torch.inference_mode():
-            found = list(self._there(list(block_digests(namespace_of(req.request), windows))).blocks)
-            before = self._kv.cached(req) if found else 0
-            if len(found) * BLOCK < before + BLOCK:
+        with self._lock:
+            found = self._there(list(block_digests(namespace_of(req.request), windows))).blocks
+        if found and len(found) * BLOCK >= self._kv.cached(req) + BLOCK:
+            req.returning = True
+            self._returning.append(Returning(req, list(found)))
+
+    def bring_some(self) -> None:
+        """Reads as long as may be between two steps, one file at least, for the request whose turn it is. When that is
+        done others wait until it had a chance to begin: what is read is its own only then."""
+        if not self._returning:
+            return
+        until = time.monotonic() + self._sched.pause
+        self._returning = [one for one in self._returning if one.req.state is ReqState.WAITING]
+        while self._returning:
+            one = min(self._returning, key=lambda one: one.req.rank)
+            begun = one.end
+            try:
+                with self._lock, torch.inference_mode():
+                    done = self._bring_part(one, lambda: time.monotonic() >= until)
+            except FAILURES as error:
+                self._warn("read", error)
+                done = True
+            if done:
+                one.req.returning = False
+                self._returning.remove(one)
+            if not done or one.end > begun or time.monotonic() >= until:
                 return
-            end = self._kv.bring_back(req, len(found) * BLOCK, lambda start, slots: self._fill(found, start, slots))
-            used = found[: end // BLOCK]
-            if self._kv.states is not None:
-                used = self._bring_back_state(req, used)
-            self._store.use(used)
-            self.restored += max(len(used) * BLOCK - before, 0)
+
+    def _bring_part(self, one: Returning, stop: Callable[[], bool]) -> bool:
+        """Returns whether it was the last part. stop: asked after each file."""
+        req, found, begun = one.req, one.digests, one.end
+        one.before = one.before if begun else self._kv.cached(req)
+        end = self._kv.bring_back(req, len(found) * BLOCK, lambda start, slots: self._fill(one, start, slots, stop))
+        one.end = max(end, begun)
+        if begun < end < len(found) * BLOCK and not one.failed:
+            return False
+        used = found[: end // BLOCK]
+        if self._kv.states is not None:
+            used = self._bring_back_state(req, used)
+        self._store.use(used)
+        self.restored += max(self._kv.cached(req) - one.before, 0)
+        return True
 
     def _begins(self, digest: bytes) -> bool:
         """Returns whether a request can begin at the end of a block, if all before is there."""
         return self._kv.states is None or state_digest(digest) in self._store
 
-    def _fill(self, digests: list[bytes], start: int, slots: IntArray) -> int:
+    def _fill(self, one: Returning, start: int, slots: IntArray, stop: Callable[[], bool]) -> int:
         """`KVManager.bring_back`, fill."""
         end, upto = start, start + len(slots)
-        while end < upto:
-            data = self._store.read(digests[end // BLOCK])
+        one.failed = start < one.end  # others have taken the slots of what was read: they will do so again
+        while end < upto and not one.failed:
+            data = self._store.read(one.digests[end // BLOCK])
             if data is None or len(data) != (self._slots.each + 1) * BLOCK:
+                one.failed = True
                 break
             first, count = end % BLOCK, BLOCK - end % BLOCK
             at = slots[end - start : end - start + count]
             self._slots.write(self._upload(at), data[:-BLOCK], first)
             self._sched.catch_ups.note_seen(at, np.frombuffer(data[-BLOCK:], np.bool_)[first:])
             end += count
+            if stop():
+                break
         return end
 
     def _bring_back_state(self, req: Req, digests: list[bytes]) -> list[bytes]:
@@ -367,7 +421,7 @@ class SavedPrefixes:
         try:
             self.clear()
         except OSError as error:
-            self._warn(error)
+            self._warn("removed", error)
 
     def stats(self) -> dict[str, Any]:
         """Counts: bytes on the disk, and tokens of prompts that came from there."""

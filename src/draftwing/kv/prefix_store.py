@@ -39,7 +39,7 @@ _OWNER: Final = 8
 _MAGIC: Final = b"DWPREFIX"
 _HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{_OWNER}sIQI")
 _CHECK: Final = 16  # bytes of the header's own checksum
-_START: Final = 128  # of the content: of any type, it can be read where it lies
+_START: Final = 128  # bytes before the content
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{1,8})\.kv")
 _FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
 _AGE: Final = 60.0  # seconds that are nothing: what was used within the last minute is all as new
@@ -147,6 +147,8 @@ class PrefixStore:
                 shutil.rmtree(self._root / name, ignore_errors=True)
 
     def _look(self, folder: Path, file: os.DirEntry[str]) -> None:
+        if not file.is_file(follow_symlinks=False):  # whoever opens a pipe waits for ever
+            return
         if file.name.endswith(PARTIAL):
             self._remove_partial(Path(file.path))
         elif (match := _NAME.fullmatch(file.name)) is not None:
@@ -197,14 +199,15 @@ class PrefixStore:
         path, at = self._path(stored.entry), 0
         try:
             with path.open("rb", buffering=0) as file:
-                content = bytearray(os.fstat(file.fileno()).st_size)  # nobody else's, so that it can be a tensor
-                while (got := file.readinto(memoryview(content)[at:])) and (at := at + got) < len(content):
+                start, size = file.read(_START), os.fstat(file.fileno()).st_size - _START
+                whole = len(start) == _START and _HEADER.unpack_from(start)[-2] == size  # else it may be of any size
+                data = memoryview(bytearray(size if whole else 0))  # nobody else's, so that it can be a tensor
+                while (got := file.readinto(data[at:])) and (at := at + got) < len(data):
                     pass
         except OSError:
             self._drop(stored)
             return None
-        data = memoryview(content)[_START:]
-        if content[:_START] != _header(self._identity, stored.entry, data):
+        if start != _header(self._identity, stored.entry, data):
             self._remove(stored)
             return None
         return data

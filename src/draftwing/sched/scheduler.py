@@ -234,6 +234,8 @@ class Scheduler:
         for req in self.waiting.fair_order(shares.served):
             if kept >= self.kv.free_rows and shares.preemption_victim(self.running, req) is None:
                 break
+            if req.returning:
+                continue
             tokens = req.array
             if self.kv.prefix_being_computed(req, tokens, self._held):
                 if kept < most and not shares.served(req.request.client):
@@ -332,6 +334,11 @@ class Scheduler:
             req.inflight += 1
         self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
+
+    @property
+    def pause(self) -> float:
+        """Returns seconds for which other things may be done before the next step: as long as a part of a prompt."""
+        return self._prefills.pause(any(req.state is ReqState.DECODE for req in self.running))
 
     def explain(self) -> tuple[StepContext, list[dict[str, Any]]]:
         """Returns what the policy would be given of a step of all who decode that was planned now, and each option as

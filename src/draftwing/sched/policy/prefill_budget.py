@@ -154,6 +154,10 @@ class PrefillBudget:
         """Returns seconds of a part."""
         return max(PART * max(self._shortest, self._read), UNNOTICED_GAP)
 
+    def pause(self, decoding: bool) -> float:
+        """Returns how many seconds of something else may stand between two steps. decoding: whether anybody does."""
+        return self._part() if decoding and self._steps else UNNOTICED_WAIT
+
     def max_seconds(
         self, waiting: Sequence[float], decoding: int, alike: bool = True, spared: float | None = None
     ) -> float:
