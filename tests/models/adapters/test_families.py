@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 MAKERS = {"dense": (FAMILIES, random_reference), "moe": (moe_models.KINDS, moe_models.reference)}
 MAKERS["hybrid"] = hybrid_models.KINDS, hybrid_models.reference
 # Which transformers has no class of, or one whose modules have other names; and whose indexers need a cache.
-ELSEWHERE = ("ling2", "sarvam", "kimi-linear", "deepseek-v3.2", "glm-5")
+ELSEWHERE = ("ling2", "sarvam", "kimi-linear", "deepseek-v3.2", "glm-5", "ling3", "ling3-plain", "qwen4")
 CASES = [(kind, name) for kind, (names, _) in MAKERS.items() for name in names if name not in ELSEWHERE]
 QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.
@@ -96,7 +96,7 @@ def test_equal_to_transformers(kind: str, name: str, tmp_path: Path) -> None:
     ids = torch.randint(1, 101, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     plain = theirs(ids).logits
     weights = {module: one.weight for module, one in served.items()} | experts
-    for one, added in write(tmp_path / "adapter", served, experts, name == "gpt-oss").items():
+    for one, added in write(tmp_path / "adapter", served, experts, name.startswith(("gpt-oss", "llama4"))).items():
         weights[one].copy_((weights[one].double() + added).float())
     adapter = read_folder(tmp_path / "adapter", 1 << 24)
     fitted = slots.targets.fit(adapter)
