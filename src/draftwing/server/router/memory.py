@@ -13,8 +13,8 @@ from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
 from draftwing.machine import free_memory
 
-PROCESS_BYTES = 560 << 20  # of a model's processes at most, without weights and KV: measured, docs/several_models.md
-GROWTH_BYTES = 64 << 20  # that they take later than their start, by steps
+PROCESS_BYTES = 450 << 20  # of a model's processes, without weights and KV: measured, docs/several_models.md
+GROWTH_BYTES = 32 << 20  # that they take later than their start, by steps
 POOL_BYTES = 2 << 30  # of the KV pool on a CPU by default, a quarter of what is free at most
 _LAYERS, _HEADS, _KV_HEADS, _SIZE = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
 _PART = re.compile(r"-\d{5}-(of-\d{5})$", re.ASCII)
