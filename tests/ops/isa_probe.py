@@ -428,7 +428,7 @@ def edited_draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tens
 @case
 def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     logits = made.floats(dtype, 12, 3001, scale=3.0)
-    key = NoiseKey(made.ints(-(1 << 62), 1 << 62, 4), made.ints(0, 4000, 4), made.some([0.0, 0.7], 4))
+    key = NoiseKey(made.ints(-(1 << 62), 1 << 62, 4), made.ints(0, 4000, 4), made.some([0.0, 0.7], 3, 4))
     yield from ops.top_tokens(logits, 4, 10, None, None)
     yield from ops.top_tokens(logits, 4, 5, key, None)
     yield from ops.top_tokens(logits, 4, 5, key, made.ints(0, 9000, 3001))

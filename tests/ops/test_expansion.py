@@ -185,17 +185,23 @@ def expected_continuations(
     seed, position = table.seed.cpu()[each], table.kv_len.cpu()[each] + ahead
     ids = np.arange(z.shape[1]) if target_ids is None else target_ids.cpu().numpy()
     noise = torch.from_numpy(gumbel64(seed.numpy(), position.numpy(), ids))
-    return z + noise * table.floats.cpu()[each, :1].double()
+    temperature, _, min_p = (column[:, None].double() for column in table.floats.cpu()[each].unbind(1))
+    below = z.amax(1, keepdim=True) - z + temperature * min_p.log()  # more than 0: out of min-p's reach
+    return z + noise * temperature - torch.where((temperature > 0) & (min_p > 0), below.clamp(min=0), 0.0)
 
 
 @pytest.mark.slower(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("vocab", "topk", "mapped"), [(11, 1, False), (1003, 3, True), (4096, 8, False), (5000, 10, True)]
 )
-def test_continuations(ops: TorchOps, dtype: torch.dtype, vocab: int, topk: int, mapped: bool) -> None:
+def test_continuations(ops: TorchOps, dtype: torch.dtype, min_p: float, vocab: int, topk: int, mapped: bool) -> None:
+    if min_p and "Triton" in type(ops).__name__:
+        pytest.skip("its kernel knows no min-p")
     g = torch.Generator().manual_seed(vocab)
     table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
+    table.floats[:, 2] = min_p
     rows = torch.tensor([4, 1, 3, 6], device=ops.device)
     noisy = (table.floats[rows, 0] > 0).nonzero().flatten()
     assert 0 < len(noisy) < 4

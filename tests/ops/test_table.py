@@ -13,7 +13,7 @@ from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.ops.attention.cpu import NativeAttention
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import First, SamplingRows
+from draftwing.ops.types import First, NoiseKey, SamplingRows
 
 TREES = ["plain_inputs", "tree_inputs", "commit", "simulate"]
 BOOKKEEPING = [*TREES, "rank", "assign", "merge", "raise_confidence"]
@@ -63,7 +63,7 @@ def test_buffers_do_not_take_the_default_dtype(cpu_ops: CpuOps, default: torch.d
     def floats() -> list[torch.Tensor]:
         found = [cpu_ops.candidates(logits, positions, depth, params, seed - 1, 4)[1]]
         found.append(cpu_ops.gumbel(seed, positions, 40))
-        found.append(cpu_ops.top_tokens(logits.view(6, 40), 2, 4, (seed, seed, ones), None)[1])
+        found.append(cpu_ops.top_tokens(logits.view(6, 40), 2, 4, NoiseKey(seed, seed, ones.expand(3, 2)), None)[1])
         found.append(cpu_ops.exact_logits(hidden, weight, ids))
         return found
 

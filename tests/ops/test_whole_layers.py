@@ -286,7 +286,8 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dty
         torch.testing.assert_close(scores[at], logp[at])
         assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
     # With noise: two rows, the first of which is greedy, of three states each.
-    key = NoiseKey(torch.tensor([5, -(2**40)]), torch.tensor([70, 9]), torch.tensor([0.0, 1.3]))
+    floats = torch.tensor([[0.0, 1.3], [1.0, 1.0], [0.3, 0.2]])  # with min-p
+    key = NoiseKey(torch.tensor([5, -(2**40)]), torch.tensor([70, 9]), floats)
     best, logp = OPS.top_tokens(gemm.linear(x[:6], bias, None), 2, 3, key, names)
     ids, scores = torch.full((6, 3), -1), torch.zeros(6, 3)
     readout.best(states[:6], None, ids, scores, key)

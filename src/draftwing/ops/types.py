@@ -137,11 +137,12 @@ class Rescoring(NamedTuple):
 
 
 class NoiseKey(NamedTuple):
-    """What makes the noise of rows: theirs is that of `SamplingOps.gumbel`, times the temperature."""
+    """What makes the noise of rows: theirs is that of `SamplingOps.gumbel`, times the temperature; and what min-p
+    leaves of what they draw."""
 
     seed: Tensor  # [B] int64
     position: Tensor  # [B] int64
-    temperature: Tensor  # [B] float32, 0: no noise
+    floats: Tensor  # [3, B] float32: temperature (0: no noise), top-p, min-p
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def test_a_head_edits_before_it_chooses(dtype: torch.dtype, mapped: bool, thread
     gemm = BlockedGemm([ops.quantize(weight, "Q8_0")], dtype, Workers(), Arena())
     readout = HeadTopK(gemm, None, None, case.ids if mapped else None)
     rows = torch.tensor([2, 0, 4])
-    keys = NoiseKey(torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3]), torch.tensor([0.7, 0.0, 1.3]))
+    floats = torch.tensor([[0.7, 0.0, 1.3], [1.0, 1.0, 1.0], [0.2, 0.1, 0.0]])
+    keys = NoiseKey(torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3]), floats)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

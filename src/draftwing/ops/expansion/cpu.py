@@ -170,8 +170,7 @@ class CpuExpansionOps(ExpansionOps):
         )
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
-        params, position = self._sampler.sampling_rows(table, rows, ahead)
-        return NoiseKey(params.seed, position, params.temperature)
+        return self._sampler.noise_key(table, rows, ahead)
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
         (batch, topk), rows = following.ids.shape, rows.contiguous()
@@ -196,14 +195,15 @@ class CpuExpansionOps(ExpansionOps):
         """`ops.expansion.spec.top_tokens` with the noise of sampling.
 
         logits [M, V] float32 or bfloat16, M / batch nodes a row; topk: at most `MAX_TOPK` and V; key: seed [B] int64,
-        position [B] int64 and temperature [B] float32 of the rows' noise, which all nodes of a row share, None where
-        all rows are greedy; target_ids [V]: what the noise takes the logits' tokens for, None for 0 .. V - 1. Returns
-        indices (not target ids) [M, topk] int64 and log probabilities [M, topk] float32, best first, of equals the
-        lower index.
+        position [B] int64 and temperature, top-p, min-p [3, B] float32 of the rows' noise, which all nodes of a row
+        share, None where all rows are greedy; target_ids [V]: what the noise takes the logits' tokens for, None for 0
+        .. V - 1. Returns indices (not target ids) [M, topk] int64 and log probabilities [M, topk] float32, best first,
+        of equals the lower index.
         """
         nodes, vocab = logits.shape
         assert nodes % batch == 0 and topk <= min(MAX_TOPK, vocab)
         assert key is None or [part.dtype for part in key] == [torch.int64, torch.int64, torch.float32]
+        assert key is None or key.floats.shape == (3, batch)
         logits = logits.contiguous()
         names = None if target_ids is None or key is None else target_ids.contiguous()
         noise = [None] * 3 if key is None else [part.contiguous() for part in key]

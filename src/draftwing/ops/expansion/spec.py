@@ -142,7 +142,8 @@ class ExpansionOps:
         target_ids [V] int64: the target's id of each of the logits' tokens, None where they are the same. noisy: batch
         indices of the rows with a temperature. These get the noise that the target will draw with at that position, so
         that both pick the same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a
-        path.
+        path. Of rows with min-p, what it would leave out lies lower by as much again as it lies below its limit: a
+        head's logits are near the target's, not equal. (Triton's kernel knows no min-p.)
         """
         z = logits.float()
         if noisy.shape[0]:
@@ -153,7 +154,8 @@ class ExpansionOps:
             )  # [Bn, 1, V]
             noise = noise * table.floats[drawn, :1].unsqueeze(2)
             z = z.view(rows.shape[0], -1, vocab)
-            z = z.index_add(0, noisy, noise.expand(-1, z.shape[1], -1)).flatten(0, 1)
+            noise = noise - unlikely(z.index_select(0, noisy), table.floats[drawn, 0], table.floats[drawn, 2])
+            z = z.index_add(0, noisy, noise).flatten(0, 1)
         ids, logp = top_tokens(z, topk)
         return Continuations(ids if target_ids is None else target_ids[ids], logp)
 
@@ -186,7 +188,7 @@ class ExpansionOps:
 
     def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
         """Returns what makes the noise that the target draws with at kv_len + ahead of rows [B]."""
-        return NoiseKey(table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0])
+        return NoiseKey(table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows].t().contiguous())
 
     def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
         """Writes the continuations of one node for each of rows [B] into `first`; target_ids: as they were made
@@ -331,6 +333,13 @@ def _best_first(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     M."""
     ordered, places = scores.sort(dim=1, descending=True, stable=True)
     return ordered[:, :count], places[:, :count]
+
+
+def unlikely(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Returns how far logits [B, K, V] lie below what min-p lets the target draw, 0 where they do not; temperature,
+    min_p [B], 0: no limit."""
+    reach = (-temperature * min_p.log()).clamp(0, 1e30)[:, None, None]
+    return (logits.amax(-1, keepdim=True) - logits - reach).clamp_(min=0)
 
 
 def top_tokens(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from draftwing.ops.cpu.runtime import CpuRuntime
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.expansion.spec import TextEditor
 from draftwing.ops.sampling.spec import CANDIDATES, Exact, SamplingOps, without_banned
-from draftwing.ops.types import DraftEdits, Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
+from draftwing.ops.types import DraftEdits, Edits, NoiseKey, Rescoring, RowTensors, SamplingGroups, SamplingRows
 
 
 class CpuSamplingOps(SamplingOps):
@@ -53,14 +53,27 @@ class CpuSamplingOps(SamplingOps):
 
     def sampling_rows(self, table: RowTensors, rows: Tensor, ahead: int) -> tuple[SamplingRows, Tensor]:
         """Returns what `table.sampling` does of rows [B], and their positions kv_len + ahead [B] int64."""
+        bans = table.ban_ids.shape[1]
+        numbers, floats = self._read_rows(table, rows, ahead)
+        seed, position, top_k, ban_until = numbers[: 4 * len(rows)].view(4, -1).unbind()
+        ban_ids = numbers[4 * len(rows) :].view(-1, bans)
+        return SamplingRows(seed, floats[0], top_k, floats[1], floats[2], ban_until, ban_ids), position
+
+    def noise_key(self, table: RowTensors, rows: Tensor, ahead: int) -> NoiseKey:
+        """`ExpansionOps.noise_key`"""
+        numbers, floats = self._read_rows(table, rows, ahead)
+        seed, position, *_ = numbers[: 4 * len(rows)].view(4, -1).unbind()
+        return NoiseKey(seed, position, floats)
+
+    def _read_rows(self, table: RowTensors, rows: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+        """Returns seed, position, top_k, ban_until and ban_ids one after the other, [(4 + S) * B] int64, and
+        temperature, top_p, min_p [3, B]."""
         batch, bans, rows = rows.shape[0], table.ban_ids.shape[1], rows.contiguous()
         numbers, floats = ints((4 + bans) * batch), torch.empty(3, batch, dtype=torch.float32)
         read = table.seed, table.kv_len, table.floats, table.top_k, table.ban_until, table.ban_ids
         assert all(field.is_contiguous() for field in read)
         self.raw.sampling_rows(rows, batch, *read, bans, ahead, numbers, floats)
-        seed, position, top_k, ban_until = numbers[: 4 * batch].view(4, batch).unbind()
-        ban_ids = numbers[4 * batch :].view(batch, bans)
-        return SamplingRows(seed, floats[0], top_k, floats[1], floats[2], ban_until, ban_ids), position
+        return numbers, floats
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab: int) -> Tensor:
         return self._gumbel(seed, position, None, vocab)

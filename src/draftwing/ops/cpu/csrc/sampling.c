@@ -554,7 +554,7 @@ typedef struct {
     float *logp;
     const void *logits;
     const int64_t *seed, *positions; /* of each row */
-    const float *temperature;        /* NULL: no noise */
+    const float *temperature;        /* and top_p, min_p, each of all rows; NULL: no noise */
     const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
     int64_t rows, nodes, vocab, padded, half, count, next, worker;
     float *scratch; /* [threads, 2 * padded]: a row's noise, a node's sums */
@@ -581,12 +581,34 @@ static void row_noise(const Noises *n, int64_t row, int64_t from, int64_t to, fl
     }
 }
 
-INLINE void top_node(const Top *t, int64_t i, const float *noise, float *z, const int half) {
+/* How far below the largest logit min-p lets the target draw. A head's logits are about the target's, so what is further
+   below loses as much again as it lies below that; a ban would leave out too much of trees. */
+#define NO_MIN_P 1e30f
+static float reach_of(float temperature, float min_p) {
+    return min_p > 0.0f ? fmaxf(-temperature * log_of(min_p), 0.0f) : NO_MIN_P;
+}
+INLINE vf unlikely(vf x, float top, float reach) { return larger(top - x - reach, splat(0.0f)); }
+INLINE float largest_of(const void *logits, int64_t at, int64_t from, int64_t to, const int half) {
+    vf most = splat(-INFINITY);
+    for (int64_t c = from; c < to; c += LANES) {
+        const int64_t left = to - c < LANES ? to - c : LANES;
+        const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const vi inside = more(splat_int((int32_t)left), lane);
+        most = larger(select_f(inside, load(logits, at + c, left, half), splat(-INFINITY)), most);
+    }
+    float top = most[0];
+    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
+    return top;
+}
+
+INLINE void top_node(const Top *t, int64_t i, const float *noise, float reach, float *z, const int half) {
     const Draw whole = {.logits = t->logits, .vocab = t->vocab};
+    const float largest = reach < NO_MIN_P ? largest_of(t->logits, i * t->vocab, 0, t->vocab, half) : 0.0f;
     vf most = splat(-INFINITY), sum = {0};
     for (int64_t c = 0; c < t->vocab; c += LANES) {
         vf x = logits_of(&whole, i * t->vocab, c, half);
-        if (noise) x += loadf(noise + c);
+        const vf less = reach < NO_MIN_P ? unlikely(x, largest, reach) : splat(0.0f);
+        if (noise) x += loadf(noise + c) - less;
         most = larger(x, most);
         storef(z + c, x);
     }
@@ -617,16 +639,18 @@ static void top_some(void *data) {
     for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
         const int noisy = t->temperature && t->temperature[row] > 0.0f;
         const Noises own = {t->seed, t->positions, t->temperature, t->target};
+        const float reach = noisy ? reach_of(t->temperature[row], t->temperature[2 * t->rows + row]) : NO_MIN_P;
         if (noisy) row_noise(&own, row, 0, t->vocab, noise);
         for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++)
-            if (t->half) top_node(t, i, noisy ? noise : NULL, z, 1);
-            else top_node(t, i, noisy ? noise : NULL, z, 0);
+            if (t->half) top_node(t, i, noisy ? noise : NULL, reach, z, 1);
+            else top_node(t, i, noisy ? noise : NULL, reach, z, 0);
     }
 }
 
 /* Of states that a GEMM makes logits of, perhaps normed before: each thread looks for the best among
    the outputs that it has made, which are in its cache. */
 typedef struct {
+    float largest; /* of the logits as they are; where there is min-p */
     float top, total;
     Best best;
 } Found;
@@ -636,7 +660,7 @@ typedef struct {
     const void *states, *norm;     /* norm: weight, or NULL */
     const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
     const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
-    const float *temperature;        /* NULL: no noise */
+    const float *temperature;        /* and top_p, min_p, each of all groups; NULL: no noise */
     int64_t stride, count, nodes;
     const Edits *edits; /* NULL: none */
     int32_t *counts;    /* [2 * outputs] for these */
@@ -648,13 +672,21 @@ typedef struct {
     double eps;
 } Following;
 
-INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, const float *noise, Found *found,
+typedef struct {
+    const float *noise; /* NULL: none */
+    float largest, reach;
+} Noised;
+INLINE vf noised(const Noised *n, vf x, int64_t c) {
+    if (!n->noise) return x;
+    return x + (loadf(n->noise + c) - (n->reach < NO_MIN_P ? unlikely(x, n->largest, n->reach) : splat(0.0f)));
+}
+
+INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, const Noised *noise, Found *found,
                     int64_t count, const int half) {
     vf most = splat(-INFINITY), sum = {0};
     begin(&found->best, count);
     for (int64_t c = from; c < to; c += LANES) {
-        vf x = load(logits, at + c, LANES, half);
-        if (noise) x += loadf(noise + c);
+        const vf x = noised(noise, load(logits, at + c, LANES, half), c);
         most = larger(x, most);
         if (!any(x > found->best.cutoff)) continue;
         for (int l = 0; l < LANES; l++)
@@ -663,15 +695,14 @@ INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, co
     found->top = most[0];
     for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
     for (int64_t c = from; c < to; c += LANES) {
-        vf x = load(logits, at + c, LANES, half);
-        if (noise) x += loadf(noise + c);
+        const vf x = noised(noise, load(logits, at + c, LANES, half), c);
         sum += exp2_16((x - found->top) * LOG2E);
     }
     found->total = sum[0];
     for (int l = 1; l < LANES; l++) found->total += sum[l];
 }
 
-static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, const float *noise, Found *found,
+static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, const Noised *noise, Found *found,
                     int64_t count) {
     if (p->half) best_in(p->out, row * p->outputs, from, to, noise, found, count, 1);
     else best_in(p->out, row * p->outputs, from, to, noise, found, count, 0);
@@ -699,6 +730,17 @@ static void join_found(const Following *f, int64_t row, int64_t threads) {
     }
 }
 
+INLINE float group_reach(const Following *f, int64_t group) {
+    const int64_t groups = f->product.rows / f->nodes;
+    if (!f->temperature || !(f->temperature[group] > 0.0f)) return NO_MIN_P;
+    return reach_of(f->temperature[group], f->temperature[2 * groups + group]);
+}
+static int some_reach(const Following *f) {
+    int found = 0;
+    for (int64_t g = 0; g < f->product.rows / f->nodes; g++) found |= group_reach(f, g) < NO_MIN_P;
+    return found;
+}
+
 static void some_following(void *data) {
     Following *f = data;
     const Member me = join(&f->team);
@@ -724,12 +766,22 @@ static void some_following(void *data) {
     for (int64_t i = 0; f->edits && i < p.rows; i += f->nodes)
         edit_logits(&edits, i / f->nodes, (char *)p.out + i * p.outputs * width, f->nodes, p.outputs, (int)p.half,
                     f->counts, f->counts + p.outputs);
+    Found *found = f->found + me.number * p.rows;
+    const int limited = some_reach(f);
+    for (int64_t i = 0; limited && i < p.rows; i++)
+        found[i].largest = largest_of(p.out, i * p.outputs, from, to, (int)p.half);
+    if (limited) meet(&me, &nothing);
     for (int64_t i = 0; i < p.rows; i++) {
         const int64_t group = i / f->nodes;
+        const float reach = group_reach(f, group);
         const int noisy = f->temperature && f->temperature[group] > 0.0f;
         const Noises own = {f->seed, f->positions, f->temperature, f->names};
         if (noisy && i % f->nodes == 0) row_noise(&own, group, from, to, f->noise);
-        best_of(&p, i, from, to, noisy ? f->noise : NULL, f->found + me.number * p.rows + i, f->count);
+        float largest = -INFINITY;
+        for (int64_t t = 0; limited && t < me.size; t++)
+            largest = fmaxf(largest, f->found[t * p.rows + i].largest);
+        const Noised noise = {noisy ? f->noise : NULL, largest, reach};
+        best_of(&p, i, from, to, &noise, found + i, f->count);
     }
     meet(&me, &nothing);
     for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
@@ -738,8 +790,8 @@ static void some_following(void *data) {
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
    half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], with edits counts
    [2 * outputs], logits [rows * outputs], and of each thread rows [rows * inputs] and those rounded, if the weight is in
-   blocks; workers; seed, positions, temperature (0: no noise) of each group of so many rows; eps; then the edits, if there
-   are any: see `draft_edits_of` */
+   blocks; workers; seed, positions, and temperature, top_p, min_p [3, groups] (0: no noise) of each group of so many rows;
+   eps; then the edits, if there are any: see `draft_edits_of` */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16 + GEMM], own[DRAFT_EDITS];
     const int has_edits = given > 17 + GEMM;
@@ -778,8 +830,8 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
     Py_RETURN_NONE;
 }
 
-/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, workers. ids and
-   logp [rows, nodes, count]: best first */
+/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, top_p, min_p [3, rows] (0: no noise),
+   target, scratch, workers. ids and logp [rows, nodes, count]: best first */
 PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[14];
     if (!numbers(args, given, 14, n)) return NULL;
