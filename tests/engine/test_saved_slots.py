@@ -135,6 +135,7 @@ def test_names_are_no_paths(model: Path, tmp_path: Path, name: str) -> None:
     for action in ("save", "restore"):
         with pytest.raises(RequestError, match="filename"):
             engine.act_on_slot(action, "", 0, name)
+    assert not size_of(tmp_path), "a name is looked at before a text is written"
     engine.close()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 

@@ -45,6 +45,7 @@ from draftwing.engine.startup.models import draft_path_of
 from draftwing.engine.stats import Reporter
 from draftwing.errors import CheckpointError, ConfigError, NotFound, RequestError
 from draftwing.grammar.compiler import GrammarCompiler
+from draftwing.kv.named_prefixes import check_filename
 from draftwing.kv.pool import state_bytes
 from draftwing.machine import process_memory
 from draftwing.models.generation import sampling_defaults, stop_ids
@@ -355,6 +356,7 @@ class Engine:
         if action == "restore":
             found = saved.restore(client, slot, filename)
             return found.tokens, found.size
+        check_filename(filename)  # before anything is written
         what = saved.held(client, slot)
         while isinstance(what, SavedText):
             with self._turning:

@@ -98,14 +98,19 @@ class NamedPrefixes:
                 path.unlink(missing_ok=True)
 
     def _path(self, owner: bytes, name: str) -> Path:
-        """Raises RequestError for what may be no name of a file here."""
-        if not _NAME.fullmatch(name) or name.endswith(PARTIAL):
-            raise RequestError(
-                f"filename: expected a name of at most {MOST_NAME} letters, digits, '.', '_', '-' and blanks, which is "
-                f"no path and begins with no dot; found {show(name)}",
-                "filename",
-            )
+        """Raises RequestError as `check_filename`."""
+        check_filename(name)
         return self._root / owner.hex() / name
+
+
+def check_filename(name: str) -> None:
+    """Raises RequestError for what may be no name of a file here."""
+    if not _NAME.fullmatch(name) or name.endswith(PARTIAL):
+        raise RequestError(
+            f"filename: expected a name of at most {MOST_NAME} letters, digits, '.', '_', '-' and blanks, which is "
+            f"no path and begins with no dot; found {show(name)}",
+            "filename",
+        )
 
 
 def _read(path: Path) -> Named:

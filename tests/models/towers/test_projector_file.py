@@ -134,11 +134,8 @@ def test_features_that_layers_add(model: Path, tmp_path: Path) -> None:
     assert torch.equal(ours.features(pixels, 6), theirs.features(pixels, 6))
 
 
-def write_dense(path: Path) -> Path:
-    """The language model of a Qwen3-VL, by the package's own names of tensors."""
-    theirs = reference("qwen3-vl")
-    text, arch = theirs.config.text_config, gguf_package.MODEL_ARCH.QWEN3VL
-    own = gguf_package.get_tensor_name_map(arch, text.num_hidden_layers)
+def sized_writer(path: Path, arch: gguf_package.MODEL_ARCH, text: Any) -> gguf_package.GGUFWriter:
+    """A file that has the sizes of a language model so far. text: its config."""
     writer = gguf_package.GGUFWriter(path, gguf_package.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(text.num_hidden_layers)
     writer.add_context_length(text.max_position_embeddings)
@@ -149,6 +146,15 @@ def write_dense(path: Path) -> Path:
     writer.add_key_length(text.head_dim)
     writer.add_value_length(text.head_dim)
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    return writer
+
+
+def write_dense(path: Path) -> Path:
+    """The language model of a Qwen3-VL, by the package's own names of tensors."""
+    theirs = reference("qwen3-vl")
+    text, arch = theirs.config.text_config, gguf_package.MODEL_ARCH.QWEN3VL
+    own = gguf_package.get_tensor_name_map(arch, text.num_hidden_layers)
+    writer = sized_writer(path, arch, text)
     writer.add_rope_freq_base(text.rope_parameters["rope_theta"])
     writer.add_rope_dimension_sections([6, 5, 5, 0])
     writer.add_num_deepstack_layers(2)
@@ -212,16 +218,7 @@ def write_gemma(path: Path, soft: str = "<image_soft_token>") -> Path:
     theirs = reference("gemma3")
     text, arch = theirs.config.text_config, gguf_package.MODEL_ARCH.GEMMA3
     own = gguf_package.get_tensor_name_map(arch, text.num_hidden_layers)
-    writer = gguf_package.GGUFWriter(path, gguf_package.MODEL_ARCH_NAMES[arch])
-    writer.add_block_count(text.num_hidden_layers)
-    writer.add_context_length(text.max_position_embeddings)
-    writer.add_embedding_length(text.hidden_size)
-    writer.add_feed_forward_length(text.intermediate_size)
-    writer.add_head_count(text.num_attention_heads)
-    writer.add_head_count_kv(text.num_key_value_heads)
-    writer.add_key_length(text.head_dim)
-    writer.add_value_length(text.head_dim)
-    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer = sized_writer(path, arch, text)
     writer.add_rope_freq_base(text.rope_parameters["full_attention"]["rope_theta"])
     writer.add_sliding_window(text.sliding_window)
     writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
