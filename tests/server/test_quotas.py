@@ -279,7 +279,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts(monkeypatch: p
         return made
 
     class Asking:
-        predicted = asked_id = body = cache_salt = priority = length = speculative = learnable = lora = None
+        predicted = asked_id = body = cache_salt = priority = length = speculative = learnable = lora = slot = None
         ignored = ()
         id_prefix, traced, wants_receipt, place = "", False, False, ExitStack()
 
