@@ -181,15 +181,16 @@ def step_bytes(size: Sizes, context: int) -> float:
 
 
 def ours(
-    path: Path, threads: int, contexts: list[int], vocab: int, **given: Any
+    path: Path, threads: int, contexts: list[int], size: Sizes, **given: Any
 ) -> Iterator[dict[int, tuple[float, float]]]:
     """Yields (tokens/s of decoding, tokens/s of the prompt) by context, a round each."""
     draw = random.Random(0)
-    engine = cpu_engine(str(path), threads, 3 * max(contexts) + 16384, context_length=max(contexts) + 256, **given)
+    pool = 3 * max(contexts) + (1 << 17 if size.state_heads else 1 << 14)  # a state takes as much as 7,000 tokens
+    engine = cpu_engine(str(path), threads, pool, context_length=max(contexts) + 256, **given)
     while True:
         found = {}
         for context in contexts:
-            prompt = [draw.randrange(vocab) for _ in range(context)]
+            prompt = [draw.randrange(size.vocab) for _ in range(context)]
             first = ask_engine(engine, prompt, 2).first
             ask_engine(engine, prompt, 16)  # who comes after another program has to wake
             found[context] = ask_engine(engine, prompt, DECODE).decode, context / first
@@ -224,7 +225,7 @@ def main() -> None:
             path = Path(folder, f"{family}.gguf")
             write_random(path, size, max(args.contexts) + 512)
             sides = {
-                "draftwing": ours(path, args.threads, args.contexts, size.vocab, speculative_algorithm="none"),
+                "draftwing": ours(path, args.threads, args.contexts, size, speculative_algorithm="none"),
                 "llama.cpp": theirs(program, path, args.threads, args.contexts),
             }
             best = {name: dict.fromkeys(args.contexts, (0.0, 0.0)) for name in sides}
