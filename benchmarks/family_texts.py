@@ -39,8 +39,8 @@ LATENT = {"num_attention_heads": 16, "num_key_value_heads": 16} | EXPERTS
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
 GEMMA = {"num_hidden_layers": 8, "layer_types": KINDS, "vocab_size_per_layer_input": VOCAB, "sliding_window": 64}
 HYBRID = {"num_attention_heads": 8, "num_key_value_heads": 2, "quantization_config": None, "layer_types": None}
-FEW = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
-FEW |= {"shared_expert_intermediate_size": 256}
+ROUTED = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+FEW = ROUTED | {"shared_expert_intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
     "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
@@ -83,6 +83,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "short_conv_kernel_size": 4,
         }, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 32, "num_experts_per_token": 4,
         "moe_intermediate_size": 256, "model_max_length": 4096, "num_nextn_predict_layers": 0,
+    },
+    "deepseek-v3.2": real.DEEPSEEK_V32 | SMALL | LATENT | {"q_lora_rank": 512, "index_n_heads": 8, "index_topk": 64},
+    "ling3": real.LING3_FLASH | SMALL | ROUTED | {
+        "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "layer_group_size": 4,
+        "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
+    },
+    "qwen4": real.QWEN4_FLASH | SMALL | FEW | {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "hc_lowrank": 64, "indexer_budget": 64,
+        "indexer_n_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "ngram_vocab_size_base": 8192, "heads_per_ngram": 4, "ple_embed_dim": 256,
+        "ple_layer_ids": [1], "split_ngram_parts": 8, "num_nextn_predict_layers": 0,
+    },
+    "gpt-oss-20b": real.GPT_OSS_20B | SMALL | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "intermediate_size": 512, "sliding_window": 64, "num_nextn_predict_layers": 0, "quantization_config": None,
+    },
+    "lfm2-8b": real.LFM2_8B | SMALL | ROUTED | {
+        "num_attention_heads": 16, "num_key_value_heads": 4, "num_dense_layers": 1, "num_nextn_predict_layers": 0,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "llama-4": real.LLAMA4_MAVERICK["text_config"] | SMALL | {
+        "architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 128, "intermediate_size_mlp": 2048,
+        "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 16,
+        "num_nextn_predict_layers": 0, "floor_scale": 64,
+    },
+    "gemma-2": real.GEMMA2_2B | SMALL | {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 64, "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
