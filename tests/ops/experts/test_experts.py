@@ -357,11 +357,12 @@ def test_bits_of_many_rows(triton_ops: TorchOps, kind: str, limit: float) -> Non
     assert gemm is not None
     logits, x = made(triton_ops, rows, COUNT), made(triton_ops, rows, columns, seed=13, dtype=torch.bfloat16)
     bias = made(triton_ops, COUNT * 192, seed=12, dtype=torch.bfloat16)
-    routed = triton_ops.route(logits, Routing(TOP), exact=True)
+    how = {"exact": True, "small": not gemm.keeps_bits_in_large_tiles(torch.bfloat16)}
+    routed = triton_ops.route(logits, Routing(TOP), **how)
     found, gated = gemm.linear(x, bias, routed), gemm.gated(x, bias, routed, limit)
     assert gated is not None
     for some in (slice(0, 1), slice(5, 14), slice(300, 428), slice(600, 700)):
-        alone, own = triton_ops.route(logits[some], Routing(TOP), exact=True), slice(some.start * TOP, some.stop * TOP)
+        alone, own = triton_ops.route(logits[some], Routing(TOP), **how), slice(some.start * TOP, some.stop * TOP)
         assert torch.equal(gemm.linear(x[some], bias, alone), found[own]), some
         again = gemm.gated(x[some], bias, alone, limit)
         assert again is not None and torch.equal(again, gated[own]), some

@@ -6,7 +6,7 @@ adapters or of none are beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
@@ -92,22 +92,26 @@ class AdapterOps:
         """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank] or several such parts, in float32 or wider;
         of rows without an adapter anything."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        at = (slots - 1).clamp(min=0)
         made = torch.zeros(len(x), *weights.down.shape[1:3], dtype=wide, device=x.device)
-        for slot in at.unique().tolist():
-            mine = at == slot
-            sums = torch.einsum("mk,srk->msr", x[mine].to(wide), weights.down[slot].to(wide))
-            made[mine] = sums * weights.scales[slot].to(wide)[:, None]
+        for slot in _used(slots, weights):
+            sums = torch.einsum("mk,srk->msr", x.to(wide), weights.down[slot - 1].to(wide))
+            made = torch.where((slots == slot).view(-1, 1, 1), sums * weights.scales[slot - 1].to(wide)[:, None], made)
         return made.flatten(1)
 
     def adapter_up(self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
         """y [M, outputs] += up @ made, of rows that have an adapter. made: as `adapter_down` gives it."""
         by_slice = made.unflatten(1, weights.down.shape[1:3])
-        for slot in slots.unique().tolist():
-            if not slot:
-                continue
-            mine, up = slots == slot, weights.up[slot - 1].to(made.dtype)
+        for slot in _used(slots, weights):
+            up = weights.up[slot - 1].to(made.dtype)
             added = [
-                by_slice[mine, place] @ up[:, begin:end] for place, (begin, end) in enumerate(pairwise(weights.bounds))
+                by_slice[:, place] @ up[:, begin:end] for place, (begin, end) in enumerate(pairwise(weights.bounds))
             ]
-            y[mine] = (y[mine].to(made.dtype) + torch.cat(added, 1)).to(y.dtype)
+            summed = (y.to(made.dtype) + torch.cat(added, 1)).to(y.dtype)
+            y.copy_(torch.where((slots == slot).unsqueeze(1), summed, y))
+
+
+def _used(slots: Tensor, weights: AdapterWeights) -> Iterable[int]:
+    """Returns the slots of rows but 0; all that there are where the host would have to wait for what rows have."""
+    if slots.device.type != "cpu":
+        return range(1, len(weights.down) + 1)
+    return (slot for slot in slots.unique().tolist() if slot)

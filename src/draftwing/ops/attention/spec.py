@@ -290,7 +290,10 @@ def _chunk_work(
         if reach or chunk.mutual:
             position = torch.arange(first, last, device=table.device)[:, None]
             key = torch.arange(whole * _BLOCK, device=table.device)
-            near = key < torch.tensor(upto, device=table.device)[:, None]
+            sees = position + 1
+            for begin, stop in chunk.mutual:
+                sees = sees.masked_fill((position >= begin) & (position < stop), stop)
+            near = key < sees
             near &= (key >= first_seen(position, reach)) if reach else True
             seen = near.unflatten(1, (-1, _BLOCK)).transpose(0, 1)
         stretches.append(_queries(here, seen[None], whole, keys.wide, mean, buffers))

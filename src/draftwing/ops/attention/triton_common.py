@@ -73,6 +73,7 @@ TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
 )
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
+TILING_WIDEST_FLOAT32 = TILING_FLOAT32._replace(own=16)  # of heads of more than 256: keys of 32 take 228 KB
 TILING_WIDE = Tiling(  # heads of more than 128
     unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
 )
@@ -87,7 +88,7 @@ ANY_ALIGNMENT = ["rows", "prefix_len", "path", "path_len"]  # they may be parts 
 def pick_tiling(kv: Tensor) -> Tiling:
     """Picks the tiling for a layer of the pool."""
     if kv.dtype == torch.float32:
-        return TILING_FLOAT32
+        return TILING_WIDEST_FLOAT32 if kv.shape[3] > 256 else TILING_FLOAT32
     hopper = kv.device.type != "cpu" and is_hopper()
     if kv.shape[3] > 256:
         return TILING_LATENT_HOPPER if hopper and kv.shape[2] == 1 else TILING_WIDEST

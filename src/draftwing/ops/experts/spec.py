@@ -17,8 +17,7 @@ SWIGLU_ALPHA = 1.702  # of the clamped gate
 TINY = 1e-20  # joins the sum of sigmoids, which may be 0
 
 _PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
-_GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups takes
-_ALIGNED = 16  # bytes: rows of its matrices are multiples of it
+_ALIGNED = 16  # bytes: rows of matrices of torch's GEMM of groups are multiples of it
 
 
 def _without_other_groups(scores: Tensor, routing: Routing) -> Tensor:
@@ -164,7 +163,9 @@ class ExpertOps:
         """`ExpertGemm.linear` by a weight [count * out, in], in plain torch; no shape depends on data."""
         count, choices = routed.count, routed.choices(x)
         rows = x.repeat_interleave(choices, 0) if choices > 1 else x  # [pairs, in]
-        if type(x) is Tensor and x.dtype in _GROUPED and not x.is_meta:
+        # On a GPU torch's GEMM of groups in float32 has the host wait for how many rows an expert has.
+        grouped = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.device.type == "cpu")
+        if type(x) is Tensor and grouped and not x.is_meta:
             return _grouped_linear(rows, weight.view(count, -1, weight.shape[1]), bias, routed)
         flat = routed.experts.reshape(-1, 1)  # every expert with all rows
         out = x.new_zeros(routed.pairs, weight.shape[0] // count)

@@ -3,7 +3,8 @@ experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' w
 
 Weights that are quantised are dequantised in registers, to the values of `groups.unpacked`. A row's bits depend on that
 row, its expert and the kind of tile. Where they are to be the same in any batch, columns are summed in the order of
-`ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes the sets of 16 that gemm.cu has.
+`ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes the sets of 16 that a warp's lanes
+have there, of 32 columns or, where weights are quantised, of 64 (`spread_of`).
 """
 
 # mypy: allow-untyped-defs
@@ -134,12 +135,11 @@ def _of_words(
 
 
 @triton.jit
-def _columns(STEP: tl.constexpr, IN_SHARES: tl.constexpr):
-    """[STEP]: columns of a step in the order of a product. IN_SHARES: of 32 first those of the set that gemm.cu
-    multiplies first, the first four of each eight"""
+def _columns(STEP: tl.constexpr, SPREAD: tl.constexpr):
+    """[STEP]: columns of a step in the order of a product. SPREAD: as `spread_of`, 0: as they lie"""
     at = tl.arange(0, STEP)
-    if IN_SHARES:  # the compiler does not see that four are neighbours
-        at = at // 32 * 32 + at % 16 // 4 * 8 + at % 32 // 16 * 4 + at % 4
+    if SPREAD:  # the compiler does not see that four are neighbours
+        at = at // SPREAD * SPREAD + at % 16 // 4 * (SPREAD // 4) + at % SPREAD // 16 * 4 + at % 4
         at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
     return at
 
@@ -148,7 +148,7 @@ def _columns(STEP: tl.constexpr, IN_SHARES: tl.constexpr):
 def _weight_tile(
     weight, scales, zeros, row, end, rows, k,
     DEPTH: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr, FEATURES: tl.constexpr,
-    STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Rows [row, row + FEATURES) of the weight up to `end`, and columns [k, k + STEP), [FEATURES, STEP], in the order
     of `_columns`. rows: of the weight."""
@@ -157,7 +157,7 @@ def _weight_tile(
     if not EVEN:
         mask &= k < DEPTH
     if KIND == _DENSE:
-        col = k + _columns(STEP, IN_SHARES)
+        col = k + _columns(STEP, SPREAD)
         there = mask[:, None]
         if not EVEN:
             there &= (col < DEPTH)[None, :]
@@ -201,8 +201,8 @@ def _weight_tile(
             even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
             found = tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
         found = tl.reshape(found, [FEATURES, STEP])
-        if IN_SHARES:
-            found = tl.permute(tl.reshape(found, [FEATURES, STEP // 32, 4, 2, 4]), (0, 1, 3, 2, 4))
+        if SPREAD:
+            found = tl.permute(tl.reshape(found, [FEATURES, STEP // SPREAD, 4, SPREAD // 16, 4]), (0, 1, 3, 2, 4))
             found = tl.reshape(found, [FEATURES, STEP])
         return found
 
@@ -211,21 +211,21 @@ def _weight_tile(
 def _with_step(
     total, other, source, present, weight, scales, zeros, row, rows, weight_rows, k,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
-    PACKED: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
+    PACKED: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, SPREAD: tl.constexpr,
     X_IN_SETS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums with the products of columns [k, k + STEP), and of gated ones those of the ups."""
     w = _weight_tile(
-        weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES,
+        weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, SPREAD,
     )  # fmt: skip
     if ACT != _PLAIN:
         u = _weight_tile(
             weight, scales, zeros, row + WIDTH, rows + WIDTH, weight_rows, k,
-            DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES,
+            DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, SPREAD,
         )  # fmt: skip
     mask = present[:, None]
     if not EVEN:
-        mask &= (k + _columns(STEP, IN_SHARES and not X_IN_SETS) < DEPTH)[None, :]
+        mask &= (k + _columns(STEP, 0 if X_IN_SETS else SPREAD) < DEPTH)[None, :]
     a = tl.load(source + k, mask=mask, other=0.0)
     total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
     if ACT != _PLAIN:
@@ -238,12 +238,12 @@ def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit, weight_rows,
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, IN_SHARES: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, SPREAD: tl.constexpr,
     X_IN_SETS: tl.constexpr, SHARE_STEPS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x.
-    IN_SHARES: with the bits of gemm_experts.cu, whose chunks are steps then. X_IN_SETS: columns of x come in the order
-    of `_columns`. SHARE_STEPS: of the longest share."""
+    SPREAD: not 0: with the bits of gemm_experts.cu, whose chunks are steps then. X_IN_SETS: columns of x come in the
+    order of `_columns`. SHARE_STEPS: of the longest share."""
     wait(PDL)
     let_next_come(PDL)  # behind the wait, for `gemm_experts.routes_known`
     expert = tl.load(tiles + tl.program_id(1))
@@ -255,13 +255,13 @@ def _expert_gemm_kernel(
             pair = (begin + lane).to(tl.int64)
         else:
             pair = tl.load(order + begin + lane, mask=lane < count, other=0).to(tl.int64)
-        source = x + (pair // CHOICES)[:, None] * x_stride + _columns(STEP, IN_SHARES and not X_IN_SETS)[None, :]
+        source = x + (pair // CHOICES)[:, None] * x_stride + _columns(STEP, 0 if X_IN_SETS else SPREAD)[None, :]
         OUTPUTS: tl.constexpr = WIDTH if ACT == _PLAIN else 2 * WIDTH  # of an expert
         row = expert * OUTPUTS + feature
         rows = expert * OUTPUTS + WIDTH
         total = tl.zeros([ROWS, FEATURES], tl.float32)
         other = tl.zeros([ROWS, FEATURES], tl.float32)
-        if IN_SHARES:  # in one loop, so that what the next share reads is asked for while one ends
+        if SPREAD:  # in one loop, so that what the next share reads is asked for while one ends
             part, part_other = tl.zeros_like(total), tl.zeros_like(other)
             for i in range(0, _SHARES * SHARE_STEPS):
                 share = i // SHARE_STEPS
@@ -274,7 +274,7 @@ def _expert_gemm_kernel(
                 part, part_other = _with_step(
                     part, part_other, source, lane < count, weight, scales, zeros, row, rows, weight_rows,
                     ((i - share * SHARE_STEPS) * _SHARES + share) * STEP, DEPTH, WIDTH, ACT, KIND, GROUPS, PACKED,
-                    FEATURES, STEP, EVEN, IN_SHARES, X_IN_SETS, PRECISION,
+                    FEATURES, STEP, EVEN, SPREAD, X_IN_SETS, PRECISION,
                 )  # fmt: skip
             total += part
             if ACT != _PLAIN:
@@ -283,7 +283,7 @@ def _expert_gemm_kernel(
             for k in range(0, DEPTH, STEP):
                 total, other = _with_step(
                     total, other, source, lane < count, weight, scales, zeros, row, rows, weight_rows, k, DEPTH, WIDTH,
-                    ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, IN_SHARES, X_IN_SETS, PRECISION,
+                    ACT, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, SPREAD, X_IN_SETS, PRECISION,
                 )  # fmt: skip
         col = feature + tl.arange(0, FEATURES)
         dtype = out.dtype.element_ty
@@ -299,6 +299,12 @@ def _expert_gemm_kernel(
                 total = clamped_swiglu_of(total, other, limit, ALPHA)
         mask = (lane < count)[:, None] & (col < WIDTH)[None, :]
         tl.store(out + pair[:, None] * WIDTH + col[None, :], total.to(dtype), mask=mask)
+
+
+def spread_of(kind: int) -> int:
+    """Returns how many columns side by side the sets of 16 are of that gemm_experts.cu multiplies one after the other:
+    of each, one of four lanes has four, and 8 or 16 columns in all."""
+    return 32 if kind == DENSE else 64
 
 
 class ExpertGemm:
@@ -333,19 +339,19 @@ class ExpertGemm:
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
-        in_shares = tiles.exact and not wide
-        x_in_sets = in_shares and x.shape[1] % 32 == 0
-        x = in_sets(x) if x_in_sets else x
+        spread = spread_of(kind) if tiles.exact and not wide else 0
+        x_in_sets = spread > 0 and x.shape[1] % spread == 0
+        x = in_sets(x, spread) if x_in_sets else x
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
             arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": CHUNK}
         else:
             codes, scales, zeros, depth = weight.words, weight.scales, weight.zeros, weight.columns
             packed = x.dtype == torch.bfloat16 and weight.kind != INT8 and not INTERPRETED
-            arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": CHUNK if in_shares else STEP}
+            arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": CHUNK if spread else STEP}
         assert x.shape[1] == depth and x.stride(1) == 1
         even, steps = depth % arguments["STEP"] == 0, triton.cdiv(triton.cdiv(depth, CHUNK), SHARES)
-        if in_shares and steps * SHARES * CHUNK > depth:
+        if spread and steps * SHARES * CHUNK > depth:
             even = False  # some shares have a step more than others
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
@@ -354,7 +360,7 @@ class ExpertGemm:
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), max_tiles)](
             out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, max_tiles, limit, self.rows,
             CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
-            FEATURES=features, EVEN=even, IN_SHARES=in_shares, X_IN_SETS=x_in_sets, SHARE_STEPS=steps,
+            FEATURES=features, EVEN=even, SPREAD=spread, X_IN_SETS=x_in_sets, SHARE_STEPS=steps,
             PRECISION="ieee" if wide else "tf32", num_warps=warps, num_stages=2 if wide else stages, **arguments,
             **launch_options(x.device),
         )  # fmt: skip

@@ -154,10 +154,11 @@ class SharesGemm:
         return weight if self.weights_in_sets else in_sets(weight)
 
 
-def in_sets(x: Tensor) -> Tensor:
-    """x [R, K] in 16 bits, K a multiple of 32 -> the same with columns as instructions of gemm.cu take them: of 32 the
-    first four of each eight, then the others. These take any 16 columns that lie side by side."""
-    fours = x.contiguous().view(torch.int64).unflatten(1, (-1, 4, 2))
+def in_sets(x: Tensor, spread: int = 32) -> Tensor:
+    """x [R, K] in 16 bits, K a multiple of `spread` -> the same, columns as instructions of gemm.cu take them: of 32
+    the first four of each eight, then the others; of 64, as gemm_experts.cu has quantised weights, the first four of
+    each 16, then the next four, and so on. These take any 16 columns that lie side by side."""
+    fours = x.contiguous().view(torch.int64).unflatten(1, (-1, 4, spread // 16))
     return fours.transpose(2, 3).contiguous().view(x.dtype).view(x.shape)
 
 
