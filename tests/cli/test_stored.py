@@ -22,7 +22,8 @@ from draftwing.config import aliases
 from draftwing.config.aliases import DEFAULT_MODEL, HubModel
 from draftwing.config.options import Options
 from draftwing.engine.lookup_memory import LookupMemory
-from draftwing.kv.prefix_store import Entry, PrefixStore, owner_of
+from draftwing.kv.prefix_index import Entry, owner_of
+from draftwing.kv.prefix_store import PrefixStore
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.models.hub import default_model_file

@@ -18,16 +18,8 @@ import numpy as np
 import pytest
 
 from draftwing.errors import NotFound, RequestError
-from draftwing.kv.prefix_store import (
-    BLOCK,
-    VERSION,
-    Entry,
-    PrefixStore,
-    block_digests,
-    delete_client,
-    digest_of,
-    owner_of,
-)
+from draftwing.kv.prefix_index import BLOCK, Entry, block_digests, digest_of, owner_of
+from draftwing.kv.prefix_store import VERSION, PrefixStore, delete_client
 
 MODEL, OTHER = digest_of(b"a model"), digest_of(b"another")
 ALICE, BOB = owner_of("alice"), owner_of("bob")

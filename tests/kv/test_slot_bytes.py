@@ -37,3 +37,17 @@ def test_slots_come_back(count: int) -> None:
             if a.numel():
                 c.view(torch.uint8)[target[first:]] = a.view(torch.uint8)[source[first:]]
                 assert torch.equal(b.view(torch.uint8), c.view(torch.uint8))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_come_back(groups: int) -> None:
+    one, other, before = made(0), made(1), made(1)
+    source, target = torch.randperm(40)[: groups * 8], torch.randperm(40)[: groups * 8]
+    rows = SlotBytes(one).gather(source, groups)
+    for group, part in zip(rows, source.split(8), strict=True):
+        assert bytes(group.numpy()) == bytes(SlotBytes(one).read(part))
+    SlotBytes(other).scatter(target, rows)
+    for a, b, c in zip(one, other, before, strict=True):
+        if a.numel():
+            c.view(torch.uint8)[target] = a.view(torch.uint8)[source]
+            assert torch.equal(b.view(torch.uint8), c.view(torch.uint8))

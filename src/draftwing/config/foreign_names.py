@@ -142,6 +142,7 @@ OURS = _each({  # our name of the same thing
     "disable_cuda_graph": "enforce_eager",
     "disable_radix_cache": "no_enable_prefix_caching no_cache_prompt",
     "prefix_cache_dir": "slot_save_path",
+    "hicache_size": "enable_hierarchical_cache hicache_ratio kv_offloading_size cache_ram",
     "disable_overlap_schedule": "no_async_scheduling",
     "sampling_defaults": "generation_config override_generation_config",
     "tokenizer_path": "tokenizer",
@@ -197,7 +198,7 @@ WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
         "limit_mm_per_prompt mm_processor_kwargs"
     ),
     "all layers and their KV are on the device that --device names": (
-        "n_gpu_layers gpu_layers cpu_offload_gb swap_space kv_offloading_size n_gpu_layers_draft "
+        "n_gpu_layers gpu_layers cpu_offload_gb swap_space n_gpu_layers_draft "
         "gpu_layers_draft no_kv_offload override_tensor cpu_moe n_cpu_moe num_gpu"
     ),
     "each part of it is an option: --speculative-algorithm, --speculative-draft-model-path, --speculative-num-steps": (

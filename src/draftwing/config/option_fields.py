@@ -318,6 +318,12 @@ class OptionFields:
         16.0, MEMORY, "most GB of --prefix-cache-dir; what saves fewest tokens and was used longest ago goes first",
         minimum=0.001, maximum=2**20,
     )  # fmt: skip
+    hicache_size: float = option(
+        0.0, MEMORY,
+        "GB of host memory for cached prefixes that a GPU's KV cache has no room for: they are copied back in place of "
+        "a prefill (default: they are forgotten)",
+        minimum=0.0, maximum=2**20,
+    )  # fmt: skip
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
     num_threads: int | None = option(

@@ -95,11 +95,11 @@ class Options(OptionFields):
             raise ConfigError(f"cpu_affinity and tp_size {self.tp_size} exclude each other; leave one of them out")
         if self.learn_while_idle and self.learn is None:
             raise ConfigError("learn_while_idle needs learn, the folder of what is learnt from")
-        if self.prefix_cache_dir is not None:
-            if self.disable_radix_cache:
-                raise ConfigError("prefix_cache_dir and disable_radix_cache exclude each other; give one of them")
-            if self.tp_size > 1:
-                raise ConfigError(f"prefix_cache_dir needs tp_size 1; found {self.tp_size}: leave one of them out")
+        for name, given in (("prefix_cache_dir", self.prefix_cache_dir), ("hicache_size", self.hicache_size)):
+            if given and self.disable_radix_cache:
+                raise ConfigError(f"{name} and disable_radix_cache exclude each other; give one of them")
+            if given and self.tp_size > 1:
+                raise ConfigError(f"{name} needs tp_size 1; found {self.tp_size}: leave one of them out")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
         parsers = {"reasoning_parser": self.reasoning_parser, "tool_call_parser": self.tool_call_parser}

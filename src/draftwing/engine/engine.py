@@ -30,6 +30,7 @@ from draftwing.engine.adapters import EngineAdapters
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import Parts, build
+from draftwing.engine.cached_texts import SavedText
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.head_fit import HeadFit, watch_head
@@ -38,7 +39,7 @@ from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
-from draftwing.engine.saved_prefixes import SavedPrefixes, SavedText
+from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.models import draft_path_of
@@ -196,7 +197,7 @@ class Engine:
             self._watch_head(draft_path_of(self.options) or path)
             if memory is not None:
                 self._remember(memory)
-            if options.prefix_cache_dir is not None:
+            if options.prefix_cache_dir is not None or options.hicache_size:
                 self._save_prefixes(SavedPrefixes.opened(self.options, parts, provenance))
             made.pop_all()
 
@@ -349,7 +350,7 @@ class Engine:
         """Saves a client's slot, restores one or erases it; from any thread, and what runs goes on. Returns tokens and
         bytes. Raises RequestError and OSError. filename: what is saved is called; "" for what has none."""
         saved = self._saved
-        if saved is None:
+        if saved is None or not saved.on_disk:
             raise RequestError("slots are not saved: start with --prefix-cache-dir DIR, a folder that keeps them")
         if action == "erase":
             return saved.erase(client, slot, filename), 0
@@ -515,6 +516,8 @@ class Engine:
                 if self.explainer is not None:
                     self.explainer.look()
                 self._capture_wanted()
+                if self._saved is not None:
+                    self._saved.keep_some()
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()

@@ -12,7 +12,7 @@ from draftwing.config.options import Options
 from draftwing.engine.build import Parts
 from draftwing.engine.provenance import Provenance, StoredFile, digests_of, file_digest
 from draftwing.engine.startup.models import draft_path_of
-from draftwing.kv.prefix_store import digest_of
+from draftwing.kv.prefix_index import digest_of
 from draftwing.models.towers import projector_file
 from draftwing.requests.request import GenerationRequest
 from draftwing.version import __version__

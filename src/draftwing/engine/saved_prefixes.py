@@ -1,4 +1,5 @@
-"""`--prefix-cache-dir`: the prefix cache, kept on the disk for the engine after this one.
+"""`--prefix-cache-dir`: the prefix cache, kept on the disk for the engine after this one; and `--hicache-size`: in host
+memory, for as long as this one lives (`engine.host_level`).
 
 The path of the data: a request ends, and what is cached of it waits as a `SavedText`. When nothing runs, whole blocks
 of it that the store lacks are read from the pool, drafters' layers and hidden states by slot included, and written; of
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -31,10 +32,13 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import IntArray
 from draftwing.engine.build import Parts
+from draftwing.engine.cached_texts import SavedText, WaitingTexts, cached_parts
+from draftwing.engine.host_level import HostLevel
 from draftwing.engine.prefix_identity import identity_of, namespace_of
 from draftwing.engine.provenance import Provenance
 from draftwing.errors import ConfigError, GenerationError, RequestError
-from draftwing.kv.prefix_store import BLOCK, Entry, PrefixStore, block_digests, owner_of, state_digest
+from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, owner_of, state_digest
+from draftwing.kv.prefix_store import PrefixStore
 from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.sched.req import Req, ReqState
 
@@ -44,15 +48,6 @@ LOOK_SECONDS = 30.0  # after which it is looked again at what other engines have
 WARN_SECONDS = 600.0  # between two warnings that nothing can be written or read
 FAILURES = OSError, MemoryError, torch.OutOfMemoryError  # after which the engine goes on as it would without a disk
 MOST_SLOTS = 4096  # of all clients, whose texts are remembered
-
-
-class SavedText(NamedTuple):
-    """What is cached of a request that ended. keys: its tokens as the prefix cache has them.  salt: of its tree."""
-
-    keys: IntArray
-    salt: int
-    namespace: bytes
-    owner: bytes
 
 
 class SlotFiles(NamedTuple):
@@ -83,42 +78,43 @@ class SavedPrefixes:
     """The engine's thread calls it, or one that keeps it from steps; `forget`, `clear`, `restore` and `erase` any
     thread. restored: tokens that came from the disk."""
 
-    def __init__(self, store: PrefixStore, parts: Parts) -> None:
+    def __init__(self, store: PrefixStore | None, parts: Parts, host_size: float = 0.0) -> None:
+        """store: None where nothing is kept on the disk.  host_size: of the budget in host memory, GB, 0: nothing is
+        kept there. Raises ConfigError where it cannot be had."""
         pool = parts.executor.attn.pool
         self._store, self._kv, self._sched = store, parts.sched.kv, parts.sched
         self._upload = parts.executor.device.upload
         self._slots = SlotBytes(parts.executor.by_slot)
         layers = [] if pool.states is None else pool.states.layers.values()
         self._states = SlotBytes([kept for layer in layers for kept in (layer.state, layer.conv)])
-        self._most = 2 * parts.sched.config.slots  # tokens of texts that wait: others have left the pool by now
-        self._texts: deque[SavedText] = deque()
-        self._waiting = 0  # tokens
+        self._host = HostLevel(parts, self._slots, self._states, host_size) if host_size else None
+        found = (None if self._host is None else self._host.store), store
+        self._levels: list[PrefixIndex] = [one for one in found if one is not None]
+        self._most = 2 * parts.sched.config.slots  # tokens of texts in slots
+        self._texts = WaitingTexts(self._most)  # for the disk
         # By client and `id_slot`, the last used behind; texts with all their tokens, or what was restored.
         self._held: OrderedDict[tuple[bytes, int], SavedText | SlotFiles] = OrderedDict()
         self._returning: list[Returning] = []
         self._lock = threading.Lock()  # of the store, and of the texts
         self._warned, self._look = -WARN_SECONDS, time.monotonic() + LOOK_SECONDS
-        self.restored = 0
+        self.restored = self.restored_from_host = 0
 
     @classmethod
     def opened(cls, options: Options, parts: Parts, provenance: Provenance | None) -> SavedPrefixes | None:
-        """Returns those of an engine with `prefix_cache_dir`; None, with a warning, for a model that cannot be told
-        from others. Raises ConfigError."""
-        assert options.prefix_cache_dir is not None
-        if provenance is None:
-            log.warning("--prefix-cache-dir has no effect: weights or drafts are made up")
-            return None
-        folder = Path(options.prefix_cache_dir).expanduser()
-        try:
-            identity = identity_of(parts, provenance)
-            store = PrefixStore(folder, identity, int(options.prefix_cache_size * 1e9))
-        except GenerationError as error:
-            log.warning("--prefix-cache-dir has no effect: %s", error)
-            return None
-        except OSError as error:
-            raise ConfigError(f"prefix_cache_dir: {folder} cannot be written: {error.strerror}") from None
-        log.info("--prefix-cache-dir: %d tokens of this model, %.2f GB of all", len(store) * BLOCK, store.size / 1e9)
-        return cls(store, parts)
+        """Returns those of an engine; None where it keeps nothing, for a folder with a warning if the model cannot be
+        told from others. Raises ConfigError."""
+        store = None if options.prefix_cache_dir is None else _store_of(options, parts, provenance)
+        return cls(store, parts, options.hicache_size) if store is not None or options.hicache_size else None
+
+    @property
+    def on_disk(self) -> bool:
+        """Returns whether there is a folder, which slots need."""
+        return self._store is not None
+
+    @property
+    def _disk(self) -> PrefixStore:
+        assert self._store is not None, "there is no folder"
+        return self._store
 
     # -- to the disk --------------------------------------------------------------------------------------------------
 
@@ -131,14 +127,14 @@ class SavedPrefixes:
             with self._lock:
                 self._held.pop(slot, None)
             return
-        keys = req.keys(req.kv + self._kv.radix.window - 1)
-        text = SavedText(keys, req.salt, namespace_of(req.request), slot[0])
+        radix = self._kv.radix
+        text = SavedText(req.keys(req.kv + radix.window - 1), req.salt, namespace_of(req.request), slot[0], radix)
         with self._lock:
-            self._hold(slot, text)
-            self._texts.append(text)
-            self._waiting += len(keys)
-            while self._waiting > self._most and len(self._texts) > 1:
-                self._waiting -= len(self._texts.popleft().keys)
+            if self._host is not None:
+                self._host.cached(text)
+            if self._store is not None:
+                self._hold(slot, text)
+                self._texts.add(text)
 
     def _hold(self, slot: tuple[bytes, int], what: SavedText | SlotFiles) -> None:
         if slot[1] < 0:
@@ -152,13 +148,27 @@ class SavedPrefixes:
 
     @property
     def pending(self) -> bool:
-        """Returns whether there is something to write."""
-        return bool(self._texts)
+        """Returns whether there is something to write, or to copy to the host."""
+        return bool(self._texts) or (self._host is not None and self._host.pending)
 
     def write_some(self, comes: Callable[[], bool]) -> None:
         """Writes for a moment, the newest text first. comes: whether there is something else to do."""
         until = time.monotonic() + IDLE_PART
+        while self._host is not None and self._host.pending and not comes() and time.monotonic() < until:
+            self.keep_some()
+            time.sleep(0.001)  # copies go on
         self._write(lambda: comes() or time.monotonic() > until)
+
+    def keep_some(self) -> None:
+        """Starts copies to host memory between two steps."""
+        if self._host is None or not self._host.pending:
+            return
+        with self._lock, torch.inference_mode():
+            try:
+                self._host.keep_some()
+            except FAILURES as error:
+                self._warn("kept in host memory", error)
+                self._host.give_up()
 
     def write_all(self) -> None:
         """Writes what waits."""
@@ -168,54 +178,36 @@ class SavedPrefixes:
     def _write(self, stop: Callable[[], bool]) -> None:
         """stop: whether to leave the rest for later, asked before each file."""
         with self._lock, torch.inference_mode():
-            while self._texts and not stop():
+            while self._store is not None and self._texts and not stop():
+                text = self._texts.newest
                 try:
                     if time.monotonic() >= self._look:
                         self._store.refresh()
                         self._look = time.monotonic() + LOOK_SECONDS
-                    done = self._write_text(self._texts[-1], stop)
+                    done = self._write_text(self._store, text, stop)
                 except FAILURES as error:  # such as for want of room on the disk
                     self._warn("written", error)
                     self._look = 0.0  # perhaps the folder is gone, which makes it anew
                     done = True
                 if not done:
                     return
-                self._waiting -= len(self._texts.pop().keys)
+                self._texts.drop(text)
 
-    def _write_text(self, text: SavedText, stop: Callable[[], bool]) -> bool:
+    def _write_text(self, store: PrefixStore, text: SavedText, stop: Callable[[], bool]) -> bool:
         """Returns whether all of it is done."""
-        radix, store = self._kv.radix, self._store
-        windows = radix.windows(text.keys)
-        match = radix.match_kv(text.keys, text.salt, len(windows))
-        radix.lock(match.node)
-        try:
-            whole, state = len(match.slots) // BLOCK, 0
-            if self._kv.states is not None:
-                found = [one for one in radix.snapshots(match.node) if one[0] % BLOCK == 0]
-                end, state = found[0] if found else (0, 0)
-                whole = end // BLOCK
-            digests = list(block_digests(text.namespace, windows[: whole * BLOCK]))
-            entries = [
-                Entry(digest, parent, text.owner, at)
-                for digest, parent, at in zip(
-                    digests, [text.namespace, *digests], range(BLOCK, whole * BLOCK + 1, BLOCK), strict=False
-                )
-            ]
-            if state:
-                entries.append(entries[-1]._replace(digest=state_digest(digests[-1]), parent=digests[-1]))
-            keep = frozenset(entry.digest for entry in entries)
+        with cached_parts(self._kv, text) as parts:
+            whole = len(parts.entries) - (parts.state > 0)
+            keep = frozenset(entry.digest for entry in parts.entries)
             store.use(list(keep))
-            for at, entry in enumerate(entries):
+            for at, entry in enumerate(parts.entries):
                 if entry.digest in store:
                     continue
                 if stop():
                     return False
-                data = self._state(state) if at == whole else self._block(match.slots[at * BLOCK : (at + 1) * BLOCK])
+                data = self._state(parts.state) if at == whole else self._block(parts.slots_of(at))
                 if not store.write(entry, data, keep):
-                    return True
-            return True
-        finally:
-            radix.unlock(match.node)
+                    break
+        return True
 
     def _block(self, slots: IntArray) -> bytes:
         return bytes(self._slots.read(self._upload(slots))) + self._sched.catch_ups.seen(slots).tobytes()
@@ -227,7 +219,7 @@ class SavedPrefixes:
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now
-            log.warning("--prefix-cache-dir: a conversation is not %s: %s", what, str(error) or type(error).__name__)
+            log.warning("a conversation is not %s: %s", what, str(error) or type(error).__name__)
 
     # -- from the disk ------------------------------------------------------------------------------------------------
 
@@ -238,7 +230,9 @@ class SavedPrefixes:
             return
         windows = self._kv.radix.windows(req.array)[: max(self._kv.may_reuse(req), 0)]
         with self._lock:
-            found = self._there(list(block_digests(namespace_of(req.request), windows))).blocks
+            if self._host is not None:
+                self._host.store.poll()
+            found = self._there(list(block_digests(namespace_of(req.request), windows)), *self._levels).blocks
         if found and len(found) * BLOCK >= self._kv.cached(req) + BLOCK:
             req.returning = True
             self._returning.append(Returning(req, list(found)))
@@ -248,6 +242,9 @@ class SavedPrefixes:
         done others wait until it had a chance to begin: what is read is its own only then."""
         if not self._returning:
             return
+        with self._lock:
+            if self._full:
+                return
         until = time.monotonic() + self._sched.pause
         self._returning = [one for one in self._returning if one.req.state is ReqState.WAITING]
         while self._returning:
@@ -255,7 +252,7 @@ class SavedPrefixes:
             begun = one.end
             try:
                 with self._lock, torch.inference_mode():
-                    done = self._bring_part(one, lambda: time.monotonic() >= until)
+                    done = self._bring_part(one, lambda: self._full or time.monotonic() >= until)
             except FAILURES as error:
                 self._warn("read", error)
                 done = True
@@ -264,6 +261,14 @@ class SavedPrefixes:
                 self._returning.remove(one)
             if not done or one.end > begun or time.monotonic() >= until:
                 return
+
+    @property
+    def _full(self) -> bool:
+        """Returns whether enough is on its way to the device."""
+        if self._host is None:
+            return False
+        self._host.store.poll()
+        return self._host.busy
 
     def _bring_part(self, one: Returning, stop: Callable[[], bool]) -> bool:
         """Returns whether it was the last part. stop: asked after each file."""
@@ -276,44 +281,50 @@ class SavedPrefixes:
         used = found[: end // BLOCK]
         if self._kv.states is not None:
             used = self._bring_back_state(req, used)
-        self._store.use(used)
+        for level in self._levels:
+            level.use(used)
         self.restored += max(self._kv.cached(req) - one.before, 0)
         return True
-
-    def _begins(self, digest: bytes) -> bool:
-        """Returns whether a request can begin at the end of a block, if all before is there."""
-        return self._kv.states is None or state_digest(digest) in self._store
 
     def _fill(self, one: Returning, start: int, slots: IntArray, stop: Callable[[], bool]) -> int:
         """`KVManager.bring_back`, fill."""
         end, upto = start, start + len(slots)
         one.failed = start < one.end  # others have taken the slots of what was read: they will do so again
         while end < upto and not one.failed:
-            data = self._store.read(one.digests[end // BLOCK])
-            if data is None or len(data) != (self._slots.each + 1) * BLOCK:
-                one.failed = True
-                break
-            first, count = end % BLOCK, BLOCK - end % BLOCK
-            at = slots[end - start : end - start + count]
-            self._slots.write(self._upload(at), data[:-BLOCK], first)
-            self._sched.catch_ups.note_seen(at, np.frombuffer(data[-BLOCK:], np.bool_)[first:])
+            digests, first, left = one.digests[end // BLOCK :], end % BLOCK, slots[end - start :]
+            count = 0 if self._host is None else self._host.fill(digests, first, left)
+            self.restored_from_host += count
+            count = count or self._fill_from_disk(digests[0], first, left[: BLOCK - first])
+            one.failed = not count
             end += count
             if stop():
                 break
         return end
 
+    def _fill_from_disk(self, digest: bytes, first: int, slots: IntArray) -> int:
+        """Fills slots with a block, from a position in it on. Returns how many."""
+        data = None if self._store is None else self._store.read(digest)
+        if data is None or len(data) != (self._slots.each + 1) * BLOCK:
+            return 0
+        self._slots.write(self._upload(slots), data[:-BLOCK], first)
+        self._sched.catch_ups.note_seen(slots, np.frombuffer(data[-BLOCK:], np.bool_)[first:])
+        return len(slots)
+
     def _bring_back_state(self, req: Req, digests: list[bytes]) -> list[bytes]:
         """Brings back the last snapshot that is there. Returns the digests of what can be begun with then."""
 
         def fill(slot: int) -> bool:
-            data = self._store.read(state_digest(digests[-1]))
+            digest = state_digest(digests[-1])
+            if self._host is not None and self._host.fill_state(digest, slot):
+                return True
+            data = None if self._store is None else self._store.read(digest)
             if data is None or len(data) != self._states.each:
                 return False
             self._states.write(self._upload(_one(slot)), data)
             return True
 
         while digests and not (
-            state_digest(digests[-1]) in self._store and self._kv.bring_back_state(req, len(digests) * BLOCK, fill)
+            _in(self._levels, state_digest(digests[-1])) and self._kv.bring_back_state(req, len(digests) * BLOCK, fill)
         ):
             digests = digests[:-1]
         return [*digests, *([state_digest(digests[-1])] if digests else ())]
@@ -336,7 +347,7 @@ class SavedPrefixes:
         """Writes what is not on the disk, for some time. Returns whether all is. Raises OSError."""
         until = time.monotonic() + seconds
         with self._lock, torch.inference_mode():
-            return self._write_text(text, lambda: time.monotonic() > until)
+            return self._write_text(self._disk, text, lambda: time.monotonic() > until)
 
     def save(self, client: str, what: SavedText | SlotFiles, name: str) -> SlotFiles:
         """Has what is on the disk of a slot stay there under a name. Raises RequestError where that is nothing, as
@@ -345,37 +356,37 @@ class SavedPrefixes:
         with self._lock:
             if isinstance(what, SavedText):
                 windows = self._kv.radix.windows(what.keys)
-                found = self._there(list(block_digests(what.namespace, windows)))
+                found = self._there(list(block_digests(what.namespace, windows)), self._disk)
             else:
-                found = self._there(what.blocks)
+                found = self._there(what.blocks, self._disk)
             if not found.blocks:
                 raise RequestError(
                     "nothing of the slot could be kept: it is too short, its place in the cache was needed for others, "
                     "or --prefix-cache-size is too small",
                     "id_slot",
                 )
-            return found._replace(size=self._store.save(owner, name, found.blocks, found.state))
+            return found._replace(size=self._disk.save(owner, name, found.blocks, found.state))
 
     def restore(self, client: str, slot: int, name: str) -> SlotFiles:
         """Reads what was saved under a name, and has a slot hold it. Raises RequestError and OSError."""
         owner, size, whole = owner_of(client), 0, list[bytes]()
         with self._lock:
-            named = self._store.saved(owner, name)
-            self._store.refresh()
+            named = self._disk.saved(owner, name)
+            self._disk.refresh()
         for digest in named.digests:
             with self._lock:  # by one at a time, so that requests come in between
-                data = self._store.read(digest)
+                data = self._disk.read(digest)
             if data is None:
                 break
             size += len(data)
             whole.append(digest)
         with self._lock:
-            found = self._there([one for one in whole if one != named.state])
+            found = self._there([one for one in whole if one != named.state], self._disk)
             if not found.blocks:
                 raise RequestError(
                     "filename: nothing of it is left; its prompt has to be prefilled once more", "filename"
                 )
-            self._store.use([*found.blocks, *([] if found.state is None else [found.state])])
+            self._disk.use([*found.blocks, *([] if found.state is None else [found.state])])
             self._hold((owner, slot), found._replace(size=size))
         return found._replace(size=size)
 
@@ -384,17 +395,16 @@ class SavedPrefixes:
         were. Raises RequestError and OSError."""
         with self._lock:
             if name:
-                return BLOCK * len(self._store.unsave(owner_of(client), name).blocks)
+                return BLOCK * len(self._disk.unsave(owner_of(client), name).blocks)
             gone = self._held.pop((owner_of(client), slot), None)
         return 0 if gone is None else len(gone.keys) if isinstance(gone, SavedText) else gone.tokens
 
-    def _there(self, digests: Sequence[bytes]) -> SlotFiles:
-        """Returns of a text what is on the disk, up to where a request can begin."""
-        found = list(takewhile(self._store.__contains__, digests))
-        while found and not self._begins(found[-1]):
+    def _there(self, digests: Sequence[bytes], *levels: PrefixIndex) -> SlotFiles:
+        """Returns of a text what is in any of the levels, up to where a request can begin."""
+        found, stateful = list(takewhile(lambda digest: _in(levels, digest), digests)), self._kv.states is not None
+        while found and stateful and not _in(levels, state_digest(found[-1])):
             found.pop()
-        state = state_digest(found[-1]) if found and self._kv.states is not None else None
-        return SlotFiles(tuple(found), state, 0)
+        return SlotFiles(tuple(found), state_digest(found[-1]) if found and stateful else None, 0)
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -402,19 +412,23 @@ class SavedPrefixes:
         """Removes what is kept of a client, whichever model it asked. Raises OSError."""
         owner = owner_of(client)
         with self._lock:
-            self._texts = deque(text for text in self._texts if text.owner != owner)
-            self._waiting = sum(len(text.keys) for text in self._texts)
+            self._texts.forget(owner)
+            if self._host is not None:
+                self._host.forget(owner)
             for slot in [one for one in self._held if one[0] == owner]:
                 del self._held[slot]
-            self._store.delete(owner)
+            if self._store is not None:
+                self._store.delete(owner)
 
     def clear(self) -> None:
         """Removes all that is kept for this model. Raises OSError."""
         with self._lock:
-            self._texts.clear()
+            self._texts.forget()
             self._held.clear()
-            self._waiting = 0
-            self._store.delete()
+            if self._host is not None:
+                self._host.forget()
+            if self._store is not None:
+                self._store.delete()
 
     def spoilt(self) -> None:
         """Does so, since some of it may be what makes logits not finite."""
@@ -424,8 +438,35 @@ class SavedPrefixes:
             self._warn("removed", error)
 
     def stats(self) -> dict[str, Any]:
-        """Counts: bytes on the disk, and tokens of prompts that came from there."""
-        return {"prefix_cache_bytes": self._store.size, "prefix_cache_restored_tokens": self.restored}
+        """Counts: bytes that are kept, and tokens of prompts that came from there."""
+        found: dict[str, Any] = {}
+        if self._store is not None:
+            found |= {"prefix_cache_bytes": self._store.size, "prefix_cache_restored_tokens": self.restored}
+        if self._host is not None:
+            found |= {"host_cache_bytes": self._host.store.size, "host_cache_tokens": self.restored_from_host}
+        return found
+
+
+def _in(levels: Sequence[PrefixIndex], digest: bytes) -> bool:
+    return any(digest in level for level in levels)
+
+
+def _store_of(options: Options, parts: Parts, provenance: Provenance | None) -> PrefixStore | None:
+    """Opens the folder; None, with a warning, for a model that cannot be told from others. Raises ConfigError."""
+    if provenance is None:
+        log.warning("--prefix-cache-dir has no effect: weights or drafts are made up")
+        return None
+    assert options.prefix_cache_dir is not None
+    folder = Path(options.prefix_cache_dir).expanduser()
+    try:
+        store = PrefixStore(folder, identity_of(parts, provenance), int(options.prefix_cache_size * 1e9))
+    except GenerationError as error:
+        log.warning("--prefix-cache-dir has no effect: %s", error)
+        return None
+    except OSError as error:
+        raise ConfigError(f"prefix_cache_dir: {folder} cannot be written: {error.strerror}") from None
+    log.info("--prefix-cache-dir: %d tokens of this model, %.2f GB of all", len(store) * BLOCK, store.size / 1e9)
+    return store
 
 
 def _one(slot: int) -> IntArray:

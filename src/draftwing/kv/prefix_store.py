@@ -1,69 +1,38 @@
-"""A folder of cached prefixes: files of `BLOCK` positions each, found by a digest of all tokens up to their end.
+"""A folder of cached prefixes: a file of each block, and of each snapshot of recurrent states (`kv.prefix_index`).
 
-The digest of a block is one of the digest before it and of its own keys; the first one before it is that of a
-*namespace*: client, salt and adapter. Below the folder each *identity* has a folder of its own: model files, formats,
-versions, all on which bits of a cache depend. A file's name has all that the budget needs to know, so a start reads
-names alone. What a file holds is believed by its checksum: a torn, foreign or older one is removed, as if it had not
-been there.
+Below the folder each *identity* has a folder of its own: model files, formats, versions, all on which bits of a cache
+depend. A file's name has all that the budget needs to know, so a start reads names alone. What a file holds is believed
+by its checksum: a torn, foreign or older one is removed, as if it had not been there.
 
 Several engines may have one folder: files appear whole, are never changed, and may go at any time.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import re
 import shutil
 import struct
 import time
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from draftwing.core import IntArray
 from draftwing.errors import RequestError
 from draftwing.files import PARTIAL, lock_file, make_private
 from draftwing.kv.named_prefixes import Named, NamedPrefixes
+from draftwing.kv.prefix_index import DIGEST, OWNER, Entry, Key, PrefixIndex, Stored, digest_of, owner_of
 
-BLOCK: Final = (
-    64  # positions of a file; snapshots of recurrent states lie at multiples of it, too (`state_slots.GRAIN`)
-)
 VERSION: Final = 1  # of names and files
-DIGEST: Final = 16  # bytes
-_OWNER: Final = 8
 _MAGIC: Final = b"DWPREFIX"
-_HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{_OWNER}sIQI")
+_HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{OWNER}sIQI")
 _CHECK: Final = 16  # bytes of the header's own checksum
 _START: Final = 128  # bytes before the content
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{1,8})\.kv")
 _FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
-_AGE: Final = 60.0  # seconds that are nothing: what was used within the last minute is all as new
-_SPARE: Final = 0.05  # of the limit that is freed at once, where something has to go
 _NAMED: Final = 0.5  # of the limit: the most that clients may have saved by name, which stays
-
-
-class Entry(NamedTuple):
-    """A file. digest: of all tokens up to its end.  parent: the same of the block before, or of a state's own block.
-    owner: a digest of the client.  end: positions up to its end."""
-
-    digest: bytes
-    parent: bytes
-    owner: bytes
-    end: int
-
-
-class Stored(NamedTuple):
-    """A file that is there. folder: its name.  used: when it was written or read last, seconds since 1970."""
-
-    folder: str
-    entry: Entry
-    size: int
-    used: float
 
 
 def delete_client(folder: Path, client: str) -> int:
@@ -77,45 +46,16 @@ def delete_client(folder: Path, client: str) -> int:
     return found
 
 
-def digest_of(*parts: bytes, size: int = DIGEST) -> bytes:
-    """Returns a digest of parts, none of which can be taken for another."""
-    found = blake2b(digest_size=size)
-    for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.digest()
-
-
-def owner_of(client: str) -> bytes:
-    """Returns `Entry.owner` of a client's files."""
-    return digest_of(b"owner", client.encode(), size=_OWNER)
-
-
-def block_digests(namespace: bytes, keys: IntArray) -> Iterator[bytes]:
-    """Yields the digest of each whole block of a text. keys [positions, window] int64: as of the prefix cache."""
-    before = namespace
-    for at in range(0, len(keys) - BLOCK + 1, BLOCK):
-        before = digest_of(before, keys[at : at + BLOCK].tobytes())
-        yield before
-
-
-def state_digest(block: bytes) -> bytes:
-    """Returns the digest of a snapshot of recurrent states at the end of a block."""
-    return digest_of(b"state", block)
-
-
-class PrefixStore:
+class PrefixStore(PrefixIndex):
     """One thread at a time may call it. size: bytes of all files, of other identities, too."""
 
     def __init__(self, folder: Path, identity: bytes, limit: int) -> None:
         """identity: `DIGEST` bytes.  limit: bytes of all files together. Raises OSError where the folder cannot be
         made."""
-        self._root, self._identity, self._limit = folder, identity, limit
-        self._name = _folder(identity)
+        super().__init__(limit, _folder(identity))
+        self._root, self._identity = folder, identity
         self._folder = folder / self._name
-        self._files: dict[tuple[str, bytes], Stored] = {}
-        self._named, self._stay = NamedPrefixes(folder), frozenset[tuple[str, bytes]]()
-        self.size = 0
+        self._named, self._stay = NamedPrefixes(folder), frozenset[Key]()
         self.refresh()
         self._make_room(0, ())
 
@@ -161,12 +101,6 @@ class PrefixStore:
         """Removes what a process left that was killed while it wrote: whoever writes has its lock."""
         with suppress(OSError), lock_file(path):
             path.unlink()
-
-    def __contains__(self, digest: bytes) -> bool:
-        return (self._name, digest) in self._files
-
-    def __len__(self) -> int:
-        return sum(folder == self._name for folder, _ in self._files)
 
     # -- reading and writing ------------------------------------------------------------------------------------------
 
@@ -214,12 +148,11 @@ class PrefixStore:
 
     def use(self, digests: Sequence[bytes]) -> None:
         """Notes that files are of use now."""
-        now = time.time()
+        super().use(digests)
         for digest in digests:
             if (stored := self._files.get((self._name, digest))) is not None:
                 with suppress(OSError):
-                    os.utime(self._path(stored.entry), (now, now))
-                self._files[self._name, digest] = stored._replace(used=now)
+                    os.utime(self._path(stored.entry), (stored.used, stored.used))
 
     def delete(self, owner: bytes | None = None) -> int:
         """Removes an owner's files of all identities; None: all files of this one. Returns how many there were. Raises
@@ -278,48 +211,10 @@ class PrefixStore:
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int, keep: Collection[bytes]) -> bool:
-        """Removes files until there is room for so many bytes: those first that save least, tokens by time since they
-        were used. The end of a text goes before what it goes on from, and what is saved by name where the limit has
-        become a smaller one alone."""
-        if self.size + size <= self._limit:
-            return True
+    def _staying(self) -> frozenset[Key]:
+        """Returns what is saved by name."""
         self._look_at_names()  # others may have saved meanwhile
-        kept = frozenset((self._name, digest) for digest in keep)
-        self._remove_least(self._limit * (1 - _SPARE) - size, kept | self._stay)
-        if self.size > self._limit:
-            self._remove_least(self._limit, kept)
-        return self.size + size <= self._limit
-
-    def _remove_least(self, aim: float, kept: Collection[tuple[str, bytes]]) -> None:
-        """Removes files until all have so many bytes, but for those of `kept`."""
-        now = time.time()
-
-        def rank(one: Stored) -> tuple[float, str, bytes]:
-            return one.entry.end / (max(now - one.used, 0.0) + _AGE), one.folder, one.entry.digest
-
-        children = Counter((one.folder, one.entry.parent) for one in self._files.values())
-        ends = [rank(one) for key, one in self._files.items() if not children[key] and key not in kept]
-        heapq.heapify(ends)
-        while self.size > aim and ends:
-            _, folder, digest = heapq.heappop(ends)
-            stored = self._files[folder, digest]
-            self._remove(stored)
-            before = stored.folder, stored.entry.parent
-            children[before] -= 1
-            if not children[before] and before in self._files and before not in kept:
-                heapq.heappush(ends, rank(self._files[before]))
-
-    def _add(self, stored: Stored) -> None:
-        key = stored.folder, stored.entry.digest
-        if key in self._files:
-            self.size -= self._files[key].size
-        self._files[key] = stored
-        self.size += stored.size
-
-    def _drop(self, stored: Stored) -> None:
-        del self._files[stored.folder, stored.entry.digest]
-        self.size -= stored.size
+        return self._stay
 
     def _remove(self, stored: Stored) -> None:
         with suppress(OSError):
@@ -330,7 +225,7 @@ class PrefixStore:
         return self._folder / _name(entry)
 
 
-def _files_of(every: Iterable[Named]) -> frozenset[tuple[str, bytes]]:
+def _files_of(every: Iterable[Named]) -> frozenset[Key]:
     return frozenset((_folder(one.identity), digest) for one in every for digest in one.digests)
 
 

@@ -41,6 +41,7 @@ STATS: dict[str, Any] = {
     "drafted": {"drafts": 12, "proposed": 69, "accepted": 20, "proposed_at": [4, 3, 2], "accepted_at": [11, 8, 1]},
     "last": {"accept_length": 2.25, "accept_rate": 0.5, "gen_throughput": 80.0, "cache_hit_rate": 0.75},
     "state_slots": 30, "snapshots": 12, "snapshot_bytes": 2400, "snapshot_hits": 9, "snapshot_evictions": 3,
+    "host_cache_bytes": 8000, "host_cache_tokens": 640,
     "plain_seconds": 3.0, "timed_seconds": 2.0, "speedup": 1.75, "drafts_suspended": True,
 }  # fmt: skip
 
@@ -167,6 +168,7 @@ def test_what_the_engine_counts() -> None:
         "draftwing:host_seconds_total": 0.125, "draftwing:graph_replays_total": 18, "draftwing:retractions_total": 7,
         "draftwing:snapshots": 12, "draftwing:snapshot_bytes": 2400, "draftwing:snapshot_hits_total": 9,
         "draftwing:snapshot_evictions_total": 3,
+        "draftwing:host_cache_bytes": 8000, "draftwing:host_cache_tokens_total": 640,
         "draftwing:verified_rows_total": 40, "draftwing:committed_tokens_total": 100,
     }  # fmt: skip
     assert {name: page(name) for name in expected} == expected

@@ -91,6 +91,25 @@ class Device(ABC):
     def download(self, tensor: Tensor) -> Download:
         """Starts the copy of a [B, W] int64 to the host, in order with the compute stream."""
 
+    def host_memory(self, size: int) -> Tensor:
+        """Returns [size] uint8 of the host, which `copy_out` and `copy_in` take. Raises RuntimeError where there is no
+        room."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:
+        """Starts copies of tensors of the device to `host_memory` of the same sizes, behind what the compute stream was
+        given and beside what it gets: whoever asks keeps the former until they have arrived. Returns what says whether
+        they have."""
+        for source, host in pairs:
+            host.copy_(source)
+        return lambda: True
+
+    def copy_in(self, parts: Sequence[Tensor]) -> tuple[Tensor, Callable[[], bool]]:
+        """Starts copies of `host_memory` [n] to one tensor of the device, in order, which the compute stream has when
+        it comes to it; they go beside what it was given before. Returns it, and what says whether they have arrived:
+        until then the host changes nothing of `parts`."""
+        return torch.cat(list(parts)).to(self.device), lambda: True
+
     # -- time -------------------------------------------------------------------------------------------------------
 
     @abstractmethod

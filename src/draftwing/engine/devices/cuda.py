@@ -75,6 +75,8 @@ class CudaDevice(Device):
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
         self._branch: torch.cuda.Stream | None = None  # of what is beside it there
+        self._copies_out: torch.cuda.Stream | None = None
+        self._copies_in: torch.cuda.Stream | None = None
         # The memory that they share, by name. torch ends a pool with the last graph that uses it.
         self._pools: dict[str, tuple[Any, WeakSet[torch.cuda.CUDAGraph]]] = {}
 
@@ -124,6 +126,34 @@ class CudaDevice(Device):
             return host
 
         return Download(fetch, arrived)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:
+        if self._copies_out is None:
+            self._copies_out = torch.cuda.Stream(self.device)
+        self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies_out):
+            for source, host in pairs:
+                host.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        return done.query
+
+    def copy_in(self, parts: Sequence[Tensor]) -> tuple[Tensor, Callable[[], bool]]:
+        if self._copies_in is None:
+            self._copies_in = torch.cuda.Stream(self.device)
+        compute = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies_in):  # its memory, too, is this stream's, which waits for no step
+            out = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self.device)
+            for place, part in zip(out.split([len(part) for part in parts]), parts, strict=True):
+                place.copy_(part, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        compute.wait_event(done)
+        out.record_stream(compute)
+        return out, done.query
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

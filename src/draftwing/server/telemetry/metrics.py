@@ -92,6 +92,8 @@ draftwing:snapshots snapshots: states of recurrent layers that the prefix cache 
 draftwing:snapshot_bytes snapshot_bytes: bytes of these
 draftwing:snapshot_hits_total snapshot_hits: requests that began with one, those that were preempted included
 draftwing:snapshot_evictions_total snapshot_evictions: snapshots that made room for others
+draftwing:host_cache_bytes host_cache_bytes: bytes of cached prefixes in host memory (`--hicache-size`)
+draftwing:host_cache_tokens_total host_cache_tokens: prompt tokens that came from there
 draftwing:stale_rows_total stale_rows: results of steps whose request had already ended
 draftwing:spec_drafts_total{drafter} drafts_by: drafts: one per request and step with any proposed token
 draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \

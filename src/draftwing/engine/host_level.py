@@ -1,0 +1,129 @@
+"""`--hicache-size`: what the prefix cache of a GPU has no room for, in host memory.
+
+When a request has ended, what is cached of it is gathered between two steps, on the compute stream, and goes to the
+host beside the steps to come; nobody waits for it. So the pool may evict it at any time. A later prompt that begins
+like it gets it back as from the disk (`engine.saved_prefixes`): into free slots, as nodes of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from draftwing.core import IntArray
+from draftwing.engine.build import Parts
+from draftwing.engine.cached_texts import CachedParts, SavedText, WaitingTexts, cached_parts
+from draftwing.errors import ConfigError
+from draftwing.kv.host_prefixes import HostPrefixes
+from draftwing.kv.prefix_index import BLOCK
+from draftwing.kv.slot_bytes import SlotBytes
+from draftwing.machine import free_memory
+
+FLYING = 128  # the part of the device's memory that copies to the host may take meanwhile
+GROUPS = 4  # in which these go; one of them is on its way back at most, which a step that waits for it hardly notices
+
+
+class HostLevel:
+    """The engine's thread calls it, under the lock of `SavedPrefixes`; `forget` any thread. restored: tokens that came
+    from host memory."""
+
+    def __init__(self, parts: Parts, slots: SlotBytes, states: SlotBytes, size: float) -> None:
+        """size: of the budget, GB. Raises ConfigError where host memory has no room for it."""
+        device = parts.executor.device
+        self._kv, self._catch_ups, self._upload = parts.sched.kv, parts.sched.catch_ups, device.upload
+        self._slots, self._states = slots, states
+        self._each = slots.each * BLOCK
+        free = free_memory()
+        if free is not None and size * 1e9 > free:
+            raise ConfigError(f"hicache_size: expected at most {free / 1e9:.1f} GB, which are free; found {size:g}")
+        try:
+            self.store = HostPrefixes(device, self._each or states.each, int(size * 1e9))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"hicache_size: {size:g} GB of host memory cannot be had: {reason}") from None
+        self._texts = WaitingTexts(2 * parts.sched.config.slots)
+        self._most = max(device.total_memory() // FLYING, self._each)
+
+    @property
+    def pending(self) -> bool:
+        """Returns whether there is something to copy to the host, or on its way there."""
+        return bool(self._texts or self.store.leaving)
+
+    @property
+    def busy(self) -> bool:
+        """Returns whether enough is on its way back."""
+        return self.store.returning >= self._most // GROUPS
+
+    def cached(self, text: SavedText) -> None:
+        """Has a text kept."""
+        self._texts.add(text)
+
+    # -- to the host --------------------------------------------------------------------------------------------------
+
+    def keep_some(self) -> None:
+        """Starts copies, as many as may be on their way."""
+        self.store.poll()
+        while self._texts and self.store.leaving < self._most:
+            text = self._texts.oldest
+            with cached_parts(self._kv, text) as parts:
+                copied = self._copy_group(parts)
+            if not copied:
+                if self.store.resting:  # there will be room
+                    return
+                self._texts.drop(text)
+
+    def give_up(self) -> None:
+        """Forgets the text that is next, for want of memory."""
+        if self._texts:
+            self._texts.drop(self._texts.oldest)
+
+    def _copy_group(self, parts: CachedParts) -> bool:
+        """Returns whether anything was copied."""
+        whole = len(parts.entries) - (parts.state > 0)
+        keep = {entry.digest for entry in parts.entries}
+        self.store.use(list(keep))
+        lacking = [at for at, entry in enumerate(parts.entries) if not self.store.knows(entry.digest)]
+        if not lacking:
+            return False
+        if lacking[0] == whole:
+            state = self._upload(np.asarray([parts.state], np.int64))
+            return self.store.write(parts.entries[whole:], self._states.gather(state), keep) > 0
+        most = max(self._most // GROUPS // self._each, 1)
+        blocks = [at for at in lacking[:most] if at < whole]
+        slots = np.concatenate([parts.slots_of(at) for at in blocks])
+        entries = [parts.entries[at] for at in blocks]
+        rows = self._slots.gather(self._upload(slots), len(blocks))
+        seen = self._catch_ups.seen(slots).reshape(-1, BLOCK)  # by the drafter
+        return self.store.write(entries, rows, keep, list(seen)) > 0
+
+    # -- back ---------------------------------------------------------------------------------------------------------
+
+    def fill(self, digests: Sequence[bytes], first: int, slots: IntArray) -> int:
+        """Starts to copy blocks to slots: of the first one what is behind `first`. Returns how many slots; 0 where the
+        block is not there."""
+        most = 1 if first else max(self._most // GROUPS // self._each, 1)
+        wanted = digests[: min(most, -(-(first + len(slots)) // BLOCK))]
+        found = list(takewhile(self.store.__contains__, wanted))
+        if not found:
+            return 0
+        at = slots[: len(found) * BLOCK - first]
+        self._slots.scatter(self._upload(at), self.store.read(found), first)
+        seen = np.concatenate([self.store.note(digest) for digest in found])
+        self._catch_ups.note_seen(at, seen[first : first + len(at)])
+        return len(at)
+
+    def fill_state(self, digest: bytes, slot: int) -> bool:
+        """Starts to copy a snapshot to a state slot. Returns whether it is there."""
+        if digest not in self.store:
+            return False
+        self._states.scatter(self._upload(np.asarray([slot], np.int64)), self.store.read([digest]))
+        return True
+
+    # -- forgetting ---------------------------------------------------------------------------------------------------
+
+    def forget(self, owner: bytes | None = None) -> None:
+        """Forgets what is kept of an owner; None: all."""
+        self._texts.forget(owner)
+        self.store.delete(owner)

@@ -1,0 +1,173 @@
+"""Cached prefixes in host memory: parts that are copied there while the device computes, and back.
+
+The memory is taken once, in *pages*, so parts of different sizes leave no gaps. A copy is on its way until the device
+says that it is done, for which nobody waits: a part counts as there from then on, and the pages of one that goes are
+free when no copy of before is on its way any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from draftwing.kv.prefix_index import Entry, PrefixIndex, Stored
+
+SLAB = 256 << 20  # bytes that are asked for at once: page-locked memory comes in powers of two
+
+
+class HostCopies(Protocol):
+    """What a device has of it (`engine.devices.base`)."""
+
+    def host_memory(self, size: int) -> Tensor:
+        """Returns [size] uint8 that copies go from and to while the host goes on."""
+
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:
+        """Starts copies to the host."""
+
+    def copy_in(self, parts: Sequence[Tensor]) -> tuple[Tensor, Callable[[], bool]]:
+        """Starts copies from the host."""
+
+
+class _Place(NamedTuple):
+    """pages: numbers, from the first byte on.  size: bytes.  note: as of `HostPrefixes.write`."""
+
+    pages: list[int]
+    size: int
+    note: Any
+
+
+@dataclass(eq=False)
+class _Flight:
+    """Copies on their way. done: whether they have arrived.  size: bytes.  held: what has to stay meanwhile.  parts:
+    that are there when they have."""
+
+    done: Callable[[], bool]
+    size: int
+    held: object = None
+    parts: Sequence[Stored] = ()
+
+
+class HostPrefixes(PrefixIndex):
+    """One thread at a time may call it, and of what starts copies the engine's alone."""
+
+    def __init__(self, copies: HostCopies, page: int, limit: int) -> None:
+        """page: bytes.  limit: of all of them. Raises RuntimeError where the memory cannot be had."""
+        count = limit // page
+        super().__init__(count * page)
+        self._copies, self._page = copies, page
+        self._pages = list[Tensor]()
+        while len(self._pages) < count:
+            some = min(max(SLAB // page, 1), count - len(self._pages))
+            self._pages += copies.host_memory(some * page).split(page)
+        self._free = list(range(count))
+        self._at: dict[bytes, _Place] = {}  # of parts that are there or on their way
+        self._arriving: dict[bytes, Stored] = {}
+        self._out, self._in = deque[_Flight](), deque[_Flight]()
+        self._resting = deque[tuple[list[int], list[_Flight]]]()  # pages, and copies of when they were given up
+
+    def __contains__(self, digest: bytes) -> bool:
+        return super().__contains__(digest) and digest not in self._arriving
+
+    def knows(self, digest: bytes) -> bool:
+        """Returns whether a part is there, or on its way."""
+        return super().__contains__(digest)
+
+    @property
+    def leaving(self) -> int:
+        """Returns the bytes on their way to the host."""
+        return sum(flight.size for flight in self._out)
+
+    @property
+    def returning(self) -> int:
+        """Returns the bytes on their way to the device."""
+        return sum(flight.size for flight in self._in)
+
+    @property
+    def resting(self) -> bool:
+        """Returns whether pages will be free when copies have arrived."""
+        return bool(self._resting)
+
+    def poll(self) -> None:
+        """Takes note of copies that have arrived."""
+        for flights in (self._out, self._in):
+            while flights and flights[0].done():
+                flight = flights.popleft()
+                for stored in flight.parts:
+                    if self._arriving.get(stored.entry.digest) is stored:
+                        del self._arriving[stored.entry.digest]
+        while self._resting and not any(one in self._out or one in self._in for one in self._resting[0][1]):
+            self._free += self._resting.popleft()[0]
+
+    def write(
+        self, entries: Sequence[Entry], rows: Tensor, keep: Collection[bytes] = (), notes: Sequence[Any] = ()
+    ) -> int:
+        """Starts to copy parts, none of which is there or on its way, as far as there is room.
+
+        rows [entries, bytes] uint8 on the device: what nobody changes any more.  keep: digests that may not go for it,
+        theirs among them.  notes: what `note` returns of each. Returns how many; fewer also where pages are not free
+        yet (`resting`)."""
+        size, pairs, parts = rows.shape[1], list[tuple[Tensor, Tensor]](), list[Stored]()
+        need, now, keep = -(-size // self._page), time.time(), {*keep, *self._arriving}
+        for entry, row, note in zip(entries, rows, notes or [None] * len(entries), strict=True):
+            if not self._make_room(need * self._page, keep) or need > len(self._free):
+                break
+            pages = [self._free.pop() for _ in range(need)]
+            pairs += [
+                (part, self._pages[page][: len(part)]) for part, page in zip(row.split(self._page), pages, strict=True)
+            ]
+            stored = Stored(self._name, entry, need * self._page, now)
+            self._at[entry.digest] = _Place(pages, size, note)
+            self._arriving[entry.digest] = stored
+            self._add(stored)
+            parts.append(stored)
+        if pairs:
+            self._out.append(_Flight(self._copies.copy_out(pairs), len(parts) * size, rows, parts))
+        return len(parts)
+
+    def read(self, digests: Sequence[bytes]) -> Tensor:
+        """Starts to copy parts that are there, all of one size, to the device -> [digests, bytes] uint8 there."""
+        parts = list[Tensor]()
+        for digest in digests:
+            pages, left, _ = self._at[digest]
+            for page in pages:
+                parts.append(self._pages[page][: min(left, self._page)])
+                left -= self._page
+        found, done = self._copies.copy_in(parts)
+        self._in.append(_Flight(done, found.numel()))
+        return found.view(len(digests), -1)
+
+    def note(self, digest: bytes) -> Any:
+        """Returns what `write` was given with a part."""
+        return self._at[digest].note
+
+    def delete(self, owner: bytes | None = None) -> None:
+        """Removes an owner's parts; None: all."""
+        for stored in [one for one in self._files.values() if owner in (None, one.entry.owner)]:
+            self._remove(stored)
+
+    def check_integrity(self) -> None:
+        """Asserts that each page is free, of one part, or given up. For tests."""
+        pages = [*self._free, *_all(place.pages for place in self._at.values()), *_all(one[0] for one in self._resting)]
+        assert sorted(pages) == list(range(len(self._pages))), "a page was lost, or has two owners"
+        assert self.size == sum(len(place.pages) for place in self._at.values()) * self._page <= self._limit
+        assert {entry.entry.digest for entry in self._files.values()} == set(self._at) >= set(self._arriving)
+
+    def _remove(self, stored: Stored) -> None:
+        digest = stored.entry.digest
+        pages = self._at.pop(digest).pages
+        self._arriving.pop(digest, None)
+        flights = [*deque(self._out, 1), *deque(self._in, 1)]
+        if flights:
+            self._resting.append((pages, flights))
+        else:
+            self._free += pages
+        self._drop(stored)
+
+
+def _all(lists: Iterable[list[int]]) -> list[int]:
+    return [page for pages in lists for page in pages]

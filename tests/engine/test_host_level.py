@@ -1,0 +1,286 @@
+"""What the KV pool evicts comes back from host memory: the same text, and no prefill of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distant_device import DistantCpu, LostCpu
+from reference.checkpoints import eagle3_head
+from reference.learnable import write_target
+from restarted import OF, TOKENS, Reply, ask, once, opened, tokens, write_hybrid
+from tiny_adapters import write_adapter
+from tiny_checkpoint import VOCAB
+
+from draftwing import SamplingParams
+from draftwing.engine.engine import Engine
+from draftwing.errors import ConfigError
+from draftwing.kv.slot_bytes import SlotBytes
+from draftwing.requests.request import GenerationRequest
+
+HOST: dict[str, Any] = {"device": DistantCpu, "hicache_size": 0.01}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("models") / "llama", plain=OF)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: write_hybrid(tmp_path_factory.mktemp("hybrid") / kind, kind))
+
+
+@contextmanager
+def engine_of(model: Path, **more: Any) -> Iterator[Engine]:
+    engine = opened(model, **{**HOST, **more})
+    try:
+        yield engine
+        saved = engine._saved
+        assert saved is not None and saved._host is not None
+        saved._host.store.check_integrity()
+    finally:
+        engine.close()
+
+
+def evict(engine: Engine) -> None:
+    """Empties the pool, behind another request, in whose steps copies arrive."""
+    ask(engine, tokens(10, 99))
+    assert engine.parts.sched.flush_cache()
+
+
+def came_back(engine: Engine) -> int:
+    """Tokens."""
+    found: int = engine.stats()["host_cache_tokens"]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_evicted_conversation_goes_on(model: Path, temperature: float) -> None:
+    prompt = tokens(500)
+    first = once(model, None, prompt, {"temperature": temperature})
+    assert len(set(first.tokens)) > 8
+    with engine_of(model) as engine:
+        assert ask(engine, prompt, temperature) == first
+        evict(engine)
+        again = ask(engine, prompt, temperature)
+        assert again.tokens == first.tokens and again.cached == came_back(engine) == 448
+        evict(engine)
+        turn = [*prompt, *first.tokens, *tokens(30, 1)]
+        found = ask(engine, turn, temperature)
+        assert found.tokens == once(model, None, turn, {"temperature": temperature}).tokens and found.cached == 512
+
+
+def test_only_what_is_not_in_the_pool_is_copied(model: Path) -> None:
+    """A prompt of which the pool has a beginning that is no whole number of blocks."""
+    prompt = tokens(500)
+    with engine_of(model) as engine:
+        expected = ask(engine, prompt)
+        evict(engine)
+        assert ask(engine, [*prompt[:100], *tokens(30, 1)]).cached == 64
+        found = ask(engine, prompt)
+        assert found.tokens == expected.tokens and found.cached == 448
+        assert came_back(engine) == 64 + 348
+        assert ask(engine, prompt).cached == 499 and came_back(engine) == 64 + 348
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2"])
+def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], kind: str) -> None:
+    prompt = tokens(300)
+    first = once(hybrid(kind), None, prompt)
+    with engine_of(hybrid(kind)) as engine:
+        assert ask(engine, prompt) == first
+        evict(engine)
+        again = ask(engine, prompt)
+        assert again.tokens == first.tokens and again.cached == 256
+        evict(engine)
+        turn = [*prompt[:270], *tokens(200, 1)]
+        assert ask(engine, turn)[:2] == (once(hybrid(kind), None, turn).tokens, 256)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", pytest.param("STANDALONE", marks=pytest.mark.slow)])
+def test_drafters_go_on_with_their_keys(model: Path, tmp_path: Path, algorithm: str) -> None:
+    """As many drafts are accepted as where the prefix is in the pool."""
+    head = model if algorithm == "STANDALONE" else eagle3_head(OF, vocab_size=VOCAB).write(tmp_path / "head")
+    more: dict[str, Any] = {
+        "speculative_algorithm": algorithm, "speculative_fixed_shape": True, "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "speculative_draft_model_path": str(head),
+    }  # fmt: skip
+    prompt = tokens(450)
+    plain = once(model, None, prompt, {"temperature": 0.0})
+    with engine_of(model, **more) as engine:
+        ask(engine, prompt, 0.0)
+        expected = ask(engine, prompt, 0.0)
+        evict(engine)
+        found = ask(engine, prompt, 0.0)
+    assert found.cached == 448 and found.tokens == expected.tokens == plain.tokens and found.steps == expected.steps
+
+
+@pytest.mark.slow
+def test_a_prediction_layer_s_keys_come_back(hybrid: Callable[[str], Path]) -> None:
+    model, prompt = hybrid("qwen3.5"), tokens(300)
+    first = once(model, None, prompt)
+    with engine_of(model, speculative_algorithm="NEXTN", speculative_fixed_shape=True) as engine:
+        for cached in (0, 256, 256):
+            assert ask(engine, prompt)[:2] == (first.tokens, cached)
+            evict(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
+@pytest.mark.parametrize("drafts", [{}, {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True}])
+def test_conversations_by_turns_in_a_small_pool(
+    model: Path, hybrid: Callable[[str], Path], kind: str, drafts: dict[str, Any]
+) -> None:
+    """The pool has room for two of six, the host for four: each turn has the text that it has alone."""
+    of = model if kind == "llama" else hybrid(kind)
+    talks = [tokens(120 + 40 * at, at) for at in range(6)]
+    rng, cached = random.Random(1), 0
+    with engine_of(of, max_total_tokens=1000, hicache_size=0.0013, **drafts) as engine, engine_of(of) as alone:
+        for turn in range(18):
+            at = rng.randrange(6)
+            if len(talks[at]) > 700:
+                continue
+            alone.flush_cache()
+            expected, found = ask(alone, talks[at]), ask(engine, talks[at])
+            assert found.tokens == expected.tokens
+            cached += found.cached
+            talks[at] += [*found.tokens, *tokens(20, 100 + turn)]
+            assert engine.stats()["host_cache_bytes"] <= 1.3e6
+        assert cached > 1000 and came_back(engine) > 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
+def test_many_at_once_are_preempted(model: Path, hybrid: Callable[[str], Path], kind: str) -> None:
+    """Prompts come back while others run, in a pool that has no room for all of them."""
+    of = model if kind == "llama" else hybrid(kind)
+    prompts = [tokens(200, seed) for seed in range(6)]
+    expected = [once(of, None, prompt).tokens for prompt in prompts]
+    with engine_of(of, max_total_tokens=700) as engine:
+        for _ in range(3):
+            found: dict[str, list[int]] = {}
+            for uid, prompt in enumerate(prompts):
+                params = SamplingParams(max_new_tokens=TOKENS, temperature=0.8, sampling_seed=5, ignore_eos=True)
+                engine.submit(GenerationRequest(str(uid), prompt, params))
+            while not engine.idle():
+                for output in engine.step():
+                    found.setdefault(output.uid, []).extend(output.token_ids)
+                engine.parts.sched.check_integrity()
+            assert [found[str(uid)] for uid in range(6)] == expected
+        assert came_back(engine) >= 256
+
+
+def test_adapters_keep_their_own(model: Path, tmp_path: Path) -> None:
+    names = [f"{name}={write_adapter(tmp_path / name, model, seed)}" for seed, name in enumerate(("tuned", "other"))]
+    asked: list[dict[str, Any]] = [{}, {"adapters": (("tuned", 1.0),)}, {"adapters": (("other", 1.0),)}]
+    with engine_of(model, lora_modules=tuple(names)) as engine:
+        first = [ask(engine, tokens(200), **fields) for fields in asked]
+        assert len({tuple(reply.tokens) for reply in first}) == 3
+        evict(engine)
+        for fields, reply in zip(asked, first, strict=True):
+            assert ask(engine, tokens(200), **fields)[:2] == (reply.tokens, 192)
+
+
+def test_clients_and_salts_stay_apart(model: Path) -> None:
+    prompt = tokens(200)
+    names: list[dict[str, Any]] = [
+        {}, {"client": "alice"}, {"client": "bob"}, {"cache_salt": "alice"}, {"client": "alice", "cache_salt": "x"},
+    ]  # fmt: skip
+    with engine_of(model) as engine:
+        for cached in (0, 192):
+            assert [ask(engine, prompt, **fields).cached for fields in names] == [cached] * len(names)
+            evict(engine)
+        engine.forget_client("alice")
+        assert [ask(engine, prompt, client=one).cached for one in ("alice", "bob")] == [0, 192]
+
+
+def test_what_must_not_be_kept_is_not(model: Path) -> None:
+    with engine_of(model) as engine:
+        ask(engine, tokens(300), learn=False)
+        evict(engine)
+        assert ask(engine, tokens(300)).cached == 0
+        evict(engine)
+        assert ask(engine, tokens(300)).cached == 256
+        assert engine.flush_cache() and engine.stats()["host_cache_bytes"] == 0
+        assert ask(engine, tokens(300)).cached == 0
+
+
+def test_what_may_spoil_logits_is_removed(model: Path) -> None:
+    with engine_of(model) as engine:
+        ask(engine, tokens(300))
+        evict(engine)
+        norm = engine.parts.executor.model.norm.weight.data
+        before = norm.clone()
+        norm.fill_(torch.nan)
+        engine.submit(GenerationRequest("one", tokens(40, 1), SamplingParams(max_new_tokens=4)))
+        while not engine.idle():
+            engine.step()
+        norm.copy_(before)
+        assert engine.stats()["host_cache_bytes"] == 0 and ask(engine, tokens(300)).cached == 0
+
+
+def test_nobody_waits_for_copies(model: Path) -> None:
+    """Of copies that never arrive there is nothing, and all goes on."""
+    expected = once(model, None, tokens(300))
+    with engine_of(model, device=LostCpu) as engine:
+        for _ in range(3):
+            assert ask(engine, tokens(300)) == expected
+            evict(engine)
+
+
+def test_without_memory_nothing_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    expected = once(model, None, tokens(300))
+    with engine_of(model) as engine:
+        for name in ("gather", "scatter"):
+            with monkeypatch.context() as patch:
+                patch.setattr(SlotBytes, name, fail)
+                assert ask(engine, tokens(300)) == expected
+                evict(engine)
+            assert ask(engine, tokens(300)).tokens == expected.tokens
+            evict(engine)
+        assert ask(engine, tokens(300)) == Reply(expected.tokens, 256, expected.steps)
+
+
+def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
+    """A host that has room for the beginning alone: the rest comes from the disk; after a restart all does."""
+    prompt = tokens(500)
+    first = once(model, None, prompt)
+    with engine_of(model, prefix_cache_dir=str(tmp_path), hicache_size=0.0003) as engine:
+        assert ask(engine, prompt) == first
+        saved = engine._saved
+        assert saved is not None
+        saved.write_all()
+        evict(engine)
+        assert ask(engine, prompt)[:2] == (first.tokens, 448)
+        stats = engine.stats()
+        assert 0 < stats["host_cache_tokens"] < stats["prefix_cache_restored_tokens"] == 448
+    with engine_of(model, prefix_cache_dir=str(tmp_path)) as engine:
+        for from_host in (0, 448):
+            assert ask(engine, prompt)[:2] == (first.tokens, 448) and came_back(engine) == from_host
+            evict(engine)
+
+
+def test_it_is_refused_where_it_cannot_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for more in ({"disable_radix_cache": True}, {"tp_size": 2}):
+        with pytest.raises(ConfigError, match="hicache_size"):
+            opened(model, hicache_size=1.0, **more)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nand a long text")
+
+    with pytest.raises(ConfigError, match=r"hicache_size: expected at most \d+\.\d GB, which are free; found 1e\+06"):
+        opened(model, **{**HOST, "hicache_size": 1e6})
+    monkeypatch.setattr(DistantCpu, "host_memory", fail)
+    with pytest.raises(ConfigError, match=r"hicache_size: 0\.01 GB of host memory cannot be had: CUDA .* memory$"):
+        opened(model, **HOST)
