@@ -23,6 +23,7 @@ from draftwing.server.embeddings import add_embedding_routes
 from draftwing.server.endpoints import install_error_handlers
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.generate import add_generate
+from draftwing.server.kept_streams import add_kept_streams
 from draftwing.server.learning import Collector, Learning
 from draftwing.server.ollama import add_ollama_routes
 from draftwing.server.openai.completions import add_openai_routes
@@ -101,6 +102,7 @@ def create_app(
     add_generate(app, service)
     add_operations(app, service, chats)
     add_slot_routes(app, service)
+    add_kept_streams(app)
     add_metrics_route(app, metrics)
     add_reference(app)
     if not service.options.disable_ui:

@@ -32,9 +32,12 @@ from draftwing.server.http import (
     encode,
     error_response,
     failure,
+    guarded,
     json_response,
     with_ignored_header,
 )
+from draftwing.server.kept_streams import HEADER as KEEP
+from draftwing.server.kept_streams import kept
 from draftwing.server.quotas import RETRY_SECONDS, QueueFull
 from draftwing.server.schema import MAX_PARTS, Body, GenerationBody, NotBuilt, check_parts, ignored_fields
 
@@ -342,14 +345,26 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None, e
     generation = rendering.generation
     response: Response
     if stream:
-        response = EventStream(request.url.path, rendering.events(), generation.close)
+        response = _stream(request, rendering)
     else:
         try:
+            if KEEP in request.headers:
+                raise RequestError(f"{KEEP} needs stream: true", KEEP)
             response = Whole(await unless_disconnected(request, _whole(rendering, echoed)), generation.close)
         except BaseException:
             generation.close()
             raise
     return with_ignored_header(response, generation.ignored)
+
+
+def _stream(request: Request, rendering: Rendering) -> Response:
+    path, close = request.url.path, rendering.generation.close
+    try:
+        found = kept(request, guarded(path, rendering.events()), close)
+    except BaseException:
+        close()
+        raise
+    return EventStream(path, rendering.events(), close) if found is None else found
 
 
 async def _whole(rendering: Rendering, echoed: int) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi.responses import StreamingResponse
@@ -214,7 +214,7 @@ class EventStream(Closing, StreamingResponse):
 
     def __init__(self, path: str, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         kind = "application/x-ndjson" if dialect(path) == "ollama" else "text/event-stream"
-        super().__init__(_guarded(path, events), media_type=kind, headers={"cache-control": "no-cache"})
+        super().__init__(guarded(path, events), media_type=kind, headers={"cache-control": "no-cache"})
         self.close = close
 
 
@@ -226,7 +226,8 @@ class Whole(Closing):
         self.close = close
 
 
-async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def guarded(path: str, events: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """Yields the events of a path, what they raise as the last one, and where the dialect has it the end."""
     try:
         async for text in events:
             yield text

@@ -117,6 +117,25 @@ async def test_a_stream_comes_piece_by_piece_and_ends_with_its_client() -> None:
         await asyncio.wait_for(SocketServer.every[0].left.wait(), 10)
 
 
+async def test_an_answer_that_is_kept_goes_on_without_its_client_and_keeps_its_model() -> None:
+    async with front(disable_ui=False) as client:
+
+        async def in_flight() -> int:
+            return int((await client.get("/ui/info")).json()["models"][0]["requests"])
+
+        kept = {"x-draftwing-keep": "0123456789abcdef"}
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}, headers=kept) as response:
+            assert await anext(response.aiter_bytes()) == PIECES[0]
+        server = SocketServer.every[0]
+        await asyncio.sleep(0.2)
+        assert not server.left.is_set() and await in_flight() == 1
+        server.go.set()
+        async with asyncio.timeout(10):
+            while await in_flight():
+                await asyncio.sleep(0.01)
+        assert not server.left.is_set(), "it was read to its end"
+
+
 async def test_a_server_that_ends_is_an_error_for_its_requests() -> None:
     async with front() as client:
         got = await client.post("/dies", json={"model": "a"})

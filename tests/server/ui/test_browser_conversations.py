@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from browsing import NARROW, WIDE, Open, ask, wait_for_end
 from fake_engine import FakeEngine
+from scripted import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -183,18 +184,47 @@ def test_a_stopped_answer_is_continued(url: str, open_page: Open, engine: FakeEn
     assert page.locator(".versions").get_attribute("aria-label") == "Version 2 of 2"
 
 
-@pytest.mark.parametrize("pause", [500, 1000, 1500], ids=lambda pause: f"{pause}ms")
-def test_what_came_before_the_page_was_killed_is_continued(
-    url: str, open_page: Open, engine: FakeEngine, pause: int
-) -> None:
-    page = open_page(url)
+def killed(page: Any, url: str, pause: int, *, forgotten: bool = False) -> Any:
+    """Kills the page in the middle of an answer, and opens it again. forgotten: the server keeps no answers."""
     ask(page, LONG)
     page.wait_for_selector(".assistant .text:has-text('goes')")
     page.wait_for_timeout(pause)
     again = page.context.new_page()
+    if forgotten:
+        again.route("**/ui/answers/**", lambda route: route.fulfill(status=404, json={"message": "gone"}))
     page.close(run_before_unload=False)
     again.goto(url)
     again.locator(".conversations .open").first.click()
+    return again
+
+
+@pytest.mark.parametrize("pause", [100, 1000], ids=lambda pause: f"{pause}ms")
+def test_an_answer_goes_on_when_the_page_was_killed(url: str, open_page: Open, engine: FakeEngine, pause: int) -> None:
+    again = killed(open_page(url), url, pause)
+    again.wait_for_selector("#send[data-stops]")
+    wait_for_end(again)
+    assert again.locator(".assistant .text").text_content() == f"user:{LONG}", "the whole of it"
+    assert not engine.aborted and len(engine.requests) == 1
+    again.reload()
+    again.wait_for_selector(".message")
+    again.wait_for_timeout(300)
+    assert again.locator(".assistant .text").text_content() == f"user:{LONG}" and len(engine.requests) == 1
+    assert "stopped" not in again.locator(".figures").text_content()
+
+
+def test_an_answer_that_goes_on_can_be_stopped(url: str, open_page: Open, engine: FakeEngine) -> None:
+    again = killed(open_page(url), url, 100)
+    again.wait_for_selector("#send[data-stops]")
+    again.keyboard.press("Escape")
+    wait_for_end(again)
+    wait_until(lambda: len(engine.aborted) == 1)
+    assert again.locator(".assistant .text").text_content() != f"user:{LONG}"
+
+
+@pytest.mark.parametrize("pause", [500, 1500], ids=lambda pause: f"{pause}ms")
+def test_what_the_server_does_not_keep_is_continued(url: str, open_page: Open, engine: FakeEngine, pause: int) -> None:
+    again = killed(open_page(url, expected="404"), url, pause, forgotten=True)
+    again.wait_for_selector(".answer-foot:visible")
     begun = again.locator(".assistant .text").text_content()
     assert begun and f"user:{LONG}".startswith(begun.rstrip())
     again.get_by_role("button", name="Continue").click()
@@ -214,6 +244,7 @@ def test_answers_go_on_elsewhere(url: str, open_page: Open, engine: FakeEngine) 
     page.locator("#new").click()
     ask(page, "Another " + LONG)
     page.wait_for_selector(".conversations li:nth-child(2) [data-state=running]")
+    wait_until(lambda: len(engine.requests) == 2)
     assert page.locator("#send").text_content() == "Stop"
     page.keyboard.press("Escape")
     wait_for_end(page)
@@ -240,7 +271,7 @@ def test_enter_while_an_answer_runs_says_why_not(url: str, open_page: Open, engi
 
 
 def test_an_error_is_seen_from_elsewhere(url: str, open_page: Open) -> None:
-    page = open_page(url, expected="ERR_")
+    page = open_page(url, expected="Failed to load")
     for _ in range(4):
         ask(page, LONG)
         page.wait_for_selector("#send[data-stops]")

@@ -342,6 +342,68 @@ def test_figures_of_an_answer(run: Run) -> None:
     assert used == 141 and nothing is None
 
 
+KEPT = """
+const { run, newAnswer } = await import("./answers.js");
+globalThis.sessionStorage = { getItem: () => null };
+const wait = globalThis.setTimeout;
+globalThis.setTimeout = (what, time) => wait(what, time / 100);
+const asked = [], bytes = (text) => new TextEncoder().encode(text);
+const replies = [...data.replies];
+globalThis.fetch = async (path, { method = "GET", headers, signal }) => {
+  asked.push([method, path, headers["x-draftwing-keep"] ?? null]);
+  if (method === "DELETE") return { ok: true, status: 200 };
+  const reply = replies.shift();
+  if (reply === null) throw new TypeError("no connection");
+  if (typeof reply === "number") return { ok: false, status: reply, json: async () => ({ message: "it is gone" }) };
+  const pieces = [...reply];
+  const read = async () => {
+    if (pieces[0] === "stop") { control.abort(); throw Object.assign(new Error(), { name: "AbortError" }); }
+    return pieces.length ? { value: bytes(pieces.shift()), done: false } : { done: true };
+  };
+  return { ok: true, status: 200, body: { getReader: () => ({ read }) } };
+};
+const control = new AbortController();
+const answer = Object.assign(newAnswer(true, false), { kept: "an-id-of-the-answer" });
+await run(answer, data.body, control.signal, () => {});
+globalThis.setTimeout = wait;
+give({ asked, ...answer, kept: answer.kept ?? null });
+"""
+
+
+def said(text: str) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': {'content': text}, 'finish_reason': None}]})}\n\n"
+
+
+END = 'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+
+def test_an_answer_whose_connection_breaks_off_is_followed(run: Run) -> None:
+    first, second, third = said("a"), said("b"), said("c")
+    replies = [[first, second + third[:9]], None, [third, END]]
+    found = run(KEPT, {"body": {"messages": []}, "replies": replies})
+    assert (found["content"], found["finish"], found["kept"]) == ("abc", "stop", None) and "error" not in found
+    assert found["asked"] == [
+        ["POST", "./v1/chat/completions", "an-id-of-the-answer"],
+        ["GET", "./ui/answers/an-id-of-the-answer?after=2", None],
+        ["GET", "./ui/answers/an-id-of-the-answer?after=2", None],
+    ]
+
+
+def test_an_answer_of_a_page_that_was_closed_is_read_from_its_begin(run: Run) -> None:
+    found = run(KEPT, {"body": None, "replies": [[said("a") + said("b"), END]]})
+    assert found["content"] == "ab" and found["asked"] == [["GET", "./ui/answers/an-id-of-the-answer?after=0", None]]
+
+
+def test_what_the_server_has_no_longer_and_who_stops(run: Run) -> None:
+    gone = run(KEPT, {"body": {"messages": []}, "replies": [[said("a")], 404]})
+    assert gone["content"] == "a" and gone["error"] == "The connection to the server broke off."
+    lost = run(KEPT, {"body": {"messages": []}, "replies": [None] * 4})
+    assert lost["error"] == "The server does not answer. Is it still running?" and len(lost["asked"]) == 4
+    stopped = run(KEPT, {"body": {"messages": []}, "replies": [[said("a"), "stop"]]})
+    assert (stopped["content"], stopped["finish"]) == ("a", "stopped") and "error" not in stopped
+    assert stopped["asked"][-1] == ["DELETE", "./ui/answers/an-id-of-the-answer", None]
+
+
 def test_a_line_over_hours_with_marks(run: Run) -> None:
     script = """
     const { timeline } = await import("./charts.js");

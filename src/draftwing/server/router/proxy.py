@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.http import DONE, dialect, stream_error
+from draftwing.server.kept_streams import HEADER as KEEP
 
 # Of one connection alone, and what the client's side says for itself.
 _HOP = frozenset(
@@ -59,7 +60,8 @@ async def forward(
     scope: Scope, receive: Receive, send: Send, path: Path, body: bytes, how: Callable[[], Awaitable[str]]
 ) -> None:
     """Asks the server at `path` what `scope` asks, with this body, and sends its response. A client that goes away ends
-    the connection, as it would have ended its own. how: tells how a server ended that does.
+    the connection, as it would have ended its own; not where the answer is kept for it. how: tells how a server ended
+    that does.
 
     Raises EngineDead where the server ends before it has answered. Where it ends later a stream says so in its last
     event; another body stays incomplete, for which uvicorn ends the connection, so that clients know.
@@ -69,7 +71,8 @@ async def forward(
     except OSError:
         raise EngineDead(await how()) from None
     watcher = asyncio.ensure_future(_gone(receive))
-    watcher.add_done_callback(lambda _: writer.transport.abort())
+    if KEEP.encode() not in dict(scope["headers"]):
+        watcher.add_done_callback(lambda _: writer.transport.abort())
     try:
         writer.write(_head(scope, len(body)))
         writer.write(body)

@@ -1,6 +1,6 @@
 // One answer: asking for it, what comes, and how it looks.
 
-import { stream } from "./api.js";
+import { forget, stream } from "./api.js";
 import { copyButton, h, number } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { Probabilities, ProbabilityView } from "./probabilities.js";
@@ -8,25 +8,52 @@ import { Trace } from "./trace.js";
 
 const REFRESH = 60; // milliseconds between two renderings of a text that grows
 const SHARE = 8; // times what a rendering took, which are waited before the next: it never takes the most of the time
+const PAUSES = [500, 2000, 8000]; // milliseconds before each time that a stream which broke off is asked for again
 
-/** Asks, and fills `answer`, which waits for it, as it comes: content, reasoning, trace, figures, error. `changed` is called each time. */
+/** What the server is to keep an answer as: nobody can guess it. */
+export const keptName = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
+
+/** Asks, and fills `answer`, which waits for it, as it comes: content, reasoning, trace, figures, error. `changed` is called
+ * each time. body: null: the server has been asked before, and keeps the answer as `answer.kept`. */
 export async function run(answer, body, signal, changed) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-  if (!answer.drafts) asked.speculative = "off";
-  if (answer.trace) asked.speculative_trace = true;
-  if (asked.logprobs) answer.probabilities = new Probabilities();
+  const asked = body && { ...body, stream: true, stream_options: { include_usage: true } };
+  if (asked && !answer.drafts) asked.speculative = "off";
+  if (asked && answer.trace) asked.speculative_trace = true;
+  if (asked?.logprobs) answer.probabilities = new Probabilities();
+  const kept = { id: answer.kept, seen: 0 };
   const clock = { asked: performance.now(), first: 0, last: 0 };
+  const taken = (event) => {
+    take(answer, event, clock);
+    changed();
+  };
   try {
-    await stream("/v1/chat/completions", asked, (event) => {
-      take(answer, event, clock);
-      changed();
-    }, signal);
+    await whole(asked, kept, taken, signal);
   } catch (error) {
-    if (error.name === "AbortError") answer.finish = "stopped";
-    else answer.error = error.message;
+    if (error.name === "AbortError") {
+      answer.finish = "stopped";
+      forget(kept);
+    } else answer.error = error.message;
   }
   answer.running = false;
+  delete answer.kept;
   changed();
+}
+
+/** A stream that the server goes on with when the connection breaks off: it is asked for again, from there on. */
+async function whole(asked, kept, take, signal) {
+  const follow = () => stream(`/ui/answers/${kept.id}?after=${kept.seen}`, undefined, take, signal, kept);
+  let broken = null;
+  for (const pause of [0, ...PAUSES]) {
+    if (broken) await new Promise((resolve) => { setTimeout(resolve, pause); });
+    try {
+      const first = asked && !broken;
+      return await (first ? stream("/v1/chat/completions", asked, take, signal, kept) : follow());
+    } catch (error) {
+      if (!error.lost) throw error.name === "AbortError" ? error : broken ?? error;
+      broken = error;
+    }
+  }
+  throw broken;
 }
 
 function take(answer, event, clock) {

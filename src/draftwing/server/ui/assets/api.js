@@ -22,20 +22,21 @@ export async function ask(path, body, signal, ofModel = true) {
   return (await fetched(ofModel ? named(path) : path, body, signal)).json();
 }
 
-const named = (path) => (model === null ? path : `${path}?${new URLSearchParams({ model })}`);
+const named = (path) => (model === null ? path : `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ model })}`);
 
-
-/** Calls `take` with the data of each server-sent event, until the stream ends. Raises ApiError. */
-export async function stream(path, body, take, signal) {
-  const reader = (await fetched(named(path), body, signal)).body.getReader();
+/** Calls `take` with the data of each server-sent event, until the stream ends. Raises ApiError. kept: { id, seen },
+ * what the server keeps the stream as, and how many of its events were here. */
+export async function stream(path, body, take, signal, kept = null) {
+  const reader = (await fetched(named(path), body, signal, kept)).body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read().catch((error) => { throw inWords(error); });
-    if (done) throw new ApiError("The connection to the server broke off.");
+    if (done) throw lost("The connection to the server broke off.");
     const events = (rest + decoder.decode(value, { stream: true })).split("\n\n");
     rest = events.pop();
     for (const event of events) {
+      if (kept) kept.seen += 1;
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const found = JSON.parse(data);
@@ -45,10 +46,16 @@ export async function stream(path, body, take, signal) {
   }
 }
 
-async function fetched(path, body, signal) {
+/** Ends a stream that the server keeps, and forgets it. */
+export async function forget({ id }) {
+  const { headers } = options(undefined, undefined, tried ?? stored());
+  await fetch(`.${named(`/ui/answers/${id}`)}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+}
+
+async function fetched(path, body, signal, kept = null) {
   for (;;) {
     const key = tried ?? stored();
-    const response = await fetch(`.${path}`, options(body, signal, key)).catch((error) => { throw inWords(error); });
+    const response = await fetch(`.${path}`, options(body, signal, key, kept)).catch((error) => { throw inWords(error); });
     if (response.status !== 401 && key !== null && key === tried) {
       sessionStorage.setItem(KEY, key);
       tried = null;
@@ -65,9 +72,10 @@ function stored() {
   return key !== null && SENDABLE.test(key) ? key : null;
 }
 
-function options(body, signal, key) {
+function options(body, signal, key, kept = null) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body === undefined) return { headers, signal };
+  if (kept) headers["x-draftwing-keep"] = kept.id;
   return { method: "POST", headers: { ...headers, "content-type": "application/json" }, body: JSON.stringify(body), signal };
 }
 
@@ -81,8 +89,11 @@ const sentence = (words) => words.charAt(0).toUpperCase() + words.slice(1);
 
 function inWords(error) {
   if (error.name === "AbortError" || error instanceof ApiError) return error;
-  return new ApiError("The server does not answer. Is it still running?");
+  return lost("The server does not answer. Is it still running?");
 }
+
+/** An error of the connection alone. */
+const lost = (words) => Object.assign(new ApiError(words), { lost: true });
 
 let asking = null;
 

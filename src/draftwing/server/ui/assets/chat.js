@@ -1,6 +1,6 @@
 // The conversation that is open, what is asked in it, and the answers that are written, in this and in others.
 
-import { figures, newAnswer, rateOf, run } from "./answers.js";
+import { figures, keptName, newAnswer, rateOf, run } from "./answers.js";
 import { Attachments } from "./attachments.js";
 import { ContextGauge } from "./context.js";
 import { byId, h, speak } from "./dom.js";
@@ -59,6 +59,7 @@ export class Chat {
     this.listen();
     this.turnTo(store.conversations.find((one) => !one.empty) ?? this.conversation);
     store.follow((one) => this.running.has(one), (one) => this.changedElsewhere(one));
+    this.resume();
   }
 
   makeModes() {
@@ -250,16 +251,48 @@ export class Chat {
     // With drafts first: what it writes must not be there to be looked up.
     const kinds = mode === "both" && !begun ? [true, false] : [mode !== "off"];
     const answers = kinds.map((drafts) => newAnswer(drafts, traced));
-    if (begun) Object.assign(answers[0], { content: begun.content, reasoning: begun.answers[0].reasoning });
+    if (begun) {
+      answers[0].begun = { content: begun.content, reasoning: begun.answers[0].reasoning };
+      Object.assign(answers[0], answers[0].begun);
+    }
     if (answers.length > 1) body.seed ??= Math.floor(Math.random() * 2 ** 31);
     const empty = failed?.answers.every(({ content, reasoning }) => !content && !reasoning);
     const node = empty ? failed : conversation.add(question, "assistant", "");
     Object.assign(node, { answers, changed: Date.now() });
+    await this.written(conversation, node, answers, body);
+  }
+
+  /** Answers that the server went on with when the page was closed, or the tab that asked is. */
+  resume() {
+    for (const conversation of this.store.conversations) {
+      const kept = conversation.nodes.flatMap(({ id, answers }) => (answers ?? []).map((answer) => ({ id, kept: answer.kept })));
+      for (const { id, kept: name } of kept.filter(({ kept: name }) => name)) {
+        alone(name, () => {
+          const node = conversation.nodes.find((one) => one.id === id);
+          const answer = node?.answers.find((one) => one.kept === name);
+          return answer && !this.running.has(conversation) && this.goOnWith(conversation, node, answer);
+        });
+      }
+    }
+  }
+
+  async goOnWith(conversation, node, answer) {
+    const before = { ...answer };
+    const nothing = { content: "", reasoning: "" };
+    Object.assign(answer, newAnswer(answer.drafts, true), nothing, answer.begun, { finish: undefined, error: undefined });
+    await this.written(conversation, node, [answer], null);
+    if (!answer.error) return;
+    Object.assign(answer, before, { kept: undefined, running: false, trace: null }); // the server has it no longer
+    this.ended(conversation, node);
+  }
+
+  /** Has answers written one after the other. body: what is asked, null: of one that the server has been asked for. */
+  async written(conversation, node, answers, body) {
     const control = new AbortController();
     this.running.set(conversation, control);
     this.store.save(conversation);
     this.sidebar.draw();
-    this.messages.show(conversation, () => this.welcome());
+    if (conversation === this.conversation) this.messages.show(conversation, () => this.welcome());
     this.busy();
     speak("The answer begins.");
     for (const answer of answers) {
@@ -281,7 +314,7 @@ export class Chat {
       fill(node);
       this.store.save(conversation, true);
     };
-    await run(answer, body, signal, () => {
+    const changed = () => {
       keeping ??= setTimeout(keep, node.content ? KEEP : 0); // what comes first at once
       if (!visible()) return;
       this.messages.grown(answer);
@@ -289,7 +322,9 @@ export class Chat {
       if (begun) this.drafts.grown(answer.trace);
       else this.watch(answer);
       begun = true;
-    });
+    };
+    if (body) await alone(answer.kept = keptName(), () => run(answer, body, signal, changed));
+    else await run(answer, null, signal, changed);
     clearTimeout(keeping);
     if (!visible()) return;
     this.messages.ended(node, answer);
@@ -351,6 +386,10 @@ export class Chat {
     return { model: this.facts.model, messages, ...this.settings.sampling, ...more };
   }
 }
+
+/** Does it in one tab at a time, by name, where the browser can see to that: it does so for pages over https, and of this
+ * computer. */
+const alone = (name, what) => navigator.locks?.request(`draftwing ${name}`, what) ?? what();
 
 /** Takes over what the answers of a message have so far. */
 function fill(node) {

@@ -24,7 +24,8 @@ export class Store {
 
   /** Reads what is kept, before anything else is done with the store. */
   async load() {
-    const before = [read(BEFORE) ?? []].flat().map((one, i) => [one, Conversation.from(one, Date.now() - i)]);
+    const now = Date.now(); // once: their order is that of the list
+    const before = [read(BEFORE) ?? []].flat().map((one, i) => [one, Conversation.from(one, now - i)]);
     const old = before.map(([, one]) => one).filter(Boolean);
     try {
       this.database = await opened();

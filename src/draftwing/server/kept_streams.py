@@ -1,0 +1,205 @@
+"""Streams that go on when their client leaves, and may be read again: of requests with `x-draftwing-keep: ID`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from draftwing.errors import RequestError
+from draftwing.requests.refusals import show
+from draftwing.server.edge.keys import client_name
+from draftwing.server.http import encode, error_response, json_response
+
+HEADER = "x-draftwing-keep"
+PATH = "/ui/answers"
+MAX_BYTES = 64 << 20  # of the events of all streams: an answer of 10,000 tokens with its trace has some 4 MB
+MAX_STREAMS = 256
+SECONDS = 3600.0  # since a stream ended
+ALONE_SECONDS = 600.0  # that one runs while nobody reads it
+LOOK_SECONDS = 10.0  # between two looks for those that are too old
+_ID = re.compile(r"[\w-]{16,64}", re.ASCII)
+_END = "\n\n"  # of an event
+Events = AsyncGenerator[str, None]
+
+
+class KeptStream:
+    """The events of an answer, from when it begins. Belongs to the event loop."""
+
+    def __init__(self, events: Events, close: Callable[[], None], clock: Callable[[], float]) -> None:
+        """close: is called when there are no more events."""
+        self._clock, self._held = clock, list[str]()
+        self.first = 0  # number of the first event that is held
+        self.size = 0  # characters that are held
+        self.readers = 0
+        self.since = clock()  # it ended, or nobody reads it
+        self._news = asyncio.Event()
+        self._task = asyncio.ensure_future(self._run(events))
+        self._task.add_done_callback(lambda _: self._end(close))
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
+    async def _run(self, events: Events) -> None:
+        async with aclosing(events):
+            async for text in events:
+                self._held += [one + _END for one in text.split(_END)[:-1]]
+                self.size += len(text)
+                self._tell()
+
+    def _end(self, close: Callable[[], None]) -> None:
+        close()
+        self.since = self._clock()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def read(self, after: int = 0) -> AsyncIterator[str]:
+        """Yields the events behind the first `after`, until it ends; nothing further to who is too slow."""
+        self.readers += 1
+        try:
+            while after >= self.first:
+                news, found = self._news, self._held[after - self.first :]
+                after += len(found)
+                if found:
+                    yield "".join(found)
+                elif self.ended:
+                    return
+                else:
+                    await news.wait()
+        finally:
+            self.readers -= 1
+            self.since = self.since if self.ended else self._clock()
+
+    def forget_half(self) -> None:
+        """Gives memory back: the older half of the events is not held any longer."""
+        count = (len(self._held) + 1) // 2
+        self.size -= sum(map(len, self._held[:count]))
+        self.first += count
+        del self._held[:count]
+
+    def cancel(self) -> None:
+        """Ends it, and the answer with it."""
+        self._task.cancel()
+
+
+class KeptStreams:
+    """Those of all clients, who are told apart by the names of their keys. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        max_bytes: int = MAX_BYTES,
+        max_streams: int = MAX_STREAMS,
+        seconds: float = SECONDS,
+        alone_seconds: float = ALONE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_bytes, self._max_streams, self._clock = max_bytes, max_streams, clock
+        self._seconds, self._alone_seconds = seconds, alone_seconds
+        self._streams: dict[tuple[str, str], KeptStream] = {}
+        self._stopped: dict[tuple[str, str], None] = {}  # before they began: who asks and stops at once
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def bytes(self) -> int:
+        return sum(stream.size for stream in self._streams.values())
+
+    def begin(self, client: str, id: str, events: Events, close: Callable[[], None]) -> KeptStream:
+        """Keeps a stream. Raises RequestError for an id that it cannot have, and where there is no room."""
+        if not _ID.fullmatch(id):
+            raise RequestError(f"{HEADER} must have 16 to 64 letters, digits, - and _; found {show(id)}", HEADER)
+        if (client, id) in self._streams:
+            raise RequestError(f"{HEADER}: an answer is kept as {show(id)} already", HEADER)
+        if (client, id) in self._stopped:
+            raise RequestError(f"{HEADER}: {show(id)} was stopped before it began", HEADER)
+        while len(self) >= self._max_streams:
+            if (oldest := self._oldest()) is None:
+                raise RequestError(f"{HEADER}: {len(self)} answers are written and kept, which is the most", HEADER)
+            del self._streams[oldest]
+        found = self._streams[client, id] = KeptStream(events, close, self._clock)
+        self._watch()
+        return found
+
+    def get(self, client: str, id: str) -> KeptStream | None:
+        return self._streams.get((client, id))
+
+    def delete(self, client: str, id: str) -> bool:
+        """Ends a stream and forgets it. Returns whether there was one; where there was none, it will not begin."""
+        found = self._streams.pop((client, id), None)
+        if found is not None:
+            found.cancel()
+            return True
+        if _ID.fullmatch(id):
+            self._stopped[client, id] = None
+            while len(self._stopped) > self._max_streams:
+                del self._stopped[next(iter(self._stopped))]
+        return False
+
+    def _oldest(self) -> tuple[str, str] | None:
+        ended = [key for key, stream in self._streams.items() if stream.ended]
+        return min(ended, key=lambda key: self._streams[key].since, default=None)
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self.look)
+
+    def look(self) -> None:
+        """Forgets what is too old or too much, and ends what nobody has read for long."""
+        self._timer, now = None, self._clock()
+        for key, stream in list(self._streams.items()):
+            if stream.ended and now - stream.since >= self._seconds:
+                del self._streams[key]
+            elif not stream.ended and not stream.readers and now - stream.since >= self._alone_seconds:
+                stream.cancel()
+        while self.bytes > self._max_bytes:
+            if (oldest := self._oldest()) is not None:
+                del self._streams[oldest]
+            else:
+                max(self._streams.values(), key=lambda stream: stream.size).forget_half()
+        if self._streams:
+            self._watch()
+
+
+def kept(request: Request, events: Events, close: Callable[[], None]) -> Response | None:
+    """Returns a response with these events, which go on without its client; None where it does not ask for that.
+    close: is called when they have ended. Raises RequestError for an id that cannot be."""
+    id = request.headers.get(HEADER)
+    if id is None:
+        return None
+    streams: KeptStreams = request.app.state.kept_streams
+    return _response(streams.begin(client_name(), id, events, close), 0)
+
+
+def _response(stream: KeptStream, after: int) -> Response:
+    return StreamingResponse(stream.read(after), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def add_kept_streams(app: FastAPI) -> None:
+    streams = app.state.kept_streams = KeptStreams()
+
+    @app.get(PATH + "/{id}")
+    async def read(request: Request, id: str, after: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """Server-sent events of an answer that was asked for with `x-draftwing-keep`, behind the first `after`."""
+        found = streams.get(client_name(), id)
+        if found is None:
+            return error_response(request, 404, f"no answer is kept as {show(id)}: for an hour, in memory")
+        if after < found.first:
+            return error_response(request, 404, f"the first {found.first} events are not kept any longer")
+        return _response(found, after)
+
+    @app.delete(PATH + "/{id}")
+    async def delete(request: Request, id: str) -> Response:
+        """Ends such an answer, and forgets it; one that is still on its way does not begin."""
+        return json_response(encode({"deleted": streams.delete(client_name(), id)}))
