@@ -15,6 +15,7 @@ class DistantCpu(CpuDevice):
     """What is asked so often whether it has arrived has; until then the host's part of it holds anything. Copies of one
     direction arrive in order, as on a stream."""
 
+    has_own_memory = True
     asked: ClassVar[int] = 3
 
     def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:

@@ -271,6 +271,21 @@ def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
             evict(engine)
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+def test_files_are_read_ahead(model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """On a device with memory of its own; those that are damaged change no text."""
+    of, prompt = model if kind == "llama" else hybrid(kind), tokens(500)
+    expected = once(of, None, prompt).tokens
+    cached = []
+    for at in range(4):
+        cached.append(once(of, tmp_path, prompt, device=DistantCpu)[:2])
+        if at == 2:
+            path = next(path for path in tmp_path.rglob("*.kv") if path.stem.endswith("-100"))
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    partly = 192 if kind == "llama" else 0
+    assert cached == [(expected, 0), (expected, 448), (expected, 448), (expected, partly)]
+
+
 def test_it_is_refused_where_it_cannot_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for more in ({"disable_radix_cache": True}, {"tp_size": 2}):
         with pytest.raises(ConfigError, match="hicache_size"):

@@ -343,3 +343,21 @@ def test_processes_that_are_killed_while_they_write(tmp_path: Path, kills: int) 
             found = store.read(entry.digest)
             assert found is None or bytes(found) == content(entry, 200_000)
     assert len(store)
+
+
+def test_a_file_is_loaded_by_whoever_knows_it(tmp_path: Path) -> None:
+    """Whole, or not at all, and nothing is removed for it."""
+    text, store = chain("text", 4), PrefixStore(tmp_path, MODEL, 10**6)
+    fill(store, text)
+    known = [store.find(entry.digest, 500) for entry in text]
+    assert store.find(text[0].digest, 499) is None and store.find(digest_of(b"another"), 500) is None
+    paths = [next(tmp_path.rglob(f"{entry.digest.hex()}*")) for entry in text]
+    data = paths[1].read_bytes()
+    paths[1].write_bytes(data[:300] + b"?" + data[301:])
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    paths[3].unlink()
+    for entry, stored, right in zip(text, known, (True, False, False, False), strict=True):
+        into = bytearray(500)
+        assert stored is not None and store.load(stored, memoryview(into)) is right
+        assert not right or bytes(into) == content(entry)
+    assert there(store, text) == [True] * 4

@@ -36,6 +36,7 @@ from draftwing.engine.cached_texts import SavedText, WaitingTexts, cached_parts
 from draftwing.engine.host_level import HostLevel
 from draftwing.engine.prefix_identity import identity_of, namespace_of
 from draftwing.engine.provenance import Provenance
+from draftwing.engine.read_ahead import ReadAhead
 from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, owner_of, state_digest
 from draftwing.kv.prefix_store import PrefixStore
@@ -88,6 +89,8 @@ class SavedPrefixes:
         layers = [] if pool.states is None else pool.states.layers.values()
         self._states = SlotBytes([kept for layer in layers for kept in (layer.state, layer.conv)])
         self._host = HostLevel(parts, self._slots, self._states, host_size) if host_size else None
+        device, size = parts.executor.device, (self._slots.each + 1) * BLOCK
+        self._ahead = ReadAhead(store, device, size) if store is not None and device.has_own_memory else None
         found = (None if self._host is None else self._host.store), store
         self._levels: list[PrefixIndex] = [one for one in found if one is not None]
         self._most = 2 * parts.sched.config.slots  # tokens of texts in slots
@@ -294,20 +297,28 @@ class SavedPrefixes:
             digests, first, left = one.digests[end // BLOCK :], end % BLOCK, slots[end - start :]
             count = 0 if self._host is None else self._host.fill(digests, first, left)
             self.restored_from_host += count
-            count = count or self._fill_from_disk(digests[0], first, left[: BLOCK - first])
+            count = count or self._fill_from_disk(digests, first, left[: BLOCK - first])
             one.failed = not count
             end += count
             if stop():
                 break
         return end
 
-    def _fill_from_disk(self, digest: bytes, first: int, slots: IntArray) -> int:
-        """Fills slots with a block, from a position in it on. Returns how many."""
-        data = None if self._store is None else self._store.read(digest)
-        if data is None or len(data) != (self._slots.each + 1) * BLOCK:
+    def _fill_from_disk(self, digests: Sequence[bytes], first: int, slots: IntArray) -> int:
+        """Fills slots with the first of these blocks, from a position in it on. Returns how many."""
+        if self._store is None:
             return 0
-        self._slots.write(self._upload(slots), data[:-BLOCK], first)
-        self._sched.catch_ups.note_seen(slots, np.frombuffer(data[-BLOCK:], np.bool_)[first:])
+        ahead = None if self._ahead is None else self._ahead.read(digests, BLOCK)
+        if ahead is not None:
+            self._slots.scatter(self._upload(slots), ahead[0].view(1, -1), first)
+            seen = ahead[1].numpy()
+        else:
+            data = self._store.read(digests[0])
+            if data is None or len(data) != (self._slots.each + 1) * BLOCK:
+                return 0
+            self._slots.write(self._upload(slots), data[:-BLOCK], first)
+            seen = np.frombuffer(data[-BLOCK:], np.uint8)
+        self._sched.catch_ups.note_seen(slots, seen.view(np.bool_)[first:])
         return len(slots)
 
     def _bring_back_state(self, req: Req, digests: list[bytes]) -> list[bytes]:

@@ -146,6 +146,24 @@ class PrefixStore(PrefixIndex):
             return None
         return data
 
+    def find(self, digest: bytes, size: int) -> Stored | None:
+        """Returns a file that is there and has so many bytes of content, for `load`."""
+        stored = self._files.get((self._name, digest))
+        return stored if stored is not None and stored.size == _START + size else None
+
+    def load(self, stored: Stored, into: memoryview) -> bool:
+        """Fills `into` with a file's content; any thread may do so at any time. Returns whether it is what was
+        written; what is not is left to `read`."""
+        at = 0
+        try:
+            with self._path(stored.entry).open("rb", buffering=0) as file:
+                start = file.read(_START)
+                while at < len(into) and (got := file.readinto(into[at:])):
+                    at += got
+        except OSError:
+            return False
+        return at == len(into) and start == _header(self._identity, stored.entry, into)
+
     def use(self, digests: Sequence[bytes]) -> None:
         """Notes that files are of use now."""
         super().use(digests)
