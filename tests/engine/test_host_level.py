@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -284,6 +286,33 @@ def test_files_are_read_ahead(model: Path, hybrid: Callable[[str], Path], tmp_pa
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     partly = 192 if kind == "llama" else 0
     assert cached == [(expected, 0), (expected, 448), (expected, 448), (expected, partly)]
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+def test_the_disk_gets_what_the_host_has(model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """When the pool has evicted it, before the engine had nothing to do."""
+    of, prompt = model if kind == "llama" else hybrid(kind), tokens(500)
+    first = once(of, None, prompt)
+    with engine_of(of, prefix_cache_dir=str(tmp_path)) as engine:
+        assert ask(engine, prompt) == first
+        evict(engine)
+    assert once(of, tmp_path, prompt, device=DistantCpu)[:2] == (first.tokens, 448)
+
+
+def test_it_is_copied_while_nothing_runs(model: Path) -> None:
+    with engine_of(model) as engine:
+        engine.measure_read_rate()  # else that is done first
+        expected = ask(engine, tokens(300)).tokens
+        waits = threading.Thread(target=engine.step, args=(True,))
+        waits.start()
+        saved, until = engine._saved, time.monotonic() + 60
+        assert saved is not None
+        while saved.pending and time.monotonic() < until:
+            time.sleep(0.01)
+        engine.wake()
+        waits.join()
+        engine.parts.sched.flush_cache()
+        assert ask(engine, tokens(300))[:2] == (expected, 256)
 
 
 def test_it_is_refused_where_it_cannot_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,19 @@ class SavedText:
         """Of all whole blocks."""
         return list(block_digests(self.namespace, self.radix.windows(self.keys)))
 
+    def entries(self, blocks: int, state: bool) -> list[Entry]:
+        """Returns those of its first blocks, and of a snapshot at their end."""
+        digests = self.digests[:blocks]
+        found = [
+            Entry(digest, parent, self.owner, at)
+            for digest, parent, at in zip(
+                digests, [self.namespace, *digests], range(BLOCK, blocks * BLOCK + 1, BLOCK), strict=False
+            )
+        ]
+        if state:
+            found.append(found[-1]._replace(digest=state_digest(digests[-1]), parent=digests[-1]))
+        return found
+
 
 class CachedParts(NamedTuple):
     """Parts of a text that are cached. slots: of positions.  state: slot of the last snapshot at the end of a block, 0:
@@ -56,16 +69,7 @@ def cached_parts(kv: KVManager, text: SavedText) -> Iterator[CachedParts]:
             found = [one for one in kv.radix.snapshots(match.node) if one[0] % BLOCK == 0]
             end, state = found[0] if found else (0, 0)
             whole = end // BLOCK
-        digests = text.digests[:whole]
-        entries = [
-            Entry(digest, parent, text.owner, at)
-            for digest, parent, at in zip(
-                digests, [text.namespace, *digests], range(BLOCK, whole * BLOCK + 1, BLOCK), strict=False
-            )
-        ]
-        if state:
-            entries.append(entries[-1]._replace(digest=state_digest(digests[-1]), parent=digests[-1]))
-        yield CachedParts(match.slots, state, entries)
+        yield CachedParts(match.slots, state, text.entries(whole, state > 0))
     finally:
         kv.radix.unlock(match.node)
 

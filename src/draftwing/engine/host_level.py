@@ -121,6 +121,13 @@ class HostLevel:
         self._states.scatter(self._upload(np.asarray([slot], np.int64)), self.store.read([digest]))
         return True
 
+    def content(self, digest: bytes) -> bytes | None:
+        """Returns a part as files have it; None where it is not there."""
+        if digest not in self.store:
+            return None
+        seen = self.store.note(digest)
+        return self.store.content(digest) + (b"" if seen is None else seen.tobytes())
+
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, owner: bytes | None = None) -> None:

@@ -199,15 +199,24 @@ class SavedPrefixes:
     def _write_text(self, store: PrefixStore, text: SavedText, stop: Callable[[], bool]) -> bool:
         """Returns whether all of it is done."""
         with cached_parts(self._kv, text) as parts:
-            whole = len(parts.entries) - (parts.state > 0)
-            keep = frozenset(entry.digest for entry in parts.entries)
+            entries, host = parts.entries, self._host
+            if host is not None and len(found := self._there(text.digests, host.store).blocks) * BLOCK > (
+                entries[-1].end if entries else 0
+            ):  # the pool has evicted its end
+                entries = text.entries(len(found), self._kv.states is not None)
+            whole = len(entries) - (parts.state > 0)
+            keep = frozenset(entry.digest for entry in entries)
             store.use(list(keep))
-            for at, entry in enumerate(parts.entries):
+            for at, entry in enumerate(entries):
                 if entry.digest in store:
                     continue
                 if stop():
                     return False
-                data = self._state(parts.state) if at == whole else self._block(parts.slots_of(at))
+                data: bytes | memoryview | None = None if host is None else host.content(entry.digest)
+                if data is None and entries is not parts.entries:
+                    break
+                if data is None:
+                    data = self._state(parts.state) if at == whole else self._block(parts.slots_of(at))
                 if not store.write(entry, data, keep):
                     break
         return True

@@ -145,6 +145,11 @@ class HostPrefixes(PrefixIndex):
         """Returns what `write` was given with a part."""
         return self._at[digest].note
 
+    def content(self, digest: bytes) -> bytes:
+        """Returns the bytes of a part that is there."""
+        pages, size, _ = self._at[digest]
+        return b"".join(self._pages[page].numpy().data for page in pages)[:size]
+
     def delete(self, owner: bytes | None = None) -> None:
         """Removes an owner's parts; None: all."""
         for stored in [one for one in self._files.values() if owner in (None, one.entry.owner)]:

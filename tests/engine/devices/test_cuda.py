@@ -164,3 +164,28 @@ def test_an_alias_is_in_the_place_of_a_tensor_and_does_not_hold_it(dtype: torch.
     del whole, part
     assert torch.cuda.memory_allocated() == before
     assert device.alias(alias[:0]).shape == (0, alias.shape[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_of_both_directions_keep_order_with_the_compute_stream() -> None:
+    """What is copied out is what was there when it was asked for, whatever the stream gets behind it; what comes in is
+    there for all that is launched later."""
+    device, size = cuda.CudaDevice(), 1 << 22
+    host = device.host_memory(8 * size)
+    parts = host.split(size)
+    slow = torch.randn(4096, 4096, device="cuda")
+    for turn in range(20):
+        source = torch.empty(8, size, dtype=torch.uint8, device="cuda")
+        for _ in range(4):
+            slow = (slow @ slow).tanh()
+        source.copy_(torch.arange(8, device="cuda").view(8, 1).add(turn).expand(8, size))
+        left = device.copy_out(list(zip(source, parts, strict=True)))
+        for _ in range(4):
+            slow = (slow @ slow).tanh()
+        while not left():
+            pass
+        del source
+        found, done = device.copy_in(parts[::-1])
+        assert found.view(8, size).float().mean(1).tolist() == [float(at + turn) for at in range(7, -1, -1)]
+        assert done()
+        assert [int(part[-1]) for part in parts] == [at + turn for at in range(8)]
