@@ -12,6 +12,7 @@ FILE has what is known so far, after each engine.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -186,6 +187,7 @@ def one_family(args: argparse.Namespace) -> None:
         drafter = own.pop("speculative_algorithm")
         (plain,), said = answers(Path(made) / "model", args, 1, speculative_algorithm="none")
         said["different_tokens"] = len({token for answer in plain for token in answer})
+        said["sha256"] = hashlib.sha256(json.dumps(plain).encode()).hexdigest()  # to compare with other machines
         print(json.dumps({"family": name, "format": args.format, "way": "none, one at a time", **said}), flush=True)
         more = {"speculative_fixed_shape": True, "enable_mixed_chunk": True, **own}
         for algorithm in dict.fromkeys((f"{drafter}+SUFFIX" if drafter != "NGRAM" else "SUFFIX", drafter)):
