@@ -93,3 +93,81 @@ def test_slots_of_rows(ops: TorchOps) -> None:
     rows = torch.tensor([3, 0, 1], device=ops.device)
     assert ops.row_slots(table, rows, 2).tolist() == [2, 2, 0, 0, 3, 3]
     assert ops.row_slots(table, rows[:0], 2).shape == (0,)
+
+
+# -- factors in 8 bits, on a CPU beside weights in blocks
+
+
+def in_8_bits(
+    ops: TorchOps, dtype: torch.dtype, inputs: int, ranks: list[int], ends: list[int], strength: float
+) -> tuple[AdapterWeights, dict[tuple[int, int], tuple[Tensor, Tensor, float]]]:
+    """strength: of factors, whose sizes differ from row to row. Returns also what slots were given, in float64."""
+    weights, given = ops.empty_adapters(len(ranks), 16, inputs, ends, dtype, ops.device, in_blocks=True), {}
+    for slot, rank in enumerate(ranks, 1):
+        begin = 0
+        for place, end in enumerate(ends):
+            down = made(ops, dtype, rank, inputs, seed=slot) * strength * 2.0 ** torch.randint(-6, 1, (rank, 1))
+            up = made(ops, dtype, end - begin, rank, seed=slot + 10) * strength
+            weights.set(slot, place, down, up, 1.5 / strength**2)
+            given[slot, place] = down.double(), up.double(), 1.5 / strength**2
+            begin = end
+    return weights, given
+
+
+def steps(x: Tensor, size: int) -> Tensor:
+    """Returns the most that a number is off in 8 bits: the largest of `size` takes 127 steps, of a scale in float16."""
+    each = x.abs().unflatten(-1, (-1, size)).amax(-1, keepdim=True) / 254 * (1 + 2**-4)
+    return each.expand(*each.shape[:-1], size).flatten(-2)
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e-4, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ops: TorchOps) -> None:
+    """As near to float64 as 8 bits of x, of both factors and of what lies between them allow; and the same bits with
+    any rows beside a row, and in two parts."""
+    if ops.name != "cpu":
+        pytest.skip("others have no factors in 8 bits")
+    torch.manual_seed(0)
+    ends, inputs = [32, 80], 96
+    weights, given = in_8_bits(ops, dtype, inputs, [16, 5, 1], ends, strength)
+    assert weights.down.dtype == torch.uint8 and (weights.inputs, weights.outputs, weights.rank) == (96, 80, 16)
+    rows = torch.tensor([1, 0, 2, 2, 3, 1, *[1] * 40, 3, 2])
+    x, y = made(ops, dtype, len(rows), inputs), made(ops, dtype, len(rows), 80, seed=1)
+    found = y.clone()
+    ops.adapt(found, x, weights, rows)
+    errors, added = [], []
+    for row, slot in enumerate(rows.tolist()):
+        begin = 0
+        for place, end in enumerate(ends):
+            if not slot:
+                assert torch.equal(found[row], y[row])
+                continue
+            (down, up, scale), one = given[slot, place], x[row].double()
+            u = scale * down @ one
+            off_x, off_down = steps(one, 32), steps(down, 32)
+            off_u = scale * (off_down @ (one.abs() + off_x) + down.abs() @ off_x)
+            most_u = (u.abs() + off_u).max() / 254 + off_u
+            off_up = steps(torch.nn.functional.pad(up, (0, 16 - up.shape[1])), 16)[:, : up.shape[1]]
+            bound = off_up @ (u.abs() + most_u) + up.abs() @ most_u
+            exact = y[row, begin:end].double() + up @ u
+            rounding = exact.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-20) + 1e-6
+            off = (found[row, begin:end].double() - exact).abs()
+            assert (off <= bound + rounding).all()
+            errors.append((off - rounding).clamp(min=0))
+            added.append(up @ u)
+            begin = end
+    assert 0 < torch.cat(errors).norm() < 0.02 * torch.cat(added).norm()
+    for some in (slice(0, 1), slice(2, 5), slice(3, 31), slice(40, 48)):
+        alone = y[some].clone()
+        ops.adapt(alone, x[some], weights, rows[some].clone())
+        assert torch.equal(alone, found[some])
+    in_two = y.clone()
+    ops.adapter_up(in_two, ops.adapter_down(x, weights, rows), weights, rows)
+    assert torch.equal(in_two, found)
+    x[2, 3] = torch.nan
+    ops.adapt(y, x, weights, rows)
+    assert y.isnan().any(1).nonzero().tolist() == [[2]]
+    weights.clear(1)
+    again = found.clone()
+    ops.adapt(again, x.nan_to_num(), weights, torch.ones_like(rows))
+    assert torch.equal(again, found)

@@ -95,6 +95,11 @@ class DecoderModel(nn.Module):
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     @property
+    def ops(self) -> LayerOps:
+        """Returns what `pack` was given."""
+        return self._ops
+
+    @property
     def dtype(self) -> torch.dtype:
         """Returns the type of activations."""
         return cast(Rope, self.ropes[0]).table.dtype

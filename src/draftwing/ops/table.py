@@ -128,6 +128,7 @@ class LayerOps:
         self.clamped_swiglu, self.experts_linear = experts.clamped_swiglu, experts.experts_linear
         self.scaled_inputs = experts.scaled_inputs
 
+        self.empty_adapters = adapters.empty_adapters
         self.row_slots, self.adapt = adapters.row_slots, adapters.adapt
         self.adapter_down, self.adapter_up = adapters.adapter_down, adapters.adapter_up
 

@@ -248,19 +248,19 @@ class AdapterSlots:
         """model: packed; from now on its products are with adapters.  rank: the most of any adapter.  wide: as
         `AdapterTargets` has it."""
         self.targets = AdapterTargets(model, wide)
-        linears, device = model.adaptable(wide), model.norm.weight.device
-        dtype = torch.bfloat16 if model.dtype == torch.float32 and _in_blocks(model) else model.dtype
+        linears, self._dtype = model.adaptable(wide), model.dtype
         self.weights = {
-            name: self._empty(name, count, rank, linears[name].in_features, ends, dtype, device)
-            for name, ends in self.targets.ends.items()
+            name: self._empty(name, count, rank, linears[name], ends, model) for name, ends in self.targets.ends.items()
         }
         model.take_adapters(self.weights, deterministic)
 
     def _empty(
-        self, name: str, count: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device
+        self, name: str, count: int, rank: int, linear: Linear, ends: list[int], model: DecoderModel
     ) -> AdapterWeights:
         groups = self.targets.groups[name]
-        return AdapterWeights.empty(count * groups, rank, inputs, ends[: len(ends) // groups], dtype, device)
+        own = ends[: len(ends) // groups]
+        device, small = model.norm.weight.device, bool(linear.op.sizes)
+        return model.ops.empty_adapters(count * groups, rank, linear.in_features, own, self._dtype, device, small)
 
     @property
     def nbytes(self) -> int:
@@ -269,9 +269,9 @@ class AdapterSlots:
     def warm_up(self, ops: LayerOps) -> None:
         """Runs each kind of products with few rows and with many, so that their kernels are there."""
         kinds = {(one.down.shape, one.up.shape): one for one in self.weights.values()}
-        for (down, up), weights in kinds.items():
+        for weights in kinds.values():
             for rows in SIZES:
-                x, y = weights.down.new_zeros(rows, down[-1]), weights.up.new_zeros(rows, up[-1])
+                x, y = (weights.scales.new_zeros(rows, n, dtype=self._dtype) for n in (weights.inputs, weights.outputs))
                 ops.adapt(y, x, weights, weights.ranks.new_zeros(rows))
 
     def put(self, slot: int, adapter: Adapter) -> None:
@@ -286,8 +286,3 @@ class AdapterSlots:
             weights = self.weights[target.linear]
             group, place = divmod(target.slice, len(weights.bounds) - 1)
             weights.set((slot - 1) * groups[target.linear] + group + 1, place, *target.of(factors))
-
-
-def _in_blocks(model: DecoderModel) -> bool:
-    """Returns whether matrices are held in fewer bits than activations."""
-    return any(op.sizes for op in (linear.op for linear in model.adaptable().values()))

@@ -43,6 +43,19 @@ class AdapterWeights(NamedTuple):
             (0, *ends),
         )
 
+    @property
+    def inputs(self) -> int:
+        return self.down.shape[3]
+
+    @property
+    def outputs(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def rank(self) -> int:
+        """Returns the most that a slot has room for."""
+        return self.down.shape[2]
+
     def set(self, slot: int, place: int, down: Tensor, up: Tensor, scale: float) -> None:
         """Fills a slice of a slot, from 1 on. down [r, inputs], up [outputs of the slice, r], r at most `rank`."""
         rank, begin, end = len(down), *self.bounds[place : place + 2]
@@ -79,6 +92,15 @@ class QueryAdapters:
 
 class AdapterOps:
     """Here for tensors of any dtype; a row's bits may depend on the batch."""
+
+    def empty_adapters(
+        self, slots: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device,
+        in_blocks: bool,
+    ) -> AdapterWeights:  # fmt: skip
+        """Returns what `AdapterWeights.empty` does, in fewer bits where that is faster. dtype: of activations.
+        in_blocks: whether the matrix itself is held in fewer bits than these."""
+        half = in_blocks and dtype == torch.float32
+        return AdapterWeights.empty(slots, rank, inputs, ends, torch.bfloat16 if half else dtype, device)
 
     def row_slots(self, table: Tensor, rows: Tensor, each: int) -> Tensor:
         """table [R] int64, rows [B] int64 -> the slot of each of their queries, so many a row, [B * each] int64."""

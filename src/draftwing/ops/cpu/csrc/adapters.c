@@ -1,10 +1,11 @@
 /* What adapters of low rank add to the result of a product: y += up * (scale * (down * x)), each row by its own adapter.
    The reference is `AdapterOps` (ops/adapters/spec.py). Sums are in float32, each in an order of its own: over the inputs
-   by lanes, over the rank from the first on. So a row has the same bits whatever rows are beside it. */
+   by lanes, over the rank from the first on. So a row has the same bits whatever rows are beside it. Factors in 8 bits:
+   adapters_8.c. */
 
 #include "cpu.h"
 
-#define ROWS 16    /* of x that are worked on together */
+#define ROWS 32    /* of x that are worked on together */
 #define OUTPUTS 64 /* that a thread takes at a time */
 #define FEW (1 << 16) /* multiplications that are one thread's; not swept */
 #define WIDE 4 /* vectors of outputs that are made together */
@@ -23,7 +24,7 @@ static Adapted adapted_of(const int64_t *n) {
                      .ends = POINTER(n[4]),
                      .slices = n[5],
                      .rank = n[6],
-                     .small = n[7],
+                     .type = n[7],
                      .inputs = n[8],
                      .outputs = n[9]};
 }
@@ -34,7 +35,9 @@ typedef struct {
     char *y;
     const char *x;
     const int64_t *slots; /* of rows; 0: of nobody */
-    float *between; /* [rows, slices, rank] */
+    float *between;       /* [rows, slices, rank] */
+    Sixteen *small;       /* in 8 bits: [slices, rank / 16, rows] */
+    Rounded rounded;      /* x */
     int64_t y_stride, x_stride, rows, half, parts;
     int64_t *taken;
 } Adapters;
@@ -73,7 +76,7 @@ static void some_dots(const Adapted *a, const void *x, int64_t x_at, int64_t slo
     const int64_t count = left < DOTS ? left : DOTS;
     float *to = between + slice * a->rank + first;
     if (half) any_dots(a, x, x_at, at, count, a->scales[mine], to, 1, 1);
-    else if (a->small) any_dots(a, x, x_at, at, count, a->scales[mine], to, 0, 1);
+    else if (a->type) any_dots(a, x, x_at, at, count, a->scales[mine], to, 0, 1);
     else any_dots(a, x, x_at, at, count, a->scales[mine], to, 0, 0);
 }
 
@@ -114,48 +117,89 @@ static void add_some(const Adapted *a, void *y, int64_t y_at, int64_t slot, cons
         const int64_t end = last < a->ends[slice] ? last : a->ends[slice], from = first > begin ? first : begin;
         if (from >= end) continue;
         if (half) add(a, y, y_at, slot, slice, between, from, end, 1, 1);
-        else if (a->small) add(a, y, y_at, slot, slice, between, from, end, 0, 1);
+        else if (a->type) add(a, y, y_at, slot, slice, between, from, end, 0, 1);
         else add(a, y, y_at, slot, slice, between, from, end, 0, 0);
     }
 }
 
-int64_t adapter_floats(const int64_t *n) { return n ? n[5] * n[6] : 0; }
-void adapter_down(const int64_t *n, const int64_t *slots, const void *x, int64_t rows, int64_t half, float *between) {
-    if (!n) return;
-    const Adapted a = adapted_of(n);
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t slice = 0; slots[row] && slice < a.slices; slice++)
-            for (int64_t first = 0; first < a.rank; first += DOTS)
-                some_dots(&a, x, row * a.inputs, slots[row] - 1, slice, first, half, between + row * a.slices * a.rank);
+/* Of a matrix: units of `down` with some rows. */
+static int64_t units_of(const Adapted *a) {
+    return a->slices * (a->type == IN_8_BITS ? a->rank / 16 : (a->rank + DOTS - 1) / DOTS);
 }
-void adapter_up(const int64_t *n, const int64_t *slots, void *y, int64_t rows, int64_t half, const float *between,
-                int64_t from, int64_t to) {
+/* Unit `unit` of them, of rows [from, to). */
+static void down_unit(const Adapted *a, const Adapting *of, int64_t x_stride, int64_t unit, int64_t from, int64_t to) {
+    const int64_t groups = (a->rank + DOTS - 1) / DOTS;
+    for (int64_t row = from; row < to; row++)
+        if (of->slots[row])
+            some_dots(a, of->x, row * x_stride, of->slots[row] - 1, unit / groups, unit % groups * DOTS, of->half,
+                      (float *)of->between + row * a->slices * a->rank);
+}
+
+int64_t adapter_bytes(const int64_t *n, int64_t rows) {
+    if (!n) return 0;
+    const Adapted a = adapted_of(n);
+    return rows * a.slices * a.rank * (a.type == IN_8_BITS ? (int64_t)sizeof(Sixteen) / 16 : (int64_t)sizeof(float));
+}
+int64_t adapter_units(const int64_t *n) {
+    if (!n) return 0;
+    const Adapted a = adapted_of(n);
+    return units_of(&a);
+}
+void adapter_down(const int64_t *n, const Adapting *of, int64_t unit) {
+    const Adapted a = adapted_of(n);
+    for (int64_t row = 0; row < of->rows; row += ROWS) {
+        const int64_t end = row + ROWS < of->rows ? row + ROWS : of->rows;
+        if (a.type == IN_8_BITS) down_8_bits(&a, of->slots, of->small, unit, row, end, NULL, of->between);
+        else down_unit(&a, of, a.inputs, unit, row, end);
+    }
+}
+void adapter_up(const int64_t *n, const Adapting *of, void *y, int64_t from, int64_t to) {
     if (!n) return;
     const Adapted a = adapted_of(n);
-    for (int64_t row = 0; row < rows; row++)
-        if (slots[row])
-            add_some(&a, y, row * a.outputs, slots[row] - 1, between + row * a.slices * a.rank, from, to, half);
+    for (int64_t row = 0; row < of->rows && a.type == IN_8_BITS; row += ROWS)
+        up_8_bits(&a, of->slots, of->between, of->rows, row, row + ROWS < of->rows ? row + ROWS : of->rows, from, to, y,
+                  a.outputs, of->half);
+    for (int64_t row = 0; row < of->rows && a.type != IN_8_BITS; row++)
+        if (of->slots[row])
+            add_some(&a, y, row * a.outputs, of->slots[row] - 1, (float *)of->between + row * a.slices * a.rank, from,
+                     to, of->half);
 }
 
 /* Unit: some rows of `down` with some rows of x. */
-static void down_unit(const Adapters *j, int64_t unit) {
+static void some_down(const Adapters *j, int64_t number) {
     const Adapted *a = &j->of;
-    const int64_t groups = (a->rank + DOTS - 1) / DOTS, each = a->slices * groups;
-    const int64_t block = unit / each, slice = unit % each / groups, first = unit % groups * DOTS;
-    for (int64_t row = block * ROWS; row < (block + 1) * ROWS && row < j->rows; row++)
-        if (j->slots[row])
-            some_dots(a, j->x, row * j->x_stride, j->slots[row] - 1, slice, first, j->half,
-                      j->between + row * a->slices * a->rank);
+    const Adapting of = {.slots = j->slots, .x = j->x, .between = j->between, .half = j->half};
+    const int64_t each = units_of(a), unit = number % each, from = number / each * ROWS;
+    const int64_t to = from + ROWS < j->rows ? from + ROWS : j->rows;
+    if (a->type == IN_8_BITS)
+        down_8_bits(a, j->slots, &j->rounded, unit, from, to, j->parts & 2 ? NULL : j->between, j->small);
+    else down_unit(a, &of, j->x_stride, unit, from, to);
 }
 /* Unit: some outputs of some rows. */
-static void up_unit(const Adapters *j, int64_t unit) {
+static void some_up(const Adapters *j, int64_t unit) {
     const Adapted *a = &j->of;
     const int64_t each = (a->outputs + OUTPUTS - 1) / OUTPUTS, block = unit / each, first = unit % each * OUTPUTS;
     const int64_t last = first + OUTPUTS < a->outputs ? first + OUTPUTS : a->outputs;
-    for (int64_t row = block * ROWS; row < (block + 1) * ROWS && row < j->rows; row++)
+    const int64_t from = block * ROWS, to = from + ROWS < j->rows ? from + ROWS : j->rows;
+    if (a->type == IN_8_BITS) {
+        up_8_bits(a, j->slots, j->small, j->rows, from, to, first, last, j->y, j->y_stride, j->half);
+        return;
+    }
+    for (int64_t row = from; row < to; row++)
         if (j->slots[row])
             add_some(a, j->y, row * j->y_stride, j->slots[row] - 1, j->between + row * a->slices * a->rank, first, last,
                      j->half);
+}
+/* A thread's share of the rows in 8 bits: x, or what lies between the products. */
+static void round_rows(const Adapters *j, const Member *me, Ahead *next) {
+    const Adapted *a = &j->of;
+    for (int64_t row = share(me, j->rows, 0); row < share(me, j->rows, 1); row++) {
+        const char *x = j->x + row * (j->x_stride - a->inputs) * (j->half ? 2 : 4);
+        if (j->parts & 1) round_part(&j->rounded, x, row, 0, a->inputs, j->half);
+        for (int64_t i = 0; !(j->parts & 1) && i < units_of(a); i++)
+            round_sums(j->small + i * j->rows + row, j->between + (row * units_of(a) + i) * 16);
+    }
+    meet(me, next);
 }
 
 static void some_adapters(void *data) {
@@ -163,28 +207,29 @@ static void some_adapters(void *data) {
     const Member me = join(&j->team);
     const int64_t blocks = (j->rows + ROWS - 1) / ROWS;
     Ahead nothing = {0};
+    if (j->of.type == IN_8_BITS) round_rows(j, &me, &nothing);
     if (j->parts & 1) {
-        const int64_t units = blocks * j->of.slices * ((j->of.rank + DOTS - 1) / DOTS);
-        for (Shares s = shares_of(&me, units, j->taken); take_units(&s);)
-            for (int64_t unit = s.from; unit < s.to; unit++) down_unit(j, unit);
+        for (Shares s = shares_of(&me, blocks * units_of(&j->of), j->taken); take_units(&s);)
+            for (int64_t unit = s.from; unit < s.to; unit++) some_down(j, unit);
         meet(&me, &nothing);
     }
     if (j->parts & 2) {
         const int64_t units = blocks * ((j->of.outputs + OUTPUTS - 1) / OUTPUTS);
         for (Shares s = shares_of(&me, units, j->taken + me.size * TAKEN); take_units(&s);)
-            for (int64_t unit = s.from; unit < s.to; unit++) up_unit(j, unit);
+            for (int64_t unit = s.from; unit < s.to; unit++) some_up(j, unit);
     }
 }
 
-/* y, its stride, x, its stride, slots, rows, half of x and y, between, parts (1: down, 2: up, 3: both), workers; numbers
-   of the matrix: see `adapted_of` */
+/* y, its stride, x, its stride, slots, rows, half of x and y, between (in 8 bits not of both parts), parts (1: down, 2: up, 3:
+   both), workers, memory for what is in 8 bits (adapter_bytes and rounded_size of the rows); numbers of the matrix: see
+   `adapted_of` */
 static PyObject *py_adapters(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[20];
-    if (!numbers(args, given, 20, n)) return NULL;
+    int64_t n[21];
+    if (!numbers(args, given, 21, n)) return NULL;
     Workers *workers = POINTER(n[9]);
     int64_t taken[2 * workers->most * TAKEN];
     memset(taken, 0, sizeof taken);
-    Adapters j = {.of = adapted_of(n + 10),
+    Adapters j = {.of = adapted_of(n + 11),
                   .y = POINTER(n[0]),
                   .y_stride = n[1],
                   .x = POINTER(n[2]),
@@ -194,7 +239,10 @@ static PyObject *py_adapters(PyObject *self, PyObject *const *args, Py_ssize_t g
                   .half = n[6],
                   .between = POINTER(n[7]),
                   .parts = n[8],
+                  .small = POINTER(n[10]),
                   .taken = taken};
+    if (j.of.type == IN_8_BITS)
+        j.rounded = rounded_at((char *)POINTER(n[10]) + adapter_bytes(n + 11, j.rows), j.rows, j.of.inputs);
     const int64_t work = j.rows * j.of.rank * (j.of.slices * j.of.inputs + j.of.outputs);
     RELEASE_GIL
     run_team(some_adapters, &j, &j.team, work < FEW ? NULL : workers);

@@ -11,7 +11,6 @@
 #include "dots.h"
 
 #define TILE 32
-#define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 /* Bytes before they are needed that are fetched to the first cache, and to the second: a core waits for some 24 lines of
    the first, which is less than memory needs, and hardware does not see past a page's end. Swept: 2, 3, 4, 6, 8 KB with
    8, 16 and 32 KB, or none. */
@@ -204,6 +203,9 @@ OF_TYPE(Q4_K)
 OF_TYPE(Q5_K)
 OF_TYPE(Q6_K)
 OF_TYPE(MXFP4)
+void panel_8_bits(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
+    panel_Q8_0(x, at, row, rows, sums);
+}
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                   float (*sums)[PANEL_OUTPUTS]) {
     switch (type) {
@@ -220,51 +222,6 @@ static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row
 }
 
 /* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
-
-typedef int8_t byte_half __attribute__((vector_size(LANES)));
-typedef int32_t four __attribute__((vector_size(16)));
-typedef union {
-    vi all;
-    four parts[LANES / 4];
-} Fours;
-
-/* Of 16 numbers, twice: the largest. Of 16: the sum; all of them, which fit, as bytes. */
-INLINE four larger_four(four a, four b) {
-    const four first = a > b;
-    return (first & a) | (~first & b);
-}
-INLINE int32_t largest_of(vi v, vi w) {
-#if PART == 16
-    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)v, (__m512i)w));
-#else
-    const Fours x = {.all = v}, y = {.all = w};
-    four most = larger_four(larger_four(x.parts[0], x.parts[1]), larger_four(x.parts[2], x.parts[3]));
-    most = larger_four(most, larger_four(larger_four(y.parts[0], y.parts[1]), larger_four(y.parts[2], y.parts[3])));
-    most = larger_four(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
-    return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
-#endif
-}
-INLINE int32_t sum_of(vi v) {
-#if PART == 16
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    const Fours x = {.all = v};
-    four sum = (x.parts[0] + x.parts[1]) + (x.parts[2] + x.parts[3]);
-    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
-    return sum[0] + sum[1];
-#endif
-}
-INLINE byte_half bytes_of(vi v) {
-#if PART == 16
-    return (byte_half)_mm512_cvtepi32_epi8((__m512i)v);
-#elif defined(__SSE2__)
-    const Fours x = {.all = v};
-    const __m128i low = _mm_packs_epi32((__m128i)x.parts[0], (__m128i)x.parts[1]);
-    return (byte_half)_mm_packs_epi16(low, _mm_packs_epi32((__m128i)x.parts[2], (__m128i)x.parts[3]));
-#else
-    return __builtin_convertvector(v, byte_half);
-#endif
-}
 
 int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 20); }
 Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {

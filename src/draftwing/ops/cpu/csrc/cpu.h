@@ -323,6 +323,8 @@ typedef struct {
 HIDDEN void run_team(void (*work)(void *), void *data, Team *team, Workers *workers);
 HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
+/* Until others have counted up to `value`; as in `meet`, memory that is read next comes nearer meanwhile. */
+HIDDEN void await_count(const int64_t *count, int64_t value, Ahead *next);
 /* Calls calls(data), which runs kernels one after the other, in threads that stay for all of them where such can be had:
    to begin a piece of work takes a fraction of a microsecond then, in place of several. */
 HIDDEN void run_together(void (*calls)(void *), void *data, Workers *workers);
@@ -495,20 +497,44 @@ HIDDEN Ahead weight_of(const Product *p, Range outputs);
 HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* In adapters.c. Numbers of a matrix: see `adapted_of`; NULL: it has no adapters. */
+/* In adapters.c and adapters_8.c. Numbers of a matrix: see `adapted_of`; NULL: it has no adapters. */
+enum { IN_FLOAT, IN_HALF, IN_8_BITS };
 typedef struct {
-    const void *down, *up; /* [S, slices, rank, inputs], [S, rank, outputs] */
+    const void *down, *up; /* [S, slices, rank, inputs], [S, rank, outputs]; in 8 bits see adapters_8.c */
     const int64_t *ranks, *ends; /* [S, slices]; [slices] */
     const float *scales; /* [S, slices] */
-    int64_t slices, rank, small, inputs, outputs; /* small: whether factors are in bfloat16 */
+    int64_t slices, rank, type, inputs, outputs; /* type: of factors; in 8 bits rank is a multiple of 16 */
 } Adapted;
-HIDDEN int64_t adapter_floats(const int64_t *numbers); /* of a row of `between` */
-/* x [rows, inputs]; between [rows, slices, rank] */
-HIDDEN void adapter_down(const int64_t *numbers, const int64_t *slots, const void *x, int64_t rows, int64_t half,
-                         float *between);
-/* y [rows, outputs], of which outputs [from, to) */
-HIDDEN void adapter_up(const int64_t *numbers, const int64_t *slots, void *y, int64_t rows, int64_t half,
-                       const float *between, int64_t from, int64_t to);
+/* Rows that adapters may change, and what lies between the two products: [rows, slices, rank] of floats, or `Sixteen`s
+   [slices, rank / 16, rows]. */
+typedef struct {
+    const int64_t *slots; /* 0: of nobody */
+    const void *x;        /* [rows, inputs] */
+    const Rounded *small; /* x for factors in 8 bits */
+    void *between;
+    int64_t rows, half; /* half: whether x and y are in bfloat16 */
+} Adapting;
+HIDDEN int64_t adapter_bytes(const int64_t *numbers, int64_t rows); /* of `between` */
+HIDDEN int64_t adapter_units(const int64_t *numbers); /* of the first product */
+HIDDEN void adapter_down(const int64_t *numbers, const Adapting *a, int64_t unit);
+/* y [rows, outputs], of which outputs [from, to): multiples of 16 */
+HIDDEN void adapter_up(const int64_t *numbers, const Adapting *a, void *y, int64_t from, int64_t to);
+
+/* A row's 16 sums in 8 bits, as far from the next one's as `dots` wants it. */
+typedef struct {
+    int8_t bytes[16];
+    float scale;
+    int32_t less; /* the sum of the bytes, times -1 */
+    int64_t unused;
+} Sixteen;
+HIDDEN void round_sums(Sixteen *to, const float *sums); /* [16] */
+/* Of rows [from, to), up to 32: 16 rows of `down` of a slice, to `sums` [rows, slices, rank] or, if that is NULL, to `small`
+   [slices, rank / 16, rows]. */
+HIDDEN void down_8_bits(const Adapted *a, const int64_t *slots, const Rounded *x, int64_t unit, int64_t from, int64_t to,
+                        float *sums, Sixteen *small);
+/* Outputs [first, last) of rows [from, to), up to 32, of `rows`; y_stride: from one row of y to the next. */
+HIDDEN void up_8_bits(const Adapted *a, const int64_t *slots, const Sixteen *small, int64_t rows, int64_t from,
+                      int64_t to, int64_t first, int64_t last, void *y, int64_t y_stride, int64_t half);
 
 /* In replay.c. */
 HIDDEN Ahead weight_ahead(const int64_t *gemm, const Member *me); /* what a thread reads of a weight in blocks */

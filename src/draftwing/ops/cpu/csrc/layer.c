@@ -95,18 +95,22 @@ typedef struct {
     char *qkv, *attended, *middle, *gate_up, *gated, *normed;
     Rounded attended_8, gated_8, normed_8; /* normed_8: of `hidden` or `width` inputs */
     char *normed_bytes;
-    float *between; /* of adapters, a thread's own */
+    char *between;  /* of adapters */
     int64_t *taken; /* of each GEMM's units: see `Shares` */
     int64_t end;    /* bytes */
 } Spare;
-static int64_t taken_bytes(const Layers *j) { return (int64_t)sizeof(int64_t) * GEMMS * TAKEN * j->threads; }
+/* Behind the units of GEMMs: those of their adapters' first products that were taken, and that are done. */
+#define COUNTERS (2 * GEMMS)
+static int64_t taken_bytes(const Layers *j) {
+    return (int64_t)sizeof(int64_t) * TAKEN * (GEMMS * j->threads + COUNTERS);
+}
 static int64_t between_bytes(const Layer *l, int64_t rows) {
     int64_t most = 0;
     for (int i = 0; i < GEMMS; i++) {
-        const int64_t floats = adapter_floats(l->adapted[i]);
-        if (floats > most) most = floats;
+        const int64_t bytes = adapter_bytes(l->adapted[i], rows);
+        if (bytes > most) most = bytes;
     }
-    return (rows * most * (int64_t)sizeof(float) + 63) / 64 * 64;
+    return most;
 }
 static Spare spare_of(const Layers *j, const Layer *l, int64_t number) {
     const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
@@ -130,8 +134,8 @@ static Spare spare_of(const Layers *j, const Layer *l, int64_t number) {
     s.end = s.normed + own - j->spare;
     if (j->slots) { /* behind what any thread has */
         const char *last = at + (rows > OWN_ROWS ? 1 : j->threads) * own;
-        s.between = (float *)(last + number * between_bytes(l, rows));
-        s.end = (char *)s.between + between_bytes(l, rows) - j->spare;
+        s.between = (char *)j->spare + (last - j->spare + 63) / 64 * 64;
+        s.end = s.between + between_bytes(l, rows) - j->spare;
     }
     return s;
 }
@@ -152,18 +156,35 @@ static const char *norm(const Layers *j, const Member *me, Spare *s, const Produ
     return weight ? s->normed : x;
 }
 
+/* Of a GEMM's adapters: how much of the first product was taken, and TAKEN behind it how much is done. */
+static int64_t *counters_of(const Layers *j, const Spare *s, int64_t gemm) {
+    return s->taken + (GEMMS * j->threads + 2 * gemm) * TAKEN;
+}
 /* The units of a layer's GEMM. Those of the GEMM before begin anew: all have met since, and will before it comes. */
 static Shares units_of(const Layers *j, const Member *me, const Spare *s, int gemm, int64_t units) {
     const int64_t before = (gemm + GEMMS - 1) % GEMMS;
     s->taken[(before * j->threads + me->number) * TAKEN] = 0;
+    if (!me->number) memset(counters_of(j, s, before), 0, sizeof(int64_t) * 2 * TAKEN);
     return shares_of(me, units, s->taken + gemm * j->threads * TAKEN);
 }
-/* What adapters add to a GEMM: of few rows each thread makes what its outputs need of all inputs for itself. */
-static void adapt_inputs(const Layers *j, const Layer *l, int gemm, const void *x, const Spare *s) {
-    if (j->slots) adapter_down(l->adapted[gemm], j->slots, x, j->rows, j->half, s->between);
+/* What adapters add to a GEMM. Threads share the first product, and none waits for it before its outputs want it. */
+static Adapting adapt_inputs(const Layers *j, const Layer *l, int gemm, const void *x, const Rounded *small,
+                             const Spare *s) {
+    const Adapting a = {j->slots, x, small, s->between, j->rows, j->half};
+    if (!j->slots) return a;
+    int64_t *taken = counters_of(j, s, gemm), units = adapter_units(l->adapted[gemm]);
+    for (int64_t unit; (unit = take(taken, 1)) < units;) {
+        adapter_down(l->adapted[gemm], &a, unit);
+        __atomic_add_fetch(taken + TAKEN, 1, __ATOMIC_RELEASE);
+    }
+    return a;
 }
-static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Spare *s, Range outputs) {
-    if (j->slots) adapter_up(l->adapted[gemm], j->slots, y, j->rows, j->half, s->between, outputs.from, outputs.to);
+static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Adapting *a, const Spare *s,
+                          Range outputs) {
+    Ahead nothing = {0};
+    if (!j->slots) return;
+    await_count(counters_of(j, s, gemm) + TAKEN, adapter_units(l->adapted[gemm]), &nothing);
+    adapter_up(l->adapted[gemm], a, y, outputs.from, outputs.to);
 }
 static void some_of_layers(void *data) {
     Layers *j = data;
@@ -189,11 +210,11 @@ static void some_of_layers(void *data) {
         const void *weight = j->normed ? NULL : layer.attn_norm;
         const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
         if (!me.number) attend_anew(&a); /* nobody attends now */
-        adapt_inputs(j, &layer, QKV, input, &s);
+        Adapting adapting = adapt_inputs(j, &layer, QKV, input, &s.normed_8, &s);
         for (Shares heads = units_of(j, &me, &s, QKV, all_heads); take_units(&heads);) {
             const Range mine = taken_of(&heads, a.dim);
             product(layer.qkv, mine, s.qkv, input, &s.normed_8, NULL, rows);
-            adapt_outputs(j, &layer, QKV, s.qkv, &s, mine);
+            adapt_outputs(j, &layer, QKV, s.qkv, &adapting, &s, mine);
             for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
         }
         next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, range_of(&me, ffn / UNIT, UNIT)));
@@ -210,21 +231,21 @@ static void some_of_layers(void *data) {
         attend_units(&a, me.number, &next);
         meet(&me, &next);
 
-        adapt_inputs(j, &layer, O, s.attended, &s);
+        adapting = adapt_inputs(j, &layer, O, s.attended, &s.attended_8, &s);
         for (Shares units = units_of(j, &me, &s, O, hidden / UNIT); take_units(&units);) {
             product(layer.o, taken_of(&units, UNIT), s.middle, s.attended, &s.attended_8, x, rows);
-            adapt_outputs(j, &layer, O, s.middle, &s, taken_of(&units, UNIT));
+            adapt_outputs(j, &layer, O, s.middle, &adapting, &s, taken_of(&units, UNIT));
         }
         meet(&me, &next);
 
         input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
-        adapt_inputs(j, &layer, GATE_UP, input, &s);
+        adapting = adapt_inputs(j, &layer, GATE_UP, input, &s.normed_8, &s);
         for (Shares units = units_of(j, &me, &s, GATE_UP, ffn / UNIT); take_units(&units);) {
             const Range gate = taken_of(&units, UNIT), up = {ffn + gate.from, ffn + gate.to};
             product(layer.gate_up, gate, s.gate_up, input, &s.normed_8, NULL, rows);
             product(layer.gate_up, up, s.gate_up, input, &s.normed_8, NULL, rows);
-            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &s, gate);
-            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &s, up);
+            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &adapting, &s, gate);
+            adapt_outputs(j, &layer, GATE_UP, s.gate_up, &adapting, &s, up);
             for (int64_t i = 0; i < rows; i++) {
                 silu_part(&silu, i, gate.from, gate.to);
                 if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, gate.from, gate.to, j->half);
@@ -233,10 +254,10 @@ static void some_of_layers(void *data) {
         next = weight_of(&layer.down, halves);
         meet(&me, &next);
 
-        adapt_inputs(j, &layer, DOWN, s.gated, &s);
+        adapting = adapt_inputs(j, &layer, DOWN, s.gated, &s.gated_8, &s);
         for (Shares units = units_of(j, &me, &s, DOWN, hidden / UNIT); take_units(&units);) {
             product(layer.down, taken_of(&units, UNIT), out, s.gated, &s.gated_8, s.middle, rows);
-            adapt_outputs(j, &layer, DOWN, out, &s, taken_of(&units, UNIT));
+            adapt_outputs(j, &layer, DOWN, out, &adapting, &s, taken_of(&units, UNIT));
         }
         x = out;
         if (l + 1 == j->count) break;

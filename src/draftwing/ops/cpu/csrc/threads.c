@@ -203,7 +203,7 @@ static void look_ahead(Fetched *f, const int64_t *gemm, int64_t number, int64_t 
     const Member me = {.number = number, .size = size};
     if (gemm != f->gemm) *f = (Fetched){gemm, gemm ? weight_ahead(gemm, &me) : (Ahead){0}};
 }
-static void wait_for(const int64_t *count, int64_t value, Ahead *next) {
+void await_count(const int64_t *count, int64_t value, Ahead *next) {
     for (int64_t turn = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < value; turn++) {
         fetch(next, 2);
         if (turn > SPIN) sched_yield();
@@ -227,7 +227,7 @@ static void stay(void *data) {
     }
     Fetched own = {0};
     for (int64_t job = 1;; job++) {
-        wait_for(&r->begun, job, &own.next);
+        await_count(&r->begun, job, &own.next);
         if (!r->work) return;
         r->work(r->job);
         look_ahead(&own, r->next, number, size); /* before it ends: the first thread changes that then */
@@ -240,7 +240,7 @@ static void run_in_region(void (*work)(void *), void *data) {
     begin(r, work, data);
     work(data);
     look_ahead(&r->own, r->next, 0, size);
-    wait_for(&r->ended, r->begun * (size - 1), &r->own.next);
+    await_count(&r->ended, r->begun * (size - 1), &r->own.next);
 }
 void run_together(void (*calls)(void *), void *data, Workers *workers) {
     const int64_t threads = threads_now(workers);
