@@ -170,3 +170,56 @@ def test_a_name_whose_addresses_change(port: int, network: list[str], monkeypatc
     assert fetched(f"{good}/a", "*") == f"/a of good.example:{port}".encode() and len(asked) == 1
     asked.clear()
     assert "private network" in refusal(f"{good}/to/{good}/b", "*") and len(asked) == 2
+
+
+def test_names_that_take_long(port: int, network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is answered in time, however many names never come; the next one is looked up again."""
+    quick, answered = fetch.socket.getaddrinfo, threading.Event()
+
+    def slow(host: str, port: int, **how: Any) -> list[Any]:
+        if host == "slow.example":
+            answered.wait()
+        return quick(host, port, **how)
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(fetch, "_LOOKUPS", 2)
+    fetcher, before = Fetcher("*", 0.2), threading.active_count()
+    for _ in range(4):
+        begun = time.monotonic()
+        with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
+            fetcher(Picture("http://slow.example/", "messages.0"))
+        assert time.monotonic() - begun < 2
+    assert threading.active_count() <= before + 2, "threads are left for more names than may be asked at once"
+    answered.set()
+    good = Picture(f"http://good.example:{port}/a", "messages.0")
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert fetcher(good).data == f"/a of good.example:{port}".encode()
+
+
+def test_names_that_redirects_take_long(port: int, network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = fetch.socket.getaddrinfo
+
+    def slow(host: str, port: int, **how: Any) -> list[Any]:
+        time.sleep(0.2)
+        return quick(host, port, **how)
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", slow)
+    good = f"http://good.example:{port}"
+    begun = time.monotonic()
+    assert "longer than 0.5 s" in refusal(f"{good}/to/{good}/to/{good}/to/{good}/a", "*", seconds=0.5)
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("address", ["[::ffff:127.0.0.1]", "[::ffff:169.254.169.254]", "[::ffff:a00:1]", "127.0.0.1"])
+def test_redirects_to_private_addresses(
+    port: int, network: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = fetch.socket.getaddrinfo
+
+    def resolve(host: str, port: int, **how: Any) -> list[Any]:
+        return known(host, port, **how) if host.endswith("example") else [(0, 0, 0, "", (host, port))]
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    for kind in ("http", "https"):
+        assert "private network" in refusal(f"http://good.example:{port}/to/{kind}://{address}:{port}/", "*")

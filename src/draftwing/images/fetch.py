@@ -11,7 +11,8 @@ import ssl
 import threading
 import time
 from collections.abc import Collection
-from typing import Final
+from concurrent.futures import Future
+from typing import Any, Final
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from draftwing.errors import RequestError
@@ -23,6 +24,7 @@ SECONDS: Final = 10.0  # for one picture, redirects included
 MAX_REDIRECTS: Final = 3
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _PIECE = 1 << 16
+_LOOKUPS = 32  # names that are looked up at once, with those that nobody waits for any more
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -31,6 +33,7 @@ class Fetcher:
     def __init__(self, hosts: Collection[str], seconds: float = SECONDS) -> None:
         """hosts: names that may be asked, `*`: any."""
         self._hosts, self._seconds = frozenset(host.lower() for host in hosts), seconds
+        self._lookups = threading.BoundedSemaphore(_LOOKUPS)
 
     def __call__(self, picture: Picture) -> Picture:
         """Returns the picture itself in place of its address, and any other as it is. Blocks. Raises RequestError."""
@@ -57,7 +60,7 @@ class Fetcher:
         if "*" not in self._hosts and host not in self._hosts:
             raise _refusal(where, full, f"the host {show(host)} is not one of --allow-image-urls")
         port = url.port or (443 if url.scheme == "https" else 80)
-        address = _resolved(host, port, where, full)
+        address = self._resolved(host, port, until, where, full)
         sock = socket.create_connection((address, port), max(until - time.monotonic(), 0.01))
         if url.scheme == "https":
             context = ssl.create_default_context()
@@ -84,18 +87,35 @@ class Fetcher:
             ended.cancel()
             sock.close()
 
+    def _resolved(self, host: str, port: int, until: float, where: str, url: str) -> str:
+        """Returns the address to connect to. Raises RequestError where any of the host's is none of the open network,
+        TimeoutError when it is late."""
+        found = [str(one[4][0]) for one in self._looked_up(host, port, until)]
+        if not found or not all(map(is_open, found)):
+            raise _refusal(where, url, "its host is in a private network, or this machine")
+        return found[0]
+
+    def _looked_up(self, host: str, port: int, until: float) -> list[Any]:
+        """Does as `getaddrinfo`, which has no limit of time: a thread that is late is left to end by itself."""
+        answer: Future[list[Any]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            except (OSError, ValueError) as error:  # ValueError: a name that cannot be encoded
+                answer.set_exception(error)
+            finally:
+                self._lookups.release()
+
+        if not self._lookups.acquire(timeout=max(until - time.monotonic(), 0)):
+            raise TimeoutError
+        threading.Thread(target=ask, name="draftwing-names", daemon=True).start()
+        return answer.result(max(until - time.monotonic(), 0))
+
 
 def is_address(picture: Picture) -> bool:
     """Returns whether a picture is somewhere else, to be fetched."""
     return isinstance(picture.data, str) and picture.data[:8].lower().startswith(("http://", "https://"))
-
-
-def _resolved(host: str, port: int, where: str, url: str) -> str:
-    """Returns the address to connect to. Raises RequestError where any of the host's is none of the open network."""
-    found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    if not found or not all(map(is_open, found)):
-        raise _refusal(where, url, "its host is in a private network, or this machine")
-    return found[0]
 
 
 def is_open(text: str) -> bool:
