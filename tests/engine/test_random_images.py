@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,14 @@ from random_load import DRAFTERS, Shown
 
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import DraftLM
+from draftwing.models.heads.config import BlockConfig
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
 SIZES = (40, 30, 0), (40, 30, 3), (8, 8, 4), (64, 16, 2), (30, 40, 1)  # with a seed
 CPU = torch.device("cpu")
@@ -55,6 +60,23 @@ def _reads_text() -> ModelDrafter:
     return ModelDrafter(DraftLM(_draft(), TEXT["vocab_size"]), 7, 4, torch.float32, make_ops(CPU))
 
 
+def reads_states(model: DecoderModel, kind: str, seed: int) -> Any:
+    """Returns a drafter with a head that is fed hidden states, and rows of images in place of their embeddings."""
+    if kind == "EAGLE3":
+        head: Any = new_eagle3_head(model, None, (1, 2), 96, seed)
+    elif kind == "EAGLE":
+        head = new_eagle_head(model, 96, seed=seed)
+    elif kind == "NEXTN":
+        head, random = MTPHead(model, 1, torch.float32, CPU), torch.Generator().manual_seed(seed)
+        for name, weight in head.named_parameters():
+            weight.requires_grad_(False).normal_(1.0 if "norm" in name else 0.0, 0.1, generator=random)
+    else:
+        block = BlockConfig((1, 2), 9, model.config.vocab_size - 1, True, (), (), 0, "vanilla", 16, "")
+        head = new_block_head(model, block, layers=2, ffn_size=96, seed=seed)
+    head = head.float().eval().requires_grad_(False)
+    return make_model_drafter(head, 7, 4, torch.float32, make_ops(CPU))
+
+
 @pytest.fixture(scope="module", params=list(KINDS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
     return write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
@@ -66,6 +88,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
     model, processor = loaded(folder)
     random_load.check(ONE, model, seed, shown_to(processor), (*DRAFTERS, _reads_text))
+
+
+@pytest.mark.slow
+@pytest.mark.further(seed=[*range(1, 25)])
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN", "DFLASH"])
+@pytest.mark.parametrize("seed", range(25))
+def test_heads_that_read_hidden_states(folder: Path, kind: str, seed: int) -> None:
+    model, processor = loaded(folder)
+    drafter = partial(reads_states, model, kind, seed)
+    random_load.check(ONE, model, 1000 + seed, shown_to(processor), (drafter,))
 
 
 @pytest.mark.slow
