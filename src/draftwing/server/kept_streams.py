@@ -15,7 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.edge.keys import client_name
-from draftwing.server.http import encode, error_response, json_response
+from draftwing.server.http import dialect, encode, error_response, json_response
 
 HEADER = "x-draftwing-keep"
 PATH = "/ui/answers"
@@ -178,6 +178,8 @@ def kept(request: Request, events: Events, close: Callable[[], None]) -> Respons
     id = request.headers.get(HEADER)
     if id is None:
         return None
+    if dialect(request.url.path) == "ollama":
+        raise RequestError(f"{HEADER}: answers of Ollama's routes are lines, not events, and are not kept", HEADER)
     streams: KeptStreams = request.app.state.kept_streams
     return _response(streams.begin(client_name(), id, events, close), 0)
 
