@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf as gguf_package
+import moe_models
 import numpy as np
 import pytest
 import torch
@@ -16,10 +17,13 @@ from tiny_adapters import write_adapter
 from tiny_gguf import permuted
 
 from draftwing.errors import CheckpointError
-from draftwing.models.adapters.adapter import Adapter, AdapterTargets
+from draftwing.models.adapters.adapter import Adapter, AdapterSlots, AdapterTargets
 from draftwing.models.adapters.peft import read_folder
-from draftwing.models.adapters.read import read_adapter, stored_rank
+from draftwing.models.adapters.read import read_adapter, stored_kinds, stored_rank
+from draftwing.models.decoder import EXPERTS
 from draftwing.models.loader import load_config, load_model
+from draftwing.ops import make_ops
+from draftwing.train.capture import Causal
 
 MOST = 1 << 24
 NAMES = {
@@ -96,6 +100,47 @@ def test_what_is_refused(model: tuple[Path, str], tmp_path: Path, more: dict[str
     other = converted(folder, tmp_path / "other.gguf", "gemma3", (4, 2), 1.0)
     with pytest.raises(CheckpointError, match=r"general\.architecture: expected"):
         read_adapter(other, config, MOST)
+
+
+@torch.inference_mode()
+def test_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """llama.cpp's form: factors of all experts of a layer in one tensor."""
+    theirs: Any = moe_models.reference("glm4-moe")
+    theirs.save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", torch.float32, "cpu")
+    model.pack(make_ops(torch.device("cpu")))
+    slots, generator = AdapterSlots(model, 1, 4, wide=[EXPERTS]), torch.Generator().manual_seed(4)
+    writer, rank, alpha = gguf_package.GGUFWriter(tmp_path / "one.gguf", "glm4moe"), 3, 6.0
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    params, ids = dict(theirs.named_parameters()), torch.randint(1, 101, (1, 40), generator=generator)
+    plain = theirs(ids).logits
+
+    def factors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *count, outputs, inputs = weight.shape
+        down = torch.randn(*count, rank, inputs, generator=generator) / inputs**0.5
+        return down, torch.randn(*count, outputs, rank, generator=generator) / 8
+
+    mlp = "model.layers.1.mlp"
+    gate_up, down_proj = params[f"{mlp}.experts.gate_up_proj"], params[f"{mlp}.experts.down_proj"]
+    gate, up = gate_up.chunk(2, 1)
+    matrices = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down_proj}
+    for name, weight in matrices.items():
+        a, b = factors(weight)
+        writer.add_tensor(f"blk.1.{name}.weight.lora_a", a.numpy())
+        writer.add_tensor(f"blk.1.{name}.weight.lora_b", b.numpy())
+        weight.add_((alpha / rank * b.double() @ a.double()).float())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert stored_rank(tmp_path / "one.gguf") == rank and stored_kinds(tmp_path / "one.gguf") == {EXPERTS}
+    slots.put(1, slots.targets.fit(read_adapter(tmp_path / "one.gguf", model.config, MOST)))
+    adapted = theirs(ids).logits
+    assert not torch.allclose(adapted, plain, atol=0.1)
+    hidden, _ = model(ids[0], torch.arange(40), Causal(1, 40), adapted=torch.ones(40, dtype=torch.int64))
+    torch.testing.assert_close(model.logits(hidden), adapted[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.models.adapters.adapter import Adapter, Factors, checked_factors
 from draftwing.models.config import ModelConfig
-from draftwing.models.gguf_tensors import hf_name, unpermuted, without_key_heads
+from draftwing.models.gguf_tensors import (
+    EXPERT_PARTS,
+    EXPERT_TENSORS,
+    hf_name,
+    layer_name,
+    unpermuted,
+    without_key_heads,
+)
 from draftwing.requests.refusals import show
 
 _PARTS = ".lora_a", ".lora_b"
@@ -41,9 +49,10 @@ def read_file(path: Path, config: ModelConfig, most: int) -> Adapter:
         if missing:
             raise CheckpointError(f"{path}: {show(name)} has no {missing[0]}; expected both factors")
         down, up = (torch.from_numpy(file.dequantized(f"{name}{part}")) for part in _PARTS)
-        checked_factors(down, up, f"{path}: {show(name)}")
-        for theirs, part in _as_in_folders(name, up, config):
-            factors[theirs.removesuffix(".weight")] = Factors(down, part, alpha / len(down) if alpha else 1.0)
+        for own, one, other in _each(name, down, up, config, str(path)):
+            checked_factors(one, other, f"{path}: {show(name)}")
+            for theirs, part in _as_in_folders(own, other, config):
+                factors[theirs.removesuffix(".weight")] = Factors(one, part, alpha / len(one) if alpha else 1.0)
     base = file.metadata.get("general.base_model.0.name", "")
     digest = hashlib.blake2b(file.data.tobytes(), digest_size=16).hexdigest()
     return Adapter(factors, digest, base if isinstance(base, str) else "")
@@ -52,7 +61,7 @@ def read_file(path: Path, config: ModelConfig, most: int) -> Adapter:
 def stored_rank(path: Path) -> int:
     """Returns the largest rank of a file. Raises CheckpointError."""
     shapes = [info.shape for name, info in open_gguf(path).tensors.items() if name.endswith(_PARTS[0])]
-    return max((shape[0] for shape in shapes if shape), default=1)
+    return max((shape[-2] for shape in shapes if len(shape) > 1), default=1)
 
 
 def stored_names(path: Path) -> list[str]:
@@ -79,6 +88,25 @@ def _check(file: GGUFFile, config: ModelConfig) -> None:
             f"{file.path}: adapter.alora.invocation_tokens asks for activated LoRA, which begins at tokens of its own "
             "and is not served; expected a plain LoRA"
         )
+
+
+def _each(name: str, down: Tensor, up: Tensor, config: ModelConfig, path: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields (name, down, up) of a matrix; of those of all experts, down [experts, r, inputs] and up [experts, outputs,
+    r], of each expert's under its name in a folder. Raises CheckpointError."""
+    match, experts = EXPERT_PARTS.fullmatch(name), config.experts
+    if match is None or experts is None:
+        yield name, down, up
+        return
+    if not down.dim() == up.dim() == 3 or not len(down) == len(up) == experts.count:
+        raise CheckpointError(
+            f"{path}: {name}: expected factors of {experts.count} experts [experts, r, inputs] and [experts, outputs, "
+            f"r]; found {list(down.shape)} and {list(up.shape)}"
+        )
+    names, parts = config.family.expert_names, EXPERT_TENSORS[match[2]]
+    layer = layer_name(int(match[1]), match[2], config, config.num_layers)
+    for expert, (one, other) in enumerate(zip(down, up, strict=True)):
+        for part, rows in zip(parts, other.tensor_split(len(parts)), strict=True):
+            yield f"{layer}.{names.experts}.{expert}.{getattr(names, part)}", one, rows
 
 
 def _as_in_folders(name: str, up: Tensor, config: ModelConfig) -> list[tuple[str, Tensor]]:
