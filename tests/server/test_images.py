@@ -15,29 +15,12 @@ from fake_engine import FakeEngine
 from image_models import encoded, picture
 from PIL import Image, ImageCms, ImageOps
 from scripted import client_of, openai_client, serving
+from seeing import PAD, Seeing
 from starlette.testclient import TestClient
-from tiny_tokenizers import byte_level
 
 from draftwing.images.fetch import Fetcher
-from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS, PatchProcessor
+from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS
 from draftwing.requests.images import RequestImage
-from draftwing.text.tokenizer import Tokenizer
-
-PAD = 257
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image_pad|>{% else %}{{ p['text'] }}{% endif %}"
-    "{% endfor %}{% endif %};{% endfor %}"
-)
-
-
-class Seeing(FakeEngine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokenizer = Tokenizer(byte_level("<eos>", "<|image_pad|>"), {"eos_token": "<eos>"}, TEMPLATE)
-        processor = PatchProcessor(PAD, "<|image_pad|>", "<|image_pad|>", 8, 8 * 8 * 4, 8 * 8 * 48)
-        self.info = dataclasses.replace(self.info, images=processor, vocab_size=PAD + 1)
-
 
 ENGINE = Seeing
 SHOWN = picture(40, 24)
