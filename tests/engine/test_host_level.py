@@ -180,6 +180,47 @@ def test_many_at_once_are_preempted(model: Path, hybrid: Callable[[str], Path], 
         assert came_back(engine) >= 256
 
 
+def run(engine: Engine, asked: dict[str, list[int]], count: int, after: int = 0) -> dict[str, list[int]]:
+    """The answers, each of so many tokens. after: steps behind each request, before the next one comes."""
+    found: dict[str, list[int]] = {uid: [] for uid in asked}
+    params = SamplingParams(max_new_tokens=count, temperature=0.8, sampling_seed=5, ignore_eos=True)
+
+    def step() -> None:
+        for output in engine.step():
+            found[output.uid].extend(output.token_ids)
+        engine.parts.sched.check_integrity()
+
+    for uid, prompt in asked.items():
+        engine.submit(GenerationRequest(uid, prompt, params))
+        for _ in range(after):
+            step()
+    while not engine.idle():
+        step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+def test_a_preempted_request_goes_on_from_the_host(model: Path, hybrid: Callable[[str], Path], kind: str) -> None:
+    """Two that grow beyond the pool: the one that has to wait is not prefilled from its first token."""
+    of, asked = model if kind == "llama" else hybrid(kind), {str(at): tokens(140, at) for at in range(2)}
+    with engine_of(of) as engine:
+        alone = {uid: run(engine, {uid: prompt}, 250)[uid] for uid, prompt in asked.items()}
+    with engine_of(of, max_total_tokens=420) as engine:
+        assert run(engine, asked, 250) == alone
+        assert engine.parts.sched.retractions and came_back(engine) >= 64
+
+
+def test_what_is_evicted_while_a_request_waits_comes_back(model: Path) -> None:
+    """It is cached when the request comes, and no longer when it has its turn."""
+    prompt = tokens(200)
+    with engine_of(model) as engine:
+        alone = {uid: run(engine, {uid: ids}, 200)[uid] for uid, ids in (("long", tokens(250, 1)), ("next", prompt))}
+    with engine_of(model, max_total_tokens=480, max_running_requests=1) as engine:
+        ask(engine, prompt)
+        assert run(engine, {"long": tokens(250, 1), "next": prompt}, 200, 10) == alone
+        assert came_back(engine) >= 64
+
+
 def test_adapters_keep_their_own(model: Path, tmp_path: Path) -> None:
     names = [f"{name}={write_adapter(tmp_path / name, model, seed)}" for seed, name in enumerate(("tuned", "other"))]
     asked: list[dict[str, Any]] = [{}, {"adapters": (("tuned", 1.0),)}, {"adapters": (("other", 1.0),)}]

@@ -93,11 +93,12 @@ class WaitingTexts:
     def newest(self) -> SavedText:
         return self._texts[-1]
 
-    def add(self, text: SavedText) -> None:
-        self._texts.append(text)
+    def add(self, text: SavedText, first: bool = False) -> None:
+        """first: as if it were the oldest."""
         self._tokens += len(text.keys)
-        while self._tokens > self._most and len(self._texts) > 1:
+        while self._tokens > self._most and self._texts:
             self.drop(self._texts[0])
+        (self._texts.appendleft if first else self._texts.append)(text)
 
     def drop(self, text: SavedText) -> None:
         self._texts.remove(text)

@@ -302,7 +302,8 @@ class Engine:
         """Has prefixes kept for the next engine, and takes those of the one before."""
         if saved is not None:
             self._saved = saved
-            self.parts.sched.cached = self._cached
+            self.parts.sched.cached, self.parts.sched.retracted = self._cached, self._retracted
+            self.parts.sched.brings_back = saved.bring_back
             self.parts.sched.kv.spoilt = saved.spoilt
 
     def _cached(self, req: Req) -> None:
@@ -310,6 +311,12 @@ class Engine:
         with self._forgetting:
             if self._saved is not None and req.salt == self._namespaces.of(req.request):
                 self._saved.cached(req)
+
+    def _retracted(self, req: Req) -> None:
+        """Does so for a request that waits again."""
+        with self._forgetting:
+            if self._saved is not None and req.salt == self._namespaces.of(req.request):
+                self._saved.retracted(req)
 
     def _answered(self, req: Req, reason: dict[str, Any]) -> None:
         if req.adapter:

@@ -56,9 +56,9 @@ class HostLevel:
         """Returns whether enough is on its way back."""
         return self.store.returning >= self._most // GROUPS
 
-    def cached(self, text: SavedText) -> None:
-        """Has a text kept."""
-        self._texts.add(text)
+    def cached(self, text: SavedText, first: bool = False) -> None:
+        """Has a text kept. first: before all that wait."""
+        self._texts.add(text, first)
 
     # -- to the host --------------------------------------------------------------------------------------------------
 

@@ -130,14 +130,25 @@ class SavedPrefixes:
             with self._lock:
                 self._held.pop(slot, None)
             return
-        radix = self._kv.radix
-        text = SavedText(req.keys(req.kv + radix.window - 1), req.salt, namespace_of(req.request), slot[0], radix)
+        text = self._text_of(req)
         with self._lock:
             if self._host is not None:
                 self._host.cached(text)
             if self._store is not None:
                 self._hold(slot, text)
                 self._texts.add(text)
+
+    def retracted(self, req: Req) -> None:
+        """Has what is cached of a request that waits again copied to the host at once: others need its place."""
+        if self._host is None or not req.request.learn or req.kv < BLOCK:
+            return
+        with self._lock:
+            self._host.cached(self._text_of(req), first=True)
+        self.keep_some()
+
+    def _text_of(self, req: Req) -> SavedText:
+        radix, owner = self._kv.radix, owner_of(req.request.client)
+        return SavedText(req.keys(req.kv + radix.window - 1), req.salt, namespace_of(req.request), owner, radix)
 
     def _hold(self, slot: tuple[bytes, int], what: SavedText | SlotFiles) -> None:
         if slot[1] < 0:
@@ -235,11 +246,12 @@ class SavedPrefixes:
 
     # -- from the disk ------------------------------------------------------------------------------------------------
 
-    def bring_back(self, req: Req) -> None:
-        """Has what the disk has of a request's prompt cached before the request gets a row; before the scheduler has
-        it."""
-        if req.private:
-            return
+    def bring_back(self, req: Req) -> bool:
+        """Has what is elsewhere of a request's text cached before it gets a row, and returns whether anything is. It is
+        looked for again only where something was evicted since."""
+        if req.private or req.looked == self._kv.evicted:
+            return False
+        req.looked = self._kv.evicted
         windows = self._kv.radix.windows(req.array)[: max(self._kv.may_reuse(req), 0)]
         with self._lock:
             if self._host is not None:
@@ -248,6 +260,7 @@ class SavedPrefixes:
         if found and len(found) * BLOCK >= self._kv.cached(req) + BLOCK:
             req.returning = True
             self._returning.append(Returning(req, list(found)))
+        return req.returning
 
     def bring_some(self) -> None:
         """Reads as long as may be between two steps, one file at least, for the request whose turn it is. When that is
@@ -269,7 +282,7 @@ class SavedPrefixes:
                 self._warn("read", error)
                 done = True
             if done:
-                one.req.returning = False
+                one.req.returning, one.req.looked = False, self._kv.evicted
                 self._returning.remove(one)
             if not done or one.end > begun or time.monotonic() >= until:
                 return

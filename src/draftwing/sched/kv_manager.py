@@ -165,6 +165,11 @@ class KVManager:
         """Returns slots that are free or cached."""
         return self.pool.available + self.radix.evictable
 
+    @property
+    def evicted(self) -> int:
+        """Returns how much others have taken of what was cached: slots, and snapshots."""
+        return self.radix.evicted + (0 if self.states is None else self.states.evictions)
+
     def prefix_being_computed(self, req: Req, tokens: IntArray, held: Container[Req] = ()) -> bool:
         """Returns whether the KV of its tokens, or of so many of them that it is worth it, is being computed for
         another request, so that it should wait. held: who does not go on now."""

@@ -51,6 +51,7 @@ class RadixCache:
         self.enabled = enabled
         self.size = 0
         self.locked = 0
+        self.evicted = 0  # slots, so far
         # Takes a node's snapshot away, of a model with recurrent layers.
         self.drop_state: Callable[[Node], object] | None = None
         self._clock = 0
@@ -139,6 +140,7 @@ class RadixCache:
     def evict(self, wanted: int) -> IntArray:
         """Frees `wanted` slots (asserted to be evictable), from the ends of the least recently used leaves."""
         assert wanted <= self.evictable, f"{wanted} slots to evict, {self.evictable} evictable"
+        self.evicted += wanted
         out: list[IntArray] = []
         while wanted > 0:
             used, _, leaf = heapq.heappop(self._heap)

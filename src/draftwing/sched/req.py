@@ -83,7 +83,8 @@ class Req:
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
     adapter: int = 0  # slot of its adapter on the device, 0: it has none
-    returning: bool = False  # whether what the disk has of its prompt is being read: it gets no row before
+    returning: bool = False  # whether what is elsewhere of its text is being brought back: it gets no row before
+    looked: int = -1  # how much had been evicted when it was last looked for there
 
     async_mask: AsyncMask | None = None  # where there is a grammar
     state: ReqState = ReqState.WAITING

@@ -87,6 +87,10 @@ class Scheduler:
         self.answered: Callable[[Req, dict[str, Any]], None] = lambda req, reason: None
         # Is told each request that ends while it runs, aborted or not, when its KV is cached; none that is private.
         self.cached: Callable[[Req], None] = lambda req: None
+        # Is told each request that goes back to the queue, when its KV is cached; none that is private.
+        self.retracted: Callable[[Req], None] = lambda req: None
+        # Is asked, of a request that would begin now, whether what is elsewhere of its text is brought back first.
+        self.brings_back: Callable[[Req], bool] = lambda req: False
         self._news: list[Output] = []
         self._of_trees = 0, 0  # between which of them are those of the trees of a step whose prompts come next
         self.results = Results(self.kv, self.choice, self.catch_ups, self._prompt_logprobs, self._finish, self._news)
@@ -242,6 +246,8 @@ class Scheduler:
                     shares.give(req)
                     kept += 1  # computed once for all who begin alike
                 continue
+            if kept < self.kv.free_rows and len(tokens) + self.kv.room <= self.kv.obtainable and self.brings_back(req):
+                continue
             self._prompt_logprobs.share(req, self.running)
             if not self._give_row(req, tokens, shares, self.kv.free_rows - kept):
                 break  # whoever needs less must not pass for ever whoever needs more
@@ -387,6 +393,8 @@ class Scheduler:
     def _retract(self, req: Req) -> None:
         """Back to the queue with everything generated so far. Noise is keyed by position, so resuming is exact."""
         self._release(req)
+        if not req.private:
+            self.retracted(req)
         req.retractions += 1
         self.retractions += 1
         req.state = ReqState.WAITING
