@@ -88,6 +88,30 @@ def test_who_runs_beside_a_request_and_drafts_change_no_text(
     assert stats["adapter_loads"] >= 3 and stats["adapters_on_device"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
+def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, drafter: str, dtype: str) -> None:
+    """Of one batch with all of them each text is that of its adapter alone: they are swapped in and out meanwhile,
+    pairs of requests begin alike, and there is room for the KV of a few."""
+    every = {f"a{i}": write_adapter(tmp_path / f"a{i}", target, i, rank=1 + i % 7) for i in range(32)}
+    names, prompts = [f"a{i // 2}" for i in range(64)], [PROMPTS[i // 2 % 5] + [i % 2] for i in range(64)]
+    params = [{**GREEDY, "max_new_tokens": 10, "temperature": float(i % 2), "sampling_seed": i} for i in range(64)]
+    kind = {**ENGINE, "dtype": dtype, **serving(every, 5)}
+    with LLM(str(target), **kind, speculative_algorithm="none") as llm:
+        alone = [
+            llm.generate(prompt, one, adapter=name)[0].token_ids
+            for prompt, one, name in zip(prompts, params, names, strict=True)
+        ]
+    with LLM(str(target), **{**kind, "max_total_tokens": 160}, **DRAFTERS[drafter]) as llm:
+        together = [one for _ in range(2) for one in llm.generate(prompts, params, adapter=names)]
+        stats = llm.engine.stats()
+    assert [one.token_ids for one in together] == 2 * alone
+    assert stats["adapters_on_device"] == 5 and stats["adapter_loads"] >= 64
+    assert any(one.meta_info["cached_tokens"] for one in together)
+    assert len(set(map(tuple, alone))) > 32
+
+
 HEADS = {
     "EAGLE3": lambda target: eagle3_head(target, vocab_size=VOCAB, rows=64),
     "EAGLE": lambda target: eagle2_head(target, vocab_size=VOCAB),
