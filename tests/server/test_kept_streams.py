@@ -179,7 +179,7 @@ def test_refusals(url: str, engine: FakeEngine) -> None:
         assert response.status_code == 400 and words in response.json()["error"]["message"]
     whole = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": False}, headers={HEADER: OTHER})
     assert whole.status_code == 400 and "stream" in whole.json()["error"]["message"]
-    lines = httpx.post(f"{url}/api/chat", json=CHAT, headers={HEADER: OTHER})
+    lines = httpx.post(f"{url}/api/chat", json={"model": "echo", "messages": CHAT["messages"]}, headers={HEADER: OTHER})
     assert lines.status_code == 400 and "Ollama" in lines.json()["error"]
     assert httpx.get(f"{url}/ui/answers/{ID}?after=-1").status_code == 400
     wait_until(lambda: not engine.running)  # none was left behind by what was refused
