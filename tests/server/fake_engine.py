@@ -76,7 +76,7 @@ class FakeEngine:
         algorithm = options.speculative_algorithm or "none"  # whatever comes with the default model
         self.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
         self.tokenizer = byte_tokenizer()
-        self.info: EngineInfo = EngineInfo(
+        self.info = EngineInfo(
             options=dataclasses.replace(self.options, served_model_name=self.options.served_model_name or ("echo",)),
             architecture="LlamaForCausalLM",
             context_length=CONTEXT, vocab_size=EOS + 1, hidden_size=4, stop_ids=frozenset({EOS}),

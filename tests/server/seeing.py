@@ -7,6 +7,7 @@ import dataclasses
 from fake_engine import FakeEngine
 from tiny_tokenizers import byte_level
 
+from draftwing.engine.admission import EngineInfo
 from draftwing.images.processing import PatchProcessor
 from draftwing.text.tokenizer import Tokenizer
 
@@ -19,6 +20,8 @@ TEMPLATE = (
 
 
 class Seeing(FakeEngine):
+    info: EngineInfo
+
     def __init__(self) -> None:
         super().__init__()
         self.tokenizer = Tokenizer(byte_level("<eos>", "<|image_pad|>"), {"eos_token": "<eos>"}, TEMPLATE)
