@@ -86,7 +86,7 @@ def test_a_formula_that_is_none_stays_as_it_was_written(open_page: Open) -> None
 def test_what_comes_does_not_change_what_is_there(open_page: Open) -> None:
     """An element of the beginning is the same one when the answer has ended, as long as it is not drawn anew."""
     engine = ScriptedEngine("# First\n\nSecond\n\n" + "- item\n" * 60 + "\n```python\n" + "x = 1\n" * 60 + "```\n")
-    engine.pause = 0.005
+    engine.pause = 0.02  # slower than it is drawn on a busy machine
     with serving(engine) as url:
         page = open_page(url)
         ask(page, "Much")
