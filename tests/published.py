@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ class Row(NamedTuple):
 
     models: what was published with it.  source: where its keys are from.  missing: what it is refused for, "": its
     architecture, None: it is served.  says: a part of the refusal, "": what is missing.  stored: how its matrices are
-    written, a key of `WRITERS`.  like: the `model_type` of transformers that it is one of, where transformers has no
-    such name.  beside: JSON files of its folder that matter, by name.  theirs: what transformers reads besides.
+    written, a key of `WRITERS`, or mixed, as ModelOpt does.  like: the `model_type` of transformers that it is one of,
+    where transformers has no such name.  beside: JSON files of its folder that matter, by name.  theirs: what
+    transformers reads besides.
     """
 
     name: str
@@ -70,7 +72,12 @@ WRITERS: dict[str, tiny.Writer] = {
     "packed 32": tiny.packed(wide=32),
     "packed zeros": tiny.packed(wide=32, symmetric=False),
     "packed 8": tiny.packed(bits=8, wide=-1),
+    "int8": tiny.int8(),
+    "fp8 row": tiny.float8(1, 0),
+    "nvfp4": tiny.nvfp4(),
+    "nvfp4 divided": tiny.nvfp4(divided=True),
 }
+OF_MODELOPT = {"FP8": "fp8 tensor", "W4A16_NVFP4": "nvfp4"}
 
 
 def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Any:
@@ -97,7 +104,9 @@ def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[st
         save_file(in_mxfp4(theirs, tensors), folder / "model.safetensors")
     elif row.stored:
         save_file({name: part.clone() for name, part in by_expert(tensors).items()}, folder / "model.safetensors")
-        exact = tiny.quantise(folder, quantization(config), lambda module: writer(row, config, module))
+        exact = tiny.quantise(folder, None, lambda module: writer(row, config, module))
+        for file, content in row.beside.items():
+            (folder / file).write_text(json.dumps(content))
         save_file(exact, wide / "model.safetensors")
         theirs = type(theirs).from_pretrained(wide).float().eval()
     # In transformers 5.24 the whole model has no forward without images.
@@ -108,8 +117,9 @@ def without_formats(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
 
-def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = config.get("quantization_config") or config["text_config"]["quantization_config"]
+def quantization(row: Row, config: dict[str, Any]) -> dict[str, Any]:
+    own, inner = config.get("quantization_config"), config.get("text_config", {}).get("quantization_config")
+    found: dict[str, Any] = own or inner or row.beside["hf_quant_config.json"]["quantization"]
     return found
 
 
@@ -142,10 +152,20 @@ def random_model(folder: Path, name: str) -> Any:
 
 def writer(row: Row, config: dict[str, Any], module: str) -> tiny.Writer | None:
     """How a matrix is stored, None for one that its config leaves as it is, or that is of no language model."""
-    said = quantization(config)
-    names = [*(said.get("ignore") or ()), *(said.get("modules_to_not_convert") or ())]
-    left = any(re.match(one[3:], module) if one.startswith("re:") else f".{one}." in f".{module}." for one in names)
-    return None if left or OTHER_SENSES.search(module) else WRITERS[row.stored]
+    said = quantization(row, config)
+    names = [name for key in ("ignore", "modules_to_not_convert", "exclude_modules") for name in said.get(key) or ()]
+
+    def names_it(one: str) -> bool:
+        if one.startswith("re:"):
+            return re.match(one[3:], module) is not None
+        return fnmatch(module, one) or f".{one}." in f".{module}."
+
+    if any(map(names_it, names)) or OTHER_SENSES.search(module):
+        return None
+    if row.stored != "mixed":
+        return WRITERS[row.stored]
+    own = said["quantized_layers"].get(module)
+    return None if own is None else WRITERS[OF_MODELOPT[own["quant_algo"]]]
 
 
 def in_mxfp4(theirs: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

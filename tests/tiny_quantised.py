@@ -172,6 +172,32 @@ def int8(wide: int = -1) -> Writer:
     return write
 
 
+def nvfp4(divided: bool = False) -> Writer:
+    """ModelOpt's, or compressed-tensors', whose scales are divided by theirs."""
+
+    def write(weight: Array) -> Written:
+        rows, columns = weight.shape
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        groups = weight.reshape(rows, -1, 16)
+        largest = np.abs(groups).max(2)  # [rows, groups]
+        whole = np.float32(448 * 6 / largest.max() if divided else largest.max() / 6 / 448)
+        wanted = largest / 6 * whole if divided else largest / 6 / whole
+        stored = torch.from_numpy(wanted).float().to(torch.float8_e4m3fn)
+        scales = stored.double().numpy() / whole if divided else stored.double().numpy() * whole
+        scales = np.where(scales == 0, 1e-9, scales)
+        codes = np.abs(np.abs(groups / scales[..., None])[..., None] - values).argmin(-1)
+        exact = (values[codes] * np.sign(groups) * scales[..., None]).reshape(rows, columns)
+        nibbles = (codes + 8 * (groups < 0)).reshape(rows, columns).astype(np.uint8)
+        packed = torch.from_numpy(nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+        if divided:
+            names = "weight_packed", "weight_scale", "weight_global_scale"
+        else:
+            names = "weight", "weight_scale", "weight_scale_2"
+        return Written(dict(zip(names, (packed, stored, torch.tensor([whole])), strict=True)), exact)
+
+    return write
+
+
 def compressed(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -182,6 +208,8 @@ def compressed(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+FP4 = {**FP8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 # name -> (quantization_config, how a matrix is written)
@@ -219,6 +247,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         compressed({**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}, "int-quantized"),
         int8(),
     ),
+    "compressed nvfp4": (compressed(FP4, "nvfp4-pack-quantized"), nvfp4(divided=True)),
+    "modelopt nvfp4": ({**MODELOPT, "quant_algo": "NVFP4", "group_size": 16}, nvfp4()),
+    "modelopt fp8": ({**MODELOPT, "quant_algo": "FP8"}, float8(0, 0)),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, float8(1, 0)),
+    "quark": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+        float8(1, 0),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq()),
     "awq old keys": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq(16)),
     "gptq": (GPTQ, gptq()),
@@ -242,10 +278,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 OTHERS = "w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"  # matrices without `_proj`
 
 
-def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
+def quantise(folder: Path, config: dict[str, Any] | None, writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
     """Rewrites the matrices of a checkpoint's layers; returns all its tensors with these dequantised, float32.
 
-    writer: of a module; None: it stays as it is.
+    config: what is said of it, None: that is there.  writer: of a module; None: it stays as it is.
     """
     file = folder / "model.safetensors"
     stored: dict[str, Tensor] = {}
@@ -262,7 +298,8 @@ def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Write
         stored |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in written.tensors.items()}
         exact[name] = torch.from_numpy(written.exact).float()
     save_file(stored, file)
-    configure(folder, config)
+    if config is not None:
+        configure(folder, config)
     return exact
 
 

@@ -12,7 +12,7 @@ from reference.hf_configs import LLAMA32_1B, QWEN3_8B, QWEN35_9B
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
-from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.models.quantised.config import FP8_TENSOR, NVFP4, Quantization, Scheme
 
 HOSTILE: tuple[Any, ...] = (
     None, True, 0, -1, 3, 2**64, 10**400, 0.5, float("nan"), "", "x", "\ud800", "a" * 9999, "re:(", "re:" + "(" * 3000,
@@ -66,6 +66,14 @@ DYNAMIC = {
     "dynamic": {"-:.*layers\\.3\\..*": {}, "+:.*\\.11\\..*down.*": {"bits": 8, "group_size": 64},
                 ".*gate.*": {"sym": False}},
 }  # fmt: skip
+QUARK = {
+    "quant_method": "quark", "exclude": ["lm_head"], "export": {"pack_method": "reorder"}, "layer_quant_config": {},
+    "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}},
+}  # fmt: skip
+MIXED = {
+    **tiny.MODELOPT, "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*", "model.language_model.layers.1.*"],
+    "quantized_layers": {Q_PROJ: {"quant_algo": "FP8"}, DOWN: {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
+}  # fmt: skip
 
 
 def test_published_configs() -> None:
@@ -82,6 +90,17 @@ def test_published_configs() -> None:
         "gptq", 4, 1, 128, symmetric=False, zero_offset=1
     )
     assert dynamic.scheme_of("model.layers.0.mlp.up_proj") == Scheme("gptq", 4, 1, 128, zero_offset=1)
+
+
+def test_what_modelopt_says_of_layers_and_of_names_with_stars() -> None:
+    found = parsed(MIXED)
+    assert (found.scheme_of(Q_PROJ), found.scheme_of(DOWN)) == (FP8_TENSOR, NVFP4)
+    assert found.scheme_of("model.layers.3.mlp.up_proj") is None
+    all_but = parsed({**MIXED, "quant_algo": "FP8", "quantized_layers": {}})
+    names = ("mtp.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", "lm_head")
+    assert [all_but.scheme_of(name) for name in names] == [None, None, FP8_TENSOR, FP8_TENSOR]
+    beside = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    assert [parsed(beside).scheme_of(name) for name in (DOWN, "lm_head")] == [NVFP4, None]
 
 
 def test_names_of_a_model_for_images_are_those_of_its_language_model() -> None:
@@ -135,20 +154,23 @@ GROUP = ("config_groups", "group_0")
         (changed(DYNAMIC, "dynamic", to={"+:.*": {"bits": 5}}), r"dynamic.\+:.\*.bits: expected 2 or 3"),
         (changed(DEEPSEEK_FP8, "fmt", to="e5m2"), r"config.fmt: expected 'e4m3' or 'float8_e4m3fn', found 'e5m2'"),
         (changed(DEEPSEEK_FP8, "weight_block_size", to=[0, 128]), r"weight_block_size: expected two integers"),
-        (changed(COMPRESSED_FP8, "format", to="nvfp4-pack-quantized"), r"config.format: expected 'pack-quan"),
+        (changed(COMPRESSED_FP8, "format", to="mxfp4-pack-quantized"), r"config.format: expected 'pack-quan"),
         (changed(COMPRESSED_FP8, *GROUP, "weights", "num_bits", to=4),
          r"quantization_config.config_groups.group_0.weights.num_bits: expected 8, found 4"),
-        (changed(COMPRESSED_FP8, *GROUP, "input_activations", "type", to="int"),
-         r"config_groups.group_0.input_activations.type: expected 'float', found 'int'"),
-        (changed(COMPRESSED_FP8, *GROUP, "input_activations", "num_bits", to=4),
-         r"config_groups.group_0.input_activations.num_bits: expected 8, found 4"),
+        (changed(COMPRESSED_FP8, *GROUP, "input_activations", "num_bits", to=2),
+         r"config_groups.group_0.input_activations.num_bits: expected 4 or 8, found 2"),
+        (tiny.compressed({**tiny.FP4, "group_size": 32}, "nvfp4-pack-quantized"), r"group_size: expected 16, found 32"),
+        ({**tiny.MODELOPT, "quant_algo": "W4A16_AWQ"}, r"quant_algo: expected 'FP8' or .*, found 'W4A16_AWQ'"),
+        ({**tiny.MODELOPT, "quant_algo": "NVFP4", "group_size": 32}, r"config.group_size: expected 16, found 32"),
+        (changed(QUARK, "layer_quant_config", to={"*q_proj": {}}), r"layer_quant_config: expected none"),
+        (changed(QUARK, "global_quant_config", "weight", "dtype", to="fp4"), r"weight.dtype: expected 'fp8_e4m3'"),
         (changed(COMPRESSED_FP8, *GROUP, "weights", "strategy", to="tensor_group"), r"strategy: expected 'tensor' or"),
         (changed(COMPRESSED_FP8, *GROUP, "weights", "dynamic", to=True), r"weights.dynamic: expected False"),
         (changed(COMPRESSED_FP8, "sparsity_config", "format", to="sparse-24"), r"sparsity_config.format: expected"),
         (changed(COMPRESSED_FP8, "transform_config", "config_groups", to={"a": {}}), r"transform_config.config_groups"),
         (changed(COMPRESSED_FP8, "config_groups", to={}) | {"ignore": []}, r"config_groups: expected at least one"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True},
-         r"expected none or quant_method awq, gptq, fp8, compressed-tensors, found 'bitsandbytes'. Take the model's"),
+         r"expected none or quant_method awq, .*, modelopt, fbgemm_fp8, quark, found 'bitsandbytes'. Take the model's"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
@@ -172,7 +194,9 @@ def paths(config: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return found
 
 
-EVERY = (DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, tiny.compressed(tiny.INT4, "pack-quantized"))
+EVERY = (
+    DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, QUARK, MIXED, tiny.compressed(tiny.INT4, "pack-quantized"),
+)  # fmt: skip
 
 
 @pytest.mark.slow

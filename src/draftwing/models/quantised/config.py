@@ -1,14 +1,14 @@
 """Reads `quantization_config`: how the matrix of each module is stored.
 
 Activations are rounded to fp8 where a config has weights in blocks of 128 x 128 for that, and the device has kernels
-for it. Else they are not, whatever a config says of them in 8 bits: only the weights are taken. What would change their
-values and is not implemented is refused by its key.
+for it. Else they are not, whatever a config says of them in 8 or 4 bits: only the weights are taken. What would change
+their values and is not implemented is refused by its key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import regex
@@ -24,17 +24,19 @@ LONGEST_PATTERN = 4000  # characters
 MATCH_SECONDS = 0.1  # for one name
 INSTEAD = "Take the model's checkpoint that is not quantised, or another quantised one"
 
-Layout = Literal["awq", "gptq", "packed", "plain"]
+Layout = Literal["awq", "gptq", "packed", "plain", "fp4"]
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How one matrix is stored.
 
-    layout: `awq`, `gptq`; of compressed-tensors and fp8, `packed` in int32 or `plain`, a code in each element.
+    layout: `awq`, `gptq`; of compressed-tensors and fp8, `packed` in int32 or `plain`, a code in each element; `fp4`:
+    NVFP4, whose scales have a scale of their own.
     real: codes are float8_e4m3fn, else integers of `bits`.  tall, wide: rows and columns of a group, or WHOLE.
     scale: suffix of the tensor of scales.  symmetric: zeros are 0.  act_order: a tensor says which columns are a group.
-    zero_offset: what is added to stored zeros.  dynamic: made for activations in fp8, quantised by row and 128 columns.
+    zero_offset: what is added to stored zeros.  divided: scales are divided by theirs.  dynamic: made for activations
+    in fp8, quantised by row and 128 columns.
     """
 
     layout: Layout
@@ -46,6 +48,7 @@ class Scheme:
     symmetric: bool = True
     act_order: bool = False
     zero_offset: int = 0
+    divided: bool = False
     dynamic: bool = False
 
     @property
@@ -55,6 +58,9 @@ class Scheme:
             return "qweight", "qzeros", self.scale
         if self.layout == "gptq":
             return "qweight", "qzeros", self.scale, *(("g_idx",) if self.act_order else ())
+        if self.layout == "fp4":
+            names = ("weight_packed", "weight_global_scale") if self.divided else ("weight", "weight_scale_2")
+            return names[0], self.scale, names[1]
         more = () if self.symmetric else ("weight_zero_point",)
         if self.layout == "plain":
             return "weight", self.scale, *more
@@ -96,6 +102,9 @@ class Quantization:
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
+FP8_TENSOR = Scheme("plain", 8, WHOLE, WHOLE, "weight_scale", real=True)
+FP8_CHANNEL = Scheme("plain", 8, 1, WHOLE, "weight_scale", real=True)
+NVFP4 = Scheme("fp4", 4, 1, 16, "weight_scale", real=True)
 IN_MXFP4 = Quantization("mxfp4", ())  # of experts alone, whose tensors `models.apart` puts together
 
 
@@ -150,8 +159,48 @@ def _fp8(fields: Fields) -> Quantization:
     return Quantization("fp8", (*_skipped(fields), Rule("any", "", scheme)))
 
 
+def _fbgemm(fields: Fields) -> Quantization:
+    return Quantization("fbgemm_fp8", (*_skipped(fields), Rule("any", "", FP8_CHANNEL)))
+
+
+# By `quant_algo`, the first by the scales of its matrices.
+_MODELOPT = {"FP8": FP8_TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
+
+
+def _modelopt(fields: Fields) -> Quantization:
+    own = fields.inner("quantization") if fields.has("quantization") else fields  # as hf_quant_config.json has it
+    skipped = [_wild(name, None) for key in ("ignore", "exclude_modules") for name in own.texts(key)]
+    named = own.inner("quantized_layers")
+    rules = [Rule("name", own_name(name), _modelopt_scheme(named.inner(name))) for name, _ in named.items()]
+    if not rules or own.get("quant_algo") not in (None, "MIXED_PRECISION"):
+        rules.append(Rule("any", "", _modelopt_scheme(own)))
+    return Quantization("modelopt", (*skipped, *rules))
+
+
+def _modelopt_scheme(fields: Fields) -> Scheme:
+    algorithm = fields.text("quant_algo", "")
+    _expect(fields, "quant_algo", algorithm, tuple(_MODELOPT))
+    scheme = _MODELOPT[algorithm]
+    if scheme is NVFP4:
+        _expect(fields, "group_size", fields.whole("group_size", 1, WIDEST, NVFP4.wide), (NVFP4.wide,))
+    return scheme
+
+
+def _quark(fields: Fields) -> Quantization:
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        if fields.get(key) not in (None, {}):
+            raise _refusal(fields, key, "none")
+    weight = fields.inner("global_quant_config").inner("weight")
+    _expect(weight, "dtype", weight.text("dtype", ""), ("fp8_e4m3",))
+    strategy = weight.text("qscheme", "per_tensor")
+    _expect(weight, "qscheme", strategy, ("per_tensor", "per_channel"))
+    skipped = [_wild(name, None) for name in fields.texts("exclude")]
+    return Quantization("quark", (*skipped, Rule("any", "", FP8_TENSOR if strategy == "per_tensor" else FP8_CHANNEL)))
+
+
 FORMATS_OF_TENSORS: dict[str, Layout] = {
     "pack-quantized": "packed", "float-quantized": "plain", "int-quantized": "plain", "naive-quantized": "plain",
+    "nvfp4-pack-quantized": "fp4",
 }  # fmt: skip
 
 
@@ -187,19 +236,23 @@ def _compressed_scheme(group: Fields, top: Fields) -> Scheme | None:
     if group.get("output_activations") is not None:
         raise _refusal(group, "output_activations", "none")
     if group.get("input_activations") is not None:
-        _expect(inputs, "type", inputs.text("type", "int"), ("float",))
-        _expect(inputs, "num_bits", inputs.whole("num_bits", 1, 64, 8), (8,))
+        _expect(inputs, "type", inputs.text("type", "int"), ("int", "float"))
+        _expect(inputs, "num_bits", inputs.whole("num_bits", 1, 64, 8), (4, 8))
     if group.get("weights") is None:
         return None
+    owner = top if group.get("format") is None else group
     real = weights.text("type", "int")
     _expect(weights, "type", real, ("int", "float"))
-    bits = weights.whole("num_bits", 1, 64, 8)
-    _expect(weights, "num_bits", bits, (8,) if real == "float" else (4, 8))
-    _expect(weights, "dynamic", weights.flag("dynamic"), (False,))
-    owner = top if group.get("format") is None else group
     written = owner.text("format", "naive-quantized" if real == "float" else "pack-quantized")
     _expect(owner, "format", written, tuple(FORMATS_OF_TENSORS))
     layout = FORMATS_OF_TENSORS[written]
+    bits = weights.whole("num_bits", 1, 64, 8)
+    _expect(weights, "num_bits", bits, (4,) if layout == "fp4" else (8,) if real == "float" else (4, 8))
+    _expect(weights, "dynamic", weights.flag("dynamic"), (False,))
+    if layout == "fp4":
+        _expect(weights, "type", real, ("float",))
+        _expect(weights, "group_size", weights.whole("group_size", 1, WIDEST, NVFP4.wide), (NVFP4.wide,))
+        return replace(NVFP4, divided=True)
     if layout == "packed" and real == "float":
         raise _refusal(weights, "type", f"'int' with format {written!r}")
     order = weights.get("actorder")
@@ -230,7 +283,8 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
-    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: IN_MXFP4,
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
+    "fbgemm_fp8": _fbgemm, "quark": _quark, "mxfp4": lambda _: IN_MXFP4,
 }  # fmt: skip
 
 
@@ -247,6 +301,14 @@ def _skipped(fields: Fields) -> Iterator[Rule]:
                 yield Rule("pattern", _pattern(fields, key, name[3:]), None)
             elif name:
                 yield Rule("part", own_name(name), None)
+
+
+def _wild(name: str, scheme: Scheme | None) -> Rule:
+    """Returns a rule by a name in which a star stands for any characters; else it is of what is below, too."""
+    name = own_name(name)
+    if "*" not in name:
+        return Rule("part", name, scheme)
+    return Rule("pattern", ".*".join(map(regex.escape, name.split("*"))) + "$", scheme)
 
 
 def _group_size(fields: Fields, key: str) -> int:

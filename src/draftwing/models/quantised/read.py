@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, listed
 from draftwing.models.quantised.config import Layout, Quantization, Scheme
-from draftwing.ops.gemm.stored import QuantizedRows
+from draftwing.ops.gemm.stored import QuantizedRows, e2m1
 from draftwing.ops.upload import uploaded
 
 # Suffixes that only tensors of a quantised matrix have; `weight` may be one.
@@ -211,8 +211,24 @@ def _plain(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
     return QuantizedRows(codes, scheme.bits, scales, zeros, tall, wide, None, scheme.dynamic)
 
 
+def _fp4(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
+    """Reads NVFP4: values of 4 bits (e2m1), 16 of which share a scale in float8, which has one of its own."""
+    first, _, second = scheme.parts
+    pairs, whole = _matrix(module, first, parts, torch.uint8), parts[second]
+    rows, columns = pairs.shape[0], 2 * pairs.shape[1]
+    scales = _matrix(module, scheme.scale, parts, torch.float8_e4m3fn, (rows, -(-columns // scheme.wide))).float()
+    if whole.numel() != 1 or not whole.is_floating_point():
+        raise CheckpointError(
+            f"{module}.{second}: expected one number in floating point, found {list(whole.shape)} in "
+            f"{_name(whole.dtype)}"
+        )
+    factor = whole.float().reshape(())
+    return QuantizedRows(e2m1(pairs), 5, (scales / factor if scheme.divided else scales * factor) / 2, None, 1,
+                         scheme.wide, None)  # fmt: skip
+
+
 _READERS: dict[Layout, Callable[[str, Parts, Scheme], QuantizedRows]] = {
-    "awq": _awq, "gptq": _gptq, "packed": _packed, "plain": _plain,
+    "awq": _awq, "gptq": _gptq, "packed": _packed, "plain": _plain, "fp4": _fp4,
 }  # fmt: skip
 
 

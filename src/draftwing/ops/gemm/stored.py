@@ -21,6 +21,13 @@ class BlockRows(NamedTuple):
 MX_BLOCK = 32  # values that share an exponent
 
 
+def e2m1(codes: Tensor) -> Tensor:
+    """codes [rows, columns / 2] uint8: two values of 4 bits a byte, the first in the low bits -> twice the values,
+    [rows, columns] int8"""
+    doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=codes.device)
+    return torch.cat((doubled, -doubled))[torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()]
+
+
 class MXRows(NamedTuple):
     """Rows of a matrix in MXFP4: values of 4 bits (e2m1), of which 32 share a power of 2."""
 
@@ -45,11 +52,7 @@ class MXRows(NamedTuple):
 
     def integers(self) -> QuantizedRows:
         """Returns the codes as integers of 5 bits with a scale for each block."""
-        doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
-        values = torch.cat((doubled, -doubled))
-        pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
-        scales = torch.exp2(self.exponents.float() - 128)
-        return QuantizedRows(values[pairs.int()], 5, scales, None, 1, MX_BLOCK, None)
+        return QuantizedRows(e2m1(self.codes), 5, torch.exp2(self.exponents.float() - 128), None, 1, MX_BLOCK, None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns [rows, columns]: the values, computed in float32."""
@@ -63,7 +66,7 @@ class QuantizedRows(NamedTuple):
     the scale of its group."""
 
     codes: Tensor  # [rows, columns] int8 or float8_e4m3fn; all are on one device
-    bits: int  # of a code; integers lie in [-2^(bits - 1), 2^(bits - 1))
+    bits: int  # of a code; integers lie in [-2^(bits - 1), 2^(bits - 1)); 5: of twice a value of 4 bits (e2m1)
     scales: Tensor  # [ceil(rows / tall), groups] floating point
     zeros: Tensor | None  # as scales, int16; None: all are 0
     tall: int  # rows of a group
@@ -81,7 +84,7 @@ class QuantizedRows(NamedTuple):
     def label(self) -> str:
         """Returns a name for the log: `int4 with zeros in groups of 128`."""
         rows, columns = self.codes.shape
-        kind = "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
+        kind = "fp8" if self.codes.is_floating_point() else "fp4" if self.bits == 5 else f"int{self.bits}"
         zeros = "" if self.zeros is None else " with zeros"
         if self.tall == 1:
             groups = "a scale for each row" if self.wide >= columns else f"groups of {self.wide}"
