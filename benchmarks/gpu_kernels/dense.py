@@ -3,9 +3,10 @@ gemm_dense_many.cu, gemm.cu, cuBLAS.
 
     python benchmarks/gpu_kernels/dense.py [27b] [rows=512,2048,8192] [2048x2048 ...]
 
-By rows of x: microseconds of a product among others in a graph, the three by turns, and what the weights are read at by
-the first. cuBLAS gives gates and ups, the others silu(gates) * ups. `all`: the products of a layer one after the other;
-`rows x columns` of other weights take their place. Weights are random, and more than the L2 cache holds.
+By rows of x: microseconds of a product among others in a graph, by turns, and what the weights are read at by the
+first; `many` and `few`: gemm_dense_many.cu and gemm.cu, whatever is chosen. cuBLAS gives gates and ups, the others
+silu(gates) * ups. `all`: the products of a layer one after the other; `rows x columns` of other weights take their
+place. Weights are random, and more than the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from fp8 import BYTES, LAUNCHES, PRODUCTS
 from timing import read_rate, replay_us
 from torch import Tensor
 
+from draftwing.ops.gemm import cuda_dense, cuda_many
 from draftwing.ops.gemm.contract import DenseKernels
 from draftwing.ops.gemm.cuda import small_m_gemm
-from draftwing.ops.gemm.cuda_dense import dense_gemm
 
 ROWS = (1, 8, 16, 17, 32, 64, 96, 128)
-FEW = 64  # rows that gemm.cu is timed with
+FEW, MANY = 64, 128  # rows up to which gemm.cu is timed, and above which gemm_dense_many.cu
 TURNS = 3
 Product = Callable[[Tensor, Tensor, bool], Tensor]
 
@@ -35,6 +36,15 @@ def weight_of(rows: int, columns: int) -> Tensor:
 
 def own(gemm: DenseKernels) -> Product:
     return lambda x, weight, gated: gemm.gated(x, weight, None) if gated else gemm.linear(x, weight, None)
+
+
+def many(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    ranges = cuda_dense.ranges_of(*weight.shape)
+    return cuda_many.many_gemm(x.device, x.dtype, ranges).run(x, weight, None, None, gated, False)
+
+
+def fits(name: str, rows: int) -> bool:
+    return (name != "few" or rows <= FEW) and (name != "many" or rows > MANY)
 
 
 def times(calls: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
@@ -51,7 +61,7 @@ def products(given: dict[str, Product], x: Tensor, weights: list[Tensor], gated:
     calls = {
         name: lambda product=product: [product(x, weights[i % len(weights)], gated) for i in range(count)]
         for name, product in given.items()
-        if name != "few" or len(x) <= FEW
+        if fits(name, len(x))
     }
     return times(calls, count)
 
@@ -65,7 +75,8 @@ def main() -> None:
         shapes = {f"weight {i}": (height, columns, False) for i, (height, columns) in enumerate(others)}
     device = torch.device("cuda", torch.cuda.current_device())
     given: dict[str, Product] = {
-        "ours": own(dense_gemm(device)),
+        "ours": own(cuda_dense.dense_gemm(device)),
+        "many": many,
         "few": own(small_m_gemm(device, torch.bfloat16)),
         "cuBLAS": lambda x, weight, gated: torch.mm(x, weight.T),
     }
@@ -88,7 +99,7 @@ def main() -> None:
         calls = {
             which: lambda product=product, steps=steps: [product(*step) for step in steps]
             for which, product in given.items()
-            if which != "few" or rows <= FEW
+            if fits(which, rows)
         }
         took = times(calls, len(layers))
         print(f"all, {rows} rows: {', '.join(f'{which} {us:.1f}' for which, us in took.items())} us", flush=True)
