@@ -16,6 +16,7 @@ from scripted import serving, wait_until
 from draftwing.config.options import Options
 from draftwing.errors import RequestError
 from draftwing.server.kept_streams import HEADER, KeptStreams
+from draftwing.server.quotas import QueueFull
 
 ID, OTHER = "0123456789abcdef", "another-one_of-these"
 QUESTION = "a question that is repeated in pieces"
@@ -46,8 +47,8 @@ class Script:
             await asyncio.sleep(0)
 
 
-async def all_of(events: AsyncIterator[str]) -> str:
-    return "".join([text async for text in events])
+async def all_of(events: AsyncIterator[bytes]) -> str:
+    return b"".join([data async for data in events]).decode()
 
 
 async def test_readers_from_any_event_on() -> None:
@@ -83,8 +84,9 @@ async def test_time_and_room() -> None:
     streams = KeptStreams(max_bytes=100, max_streams=3, seconds=60, alone_seconds=10, clock=lambda: now[0])
     scripts = [Script() for _ in range(4)]
     kept = [streams.begin("", f"{ID}-{i}", one.events(), one.close) for i, one in enumerate(scripts[:3])]
-    with pytest.raises(RequestError, match="the most"):
+    with pytest.raises(QueueFull, match="3 answers are written and kept") as refused:
         streams.begin("", OTHER, scripts[3].events(), scripts[3].close)
+    assert not refused.value.own
     reader = asyncio.create_task(all_of(kept[0].read()))
     await scripts[1].say("x" * 30 + "\n\n", None)
     now[0] = 11.0
@@ -95,7 +97,6 @@ async def test_time_and_room() -> None:
     streams.begin("", OTHER, scripts[3].events(), scripts[3].close)  # in the place of the oldest one that has ended
     assert streams.get("", f"{ID}-1") is None and len(streams) == 3
     await scripts[0].say(*["y" * 20 + "\n\n"] * 10)
-    streams.look()
     assert streams.bytes <= 100 and kept[0].first == 8 and streams.get("", f"{ID}-2") is None
     assert await all_of(kept[0].read(3)) == "", "what it asks for is gone"
     await scripts[0].say(None)
@@ -103,6 +104,30 @@ async def test_time_and_room() -> None:
     now[0] = 80.0
     streams.look()
     assert len(streams) == 1
+
+
+async def test_nobody_has_room_for_all() -> None:
+    """Neither of places nor of bytes: what others have kept stays."""
+    streams = KeptStreams(max_bytes=100, max_streams=4, max_of_a_key=2)
+    scripts = [Script() for _ in range(5)]
+    ids = [f"{ID}-{i}" for i in range(5)]
+    for client, id, script in zip(("one", "two", "two"), ids, scripts, strict=False):
+        streams.begin(client, id, script.events(), script.close)
+    await scripts[0].say("x" * 38 + "\n\n", None)
+    with pytest.raises(QueueFull, match="2 answers of this key") as refused:
+        streams.begin("two", ids[3], scripts[3].events(), scripts[3].close)
+    assert refused.value.own
+    await scripts[1].say("é" * 9 + "\n\n", None)
+    assert streams.bytes == 60, "in UTF-8"
+    streams.begin("two", ids[3], scripts[3].events(), scripts[3].close)  # in the place of its own that has ended
+    assert streams.get("two", ids[1]) is None and len(streams) == 3 and streams.bytes == 40
+    reader = asyncio.create_task(all_of(streams._streams["two", ids[2]].read()))
+    await scripts[2].say(*["y" * 18 + "\n\n"] * 40)
+    assert streams.bytes <= 100 and streams.get("one", ids[0]) is not None, "without waiting for a look"
+    await scripts[3].say("z" * 98 + "\n\n", None)
+    await scripts[2].say(None)
+    assert streams.bytes <= 100 and streams.get("one", ids[0]) is not None
+    assert await reader == ("y" * 18 + "\n\n") * 40, "who reads in time misses nothing"
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -183,6 +208,14 @@ def test_refusals(url: str, engine: FakeEngine) -> None:
     assert lines.status_code == 400 and "Ollama" in lines.json()["error"]
     assert httpx.get(f"{url}/ui/answers/{ID}?after=-1").status_code == 400
     wait_until(lambda: not engine.running)  # none was left behind by what was refused
+
+
+def test_a_full_house_says_when_to_come_again(url: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptStreams, "__len__", lambda self: 256)
+    response = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers={HEADER: ID})
+    assert response.status_code == 503 and response.headers["retry-after"]
+    assert "when one has ended" in response.json()["error"]["message"]
+    wait_until(lambda: not engine.running)
 
 
 def test_keys(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Annotated
 
@@ -16,27 +17,32 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.server.edge.keys import client_name
 from draftwing.server.http import dialect, encode, error_response, json_response
+from draftwing.server.quotas import QueueFull
 
 HEADER = "x-draftwing-keep"
 PATH = "/ui/answers"
 MAX_BYTES = 64 << 20  # of the events of all streams: an answer of 10,000 tokens with its trace has some 4 MB
 MAX_STREAMS = 256
+MAX_OF_A_KEY = 64  # streams with one key
 SECONDS = 3600.0  # since a stream ended
 ALONE_SECONDS = 600.0  # that one runs while nobody reads it
 LOOK_SECONDS = 10.0  # between two looks for those that are too old
 _ID = re.compile(r"[\w-]{16,64}", re.ASCII)
-_END = "\n\n"  # of an event
+_END = b"\n\n"  # of an event
 Events = AsyncGenerator[str, None]
+Key = tuple[str, str]  # of a stream: its client, and its id
 
 
 class KeptStream:
     """The events of an answer, from when it begins. Belongs to the event loop."""
 
-    def __init__(self, events: Events, close: Callable[[], None], clock: Callable[[], float]) -> None:
-        """close: is called when there are no more events."""
-        self._clock, self._held = clock, list[str]()
+    def __init__(
+        self, events: Events, close: Callable[[], None], clock: Callable[[], float], grew: Callable[[int], None]
+    ) -> None:
+        """close: is called when there are no more events.  grew: by how many bytes, each time."""
+        self._clock, self._grew, self._held = clock, grew, list[bytes]()
         self.first = 0  # number of the first event that is held
-        self.size = 0  # characters that are held
+        self.size = 0  # bytes that are held
         self.readers = 0
         self.since = clock()  # it ended, or nobody reads it
         self._news = asyncio.Event()
@@ -50,9 +56,11 @@ class KeptStream:
     async def _run(self, events: Events) -> None:
         async with aclosing(events):
             async for text in events:
-                self._held += [one + _END for one in text.split(_END)[:-1]]
-                self.size += len(text)
+                new = [one + _END for one in text.encode().split(_END)[:-1]]
+                self._held += new
+                self.size += (size := sum(map(len, new)))
                 self._tell()
+                self._grew(size)
 
     def _end(self, close: Callable[[], None]) -> None:
         close()
@@ -63,7 +71,7 @@ class KeptStream:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def read(self, after: int = 0) -> AsyncIterator[str]:
+    async def read(self, after: int = 0) -> AsyncIterator[bytes]:
         """Yields the events behind the first `after`, until it ends; nothing further to who is too slow."""
         self.readers += 1
         try:
@@ -71,7 +79,7 @@ class KeptStream:
                 news, found = self._news, self._held[after - self.first :]
                 after += len(found)
                 if found:
-                    yield "".join(found)
+                    yield b"".join(found)
                 elif self.ended:
                     return
                 else:
@@ -80,12 +88,14 @@ class KeptStream:
             self.readers -= 1
             self.since = self.since if self.ended else self._clock()
 
-    def forget_half(self) -> None:
-        """Gives memory back: the older half of the events is not held any longer."""
+    def forget_half(self) -> int:
+        """Holds the older half of the events no longer. Returns their bytes."""
         count = (len(self._held) + 1) // 2
-        self.size -= sum(map(len, self._held[:count]))
+        size = sum(map(len, self._held[:count]))
+        self.size -= size
         self.first += count
         del self._held[:count]
+        return size
 
     def cancel(self) -> None:
         """Ends it, and the answer with it."""
@@ -99,47 +109,54 @@ class KeptStreams:
         self,
         max_bytes: int = MAX_BYTES,
         max_streams: int = MAX_STREAMS,
+        max_of_a_key: int = MAX_OF_A_KEY,
         seconds: float = SECONDS,
         alone_seconds: float = ALONE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_bytes, self._max_streams, self._clock = max_bytes, max_streams, clock
+        self._max_bytes, self._max_streams, self._max_of_a_key = max_bytes, max_streams, max_of_a_key
+        self._clock = clock
         self._seconds, self._alone_seconds = seconds, alone_seconds
-        self._streams: dict[tuple[str, str], KeptStream] = {}
-        self._stopped: dict[tuple[str, str], None] = {}  # before they began: who asks and stops at once
+        self._streams: dict[Key, KeptStream] = {}
+        self._stopped: dict[Key, None] = {}  # before they began: who asks and stops at once
         self._timer: asyncio.TimerHandle | None = None
+        self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    @property
-    def bytes(self) -> int:
-        return sum(stream.size for stream in self._streams.values())
-
     def begin(self, client: str, id: str, events: Events, close: Callable[[], None]) -> KeptStream:
-        """Keeps a stream. Raises RequestError for an id that it cannot have, and where there is no room."""
+        """Keeps a stream. Raises RequestError for an id that it cannot have, and QueueFull where there is no room."""
         if not _ID.fullmatch(id):
             raise RequestError(f"{HEADER} must have 16 to 64 letters, digits, - and _; found {show(id)}", HEADER)
         if (client, id) in self._streams:
             raise RequestError(f"{HEADER}: an answer is kept as {show(id)} already", HEADER)
         if (client, id) in self._stopped:
             raise RequestError(f"{HEADER}: {show(id)} was stopped before it began", HEADER)
-        while len(self) >= self._max_streams:
-            if (oldest := self._oldest()) is None:
-                raise RequestError(f"{HEADER}: {len(self)} answers are written and kept, which is the most", HEADER)
-            del self._streams[oldest]
-        found = self._streams[client, id] = KeptStream(events, close, self._clock)
+        self._make_room(client)
+        found = self._streams[client, id] = KeptStream(events, close, self._clock, self._grew)
         self._watch()
         return found
+
+    def _make_room(self, client: str) -> None:
+        """Has a place for one more: of its key, if that has no further one, or of all."""
+        own = [key for key in self._streams if key[0] == client]
+        full = bool(client) and len(own) >= self._max_of_a_key
+        if not full and len(self) < self._max_streams:
+            return
+        oldest = self._oldest(own if full else self._streams)
+        if oldest is None:
+            most = f"{len(own)} answers of this key" if full else f"{len(self)} answers"
+            raise QueueFull(f"{HEADER}: {most} are written and kept, the most there may be", full, "when one has ended")
+        self._forget(oldest)
 
     def get(self, client: str, id: str) -> KeptStream | None:
         return self._streams.get((client, id))
 
     def delete(self, client: str, id: str) -> bool:
         """Ends a stream and forgets it. Returns whether there was one; where there was none, it will not begin."""
-        found = self._streams.pop((client, id), None)
-        if found is not None:
-            found.cancel()
+        if (client, id) in self._streams:
+            self._forget((client, id)).cancel()
             return True
         if _ID.fullmatch(id):
             self._stopped[client, id] = None
@@ -147,34 +164,54 @@ class KeptStreams:
                 del self._stopped[next(iter(self._stopped))]
         return False
 
-    def _oldest(self) -> tuple[str, str] | None:
-        ended = [key for key, stream in self._streams.items() if stream.ended]
+    def _forget(self, key: Key) -> KeptStream:
+        stream = self._streams.pop(key)
+        self.bytes -= stream.size
+        return stream
+
+    def _oldest(self, keys: Iterable[Key]) -> Key | None:
+        """Returns the one of these that ended first; None: none has."""
+        ended = [key for key in keys if self._streams[key].ended]
         return min(ended, key=lambda key: self._streams[key].since, default=None)
+
+    def _grew(self, size: int) -> None:
+        self.bytes += size
+        if self.bytes > self._max_bytes:  # once those have read it who wait for it
+            asyncio.get_running_loop().call_soon(self._shrink)
+
+    def _shrink(self) -> None:
+        """Gives memory back until there is not too much: of the client who has most, the stream that ended first, else
+        the begin of the largest."""
+        while self.bytes > self._max_bytes:
+            sizes = Counter[str]()
+            for (client, _), stream in self._streams.items():
+                sizes[client] += stream.size
+            [(most, _)] = sizes.most_common(1)
+            own = [key for key in self._streams if key[0] == most]
+            if (oldest := self._oldest(own)) is not None:
+                self._forget(oldest)
+            else:
+                self.bytes -= max((self._streams[key] for key in own), key=lambda one: one.size).forget_half()
 
     def _watch(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self.look)
 
     def look(self) -> None:
-        """Forgets what is too old or too much, and ends what nobody has read for long."""
+        """Forgets what is too old, and ends what nobody has read for long."""
         self._timer, now = None, self._clock()
         for key, stream in list(self._streams.items()):
             if stream.ended and now - stream.since >= self._seconds:
-                del self._streams[key]
+                self._forget(key)
             elif not stream.ended and not stream.readers and now - stream.since >= self._alone_seconds:
                 stream.cancel()
-        while self.bytes > self._max_bytes:
-            if (oldest := self._oldest()) is not None:
-                del self._streams[oldest]
-            else:
-                max(self._streams.values(), key=lambda stream: stream.size).forget_half()
         if self._streams:
             self._watch()
 
 
 def kept(request: Request, events: Events, close: Callable[[], None]) -> Response | None:
     """Returns a response with these events, which go on without its client; None where it does not ask for that.
-    close: is called when they have ended. Raises RequestError for an id that cannot be."""
+    close: is called when they have ended. Raises as `KeptStreams.begin`."""
     id = request.headers.get(HEADER)
     if id is None:
         return None

@@ -17,6 +17,7 @@ from socket_server import PIECES, SocketServer
 
 from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
+from draftwing.server.router import proxy
 from draftwing.server.router.app import Front, create_front
 from draftwing.server.router.memory import Forecast
 from draftwing.server.router.models import Models
@@ -134,6 +135,18 @@ async def test_an_answer_that_is_kept_goes_on_without_its_client_and_keeps_its_m
             while await in_flight():
                 await asyncio.sleep(0.01)
         assert not server.left.is_set(), "it was read to its end"
+
+
+async def test_an_answer_that_nobody_reads_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "ALONE_SECONDS", 0.1)
+    async with front() as client:
+        kept = {"x-draftwing-keep": "0123456789abcdef"}
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}, headers=kept) as response:
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == PIECES[0]
+            await asyncio.sleep(0.2)
+            assert not SocketServer.every[0].left.is_set(), "its client is there"
+        await asyncio.wait_for(SocketServer.every[0].left.wait(), 10)
 
 
 async def test_a_server_that_ends_is_an_error_for_its_requests() -> None:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.http import DONE, dialect, stream_error
+from draftwing.server.kept_streams import ALONE_SECONDS
 from draftwing.server.kept_streams import HEADER as KEEP
 
 # Of one connection alone, and what the client's side says for itself.
@@ -60,8 +61,8 @@ async def forward(
     scope: Scope, receive: Receive, send: Send, path: Path, body: bytes, how: Callable[[], Awaitable[str]]
 ) -> None:
     """Asks the server at `path` what `scope` asks, with this body, and sends its response. A client that goes away ends
-    the connection, as it would have ended its own; not where the answer is kept for it. how: tells how a server ended
-    that does.
+    the connection, as it would have ended its own; where the answer is kept for it, which takes the connection for a
+    reader, after `ALONE_SECONDS`. how: tells how a server ended that does.
 
     Raises EngineDead where the server ends before it has answered. Where it ends later a stream says so in its last
     event; another body stays incomplete, for which uvicorn ends the connection, so that clients know.
@@ -70,9 +71,9 @@ async def forward(
         reader, writer = await asyncio.open_unix_connection(path, limit=_CHUNK)
     except OSError:
         raise EngineDead(await how()) from None
-    watcher = asyncio.ensure_future(_gone(receive))
-    if KEEP.encode() not in dict(scope["headers"]):
-        watcher.add_done_callback(lambda _: writer.transport.abort())
+    kept = KEEP.encode() in dict(scope["headers"])
+    watcher = asyncio.ensure_future(_gone(receive, ALONE_SECONDS if kept else 0))
+    watcher.add_done_callback(lambda _: writer.transport.abort())
     try:
         writer.write(_head(scope, len(body)))
         writer.write(body)
@@ -106,9 +107,11 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
-async def _gone(receive: Receive) -> None:
+async def _gone(receive: Receive, seconds: float) -> None:
+    """Returns so many seconds after the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    await asyncio.sleep(seconds)
 
 
 async def _broken(scope: Scope, send: Send, headers: Headers | None, how: str) -> None:
