@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reference.block_heads import dflash_head
 from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, small_llama_draft
+from reference.exact_heads import MAKERS, disturbed
 from reference.learnable import ENGINE, write_target
 from safetensors.torch import load_file
 from tiny_adapters import merged, write_adapter
@@ -88,14 +90,31 @@ def test_who_runs_beside_a_request_and_drafts_change_no_text(
     assert stats["adapter_loads"] >= 3 and stats["adapters_on_device"] == 2
 
 
+def drafting(kind: str, folder: Path) -> tuple[Path, dict[str, Any], list[int]]:
+    """A target whose text its own head mostly knows, how that is served, and tokens that prompts may end in."""
+    make, scale = MAKERS[kind]
+    exact = make(vocab_size=VOCAB, **({"rows": 192} if kind == "EAGLE3" else {}))
+    target = disturbed(exact.target, scale).write(folder / "target")
+    write_tokenizer(target)
+    path = {} if exact.head is None else {"speculative_draft_model_path": str(exact.head.write(folder / "head"))}
+    return target, {"speculative_algorithm": kind, "speculative_fixed_shape": True, **path}, exact.starts
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "EAGLE3", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, drafter: str, dtype: str) -> None:
     """Of one batch with all of them each text is that of its adapter alone: they are swapped in and out meanwhile,
-    pairs of requests begin alike, and there is room for the KV of a few."""
-    every = {f"a{i}": write_adapter(tmp_path / f"a{i}", target, i, rank=1 + i % 7) for i in range(32)}
-    names, prompts = [f"a{i // 2}" for i in range(64)], [PROMPTS[i // 2 % 5] + [i % 2] for i in range(64)]
+    pairs of requests begin alike, and there is room for the KV of a few. Most drafts of heads are right."""
+    drafts, ends = DRAFTERS.get(drafter), list(range(VOCAB - 2))
+    if drafts is None:
+        target, drafts, ends = drafting(drafter, tmp_path)
+    strength = 1.0 if drafter in DRAFTERS else 0.3
+    every = {
+        f"a{i}": write_adapter(tmp_path / f"a{i}", target, i, rank=1 + i % 7, strength=strength) for i in range(32)
+    }
+    names = [f"a{i // 2}" for i in range(64)]
+    prompts = [[*PROMPTS[i // 2 % 5], ends[i % 2]] for i in range(64)]
     params = [{**GREEDY, "max_new_tokens": 10, "temperature": float(i % 2), "sampling_seed": i} for i in range(64)]
     kind = {**ENGINE, "dtype": dtype, **serving(every, 5)}
     with LLM(str(target), **kind, speculative_algorithm="none") as llm:
@@ -103,13 +122,60 @@ def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, dra
             llm.generate(prompt, one, adapter=name)[0].token_ids
             for prompt, one, name in zip(prompts, params, names, strict=True)
         ]
-    with LLM(str(target), **{**kind, "max_total_tokens": 160}, **DRAFTERS[drafter]) as llm:
+    with LLM(str(target), **{**kind, "max_total_tokens": 160}, **drafts) as llm:
         together = [one for _ in range(2) for one in llm.generate(prompts, params, adapter=names)]
         stats = llm.engine.stats()
     assert [one.token_ids for one in together] == 2 * alone
     assert stats["adapters_on_device"] == 5 and stats["adapter_loads"] >= 64
     assert any(one.meta_info["cached_tokens"] for one in together)
     assert len(set(map(tuple, alone))) > 32
+    correct = sum(one.meta_info["spec_num_correct_drafts"] for one in together)
+    assert drafter in DRAFTERS or correct > 200, correct
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafter", ["EAGLE3", pytest.param("NEXTN", marks=pytest.mark.exhaustive),
+                                     pytest.param("DFLASH", marks=pytest.mark.exhaustive)])  # fmt: skip
+def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, ranks: int) -> None:
+    """Of eight files six have a name, two a slot: a request has what its name meant when it came, whatever is loaded
+    and unloaded until it ends."""
+    target, drafts, ends = drafting(drafter, tmp_path)
+    every = [write_adapter(tmp_path / f"a{i}", target, i, rank=1 + i % 5, strength=0.3) for i in range(8)]
+    prompts = [[*PROMPTS[i], ends[i]] for i in range(4)]
+    more = [{"max_new_tokens": 16, "temperature": float(i % 2), "sampling_seed": i} for i in range(4)]
+    params = [SamplingParams(**GREEDY | one) for one in more]
+    kind = {**ENGINE, "lora_dir": str(tmp_path), "max_loras": 2, "max_running_requests": 5}
+    alone = []
+    with LLM(str(target), **kind, speculative_algorithm="none") as llm:
+        for path in every:
+            llm.load_adapter("x", path, replace=True)
+            alone.append([llm.generate(*one, adapter="x")[0].token_ids for one in zip(prompts, params, strict=True)])
+    draw, named, asked, left = random.Random(ranks), dict[str, int](), list[tuple[int, int]](), 0
+    with LLM(str(target), **kind, **drafts, tp_size=ranks) as llm:
+        engine, found = llm.engine, [list[int]() for _ in range(60)]
+        while len(asked) < len(found) or left:
+            name, what = draw.choice("uvwxyz"), draw.random()
+            if what < 0.1 and name in named:
+                engine.unload_adapter(name)
+                del named[name]
+            elif what < 0.3:
+                named[name] = draw.randrange(len(every))
+                engine.load_adapter(name, every[named[name]], replace=True)
+            elif name in named and len(asked) < len(found):
+                i = draw.randrange(len(prompts))
+                asked.append((named[name], i))
+                left += 1
+                uid = str(len(asked) - 1)
+                engine.submit(GenerationRequest(uid, prompts[i], params[i], adapters=((name, 1.0),)))
+            for output in engine.step() if left else ():
+                found[int(output.uid)] += output.token_ids
+                left -= output.finish_reason is not None
+        stats = engine.stats()
+        assert engine.reporter.accept_length > 1.2 and stats["adapter_loads"] > 8, stats
+        assert stats["adapters"] == len(named) and stats["adapters_on_device"] == 2
+    assert found == [alone[which][i] for which, i in asked]
+    assert len({tuple(text) for text in found}) > 16
 
 
 HEADS = {
