@@ -237,12 +237,15 @@ class Rig:
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
         dtype = next(model.parameters()).dtype
+        image_token = -1 if model.config.tower is None else model.config.tower.token
         if drafter == "oracle":
             drafter = OracleDrafter(book.to(dev.device), miss)
         elif drafter == "ngram":
-            drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
+            drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, image_token=image_token)
         elif drafter == "suffix":
-            drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
+            drafter = SuffixDrafter(  # with one secret on all ranks
+                capacity=4096, rows=rows + 1, ops=dev.ops, secret=1, image_token=image_token
+            )
         self.drafter = drafter
         if deferral is None:
             deferral = (

@@ -63,6 +63,7 @@ class Pair:
             for there in (TorchOps(CPU), ops)
         ]
         self.history: list[list[int]] = [[] for _ in range(rows + 1)]
+        self.images = 0  # tokens of some in what was generated
 
     def write(self, row: int, history: list[int], salt: int) -> None:
         self.history[row] = history
@@ -89,8 +90,10 @@ class Pair:
             confidence = index.confidence(s, at, bound)
             results.append((confidence.cpu(), Draft(*(x.cpu() for x in index.propose(s, at, shape)[:3]))))
         real = len(new)
+        self.images += sum(tokens.count(self.sides[0][0].image_token) for tokens in new.values())
         (confidence, draft), (got_hint, got) = results
         assert torch.equal(got_hint[:real], confidence[:real])
+        assert not (got.alive[:real] & (got.tokens[:real] == index.image_token))[:, 1:].any()
         for one, two in zip(got[:3], draft[:3], strict=True):
             assert one.dtype == two.dtype and torch.equal(one[:real], two[:real])
         assert not got_hint[real:].any() and (got.alive[real:].sum(1) == 1).all()  # the dummy row proposes nothing
@@ -151,6 +154,13 @@ def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high
     assert live(pair, seed=low * 100 + high, steps=120 // few, vocab=4, limit=6, copies=0.4) > 0.8
 
 
+def test_lives_with_images(ops: TorchOps, few: int, small_chunks: None) -> None:
+    options = {"branch_length": 9, "capacity": 10_000, "image_token": 2}
+    pair = Pair(ops, 5 if few == 1 else 3, 300, **options)
+    assert live(pair, seed=5, steps=60 // few, vocab=4, limit=6, copies=0.4) > 0.8
+    assert pair.images > 3
+
+
 @pytest.mark.slow
 @pytest.mark.further(ops="triton")
 def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
@@ -160,7 +170,7 @@ def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
 @pytest.mark.slow
 @pytest.mark.further(ops="triton")
 def test_rings_wrap(ops: TorchOps, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_memory.NGramMemory.__init__, "__defaults__", (20,))
+    monkeypatch.setattr(ngram_memory.NGramMemory.__init__, "__defaults__", (20, -1))
     pair = Pair(ops, 2, 200, max_window=6, branch_length=7, capacity=1)
     live(pair, seed=6, steps=160 // few, vocab=3, limit=5, copies=0.3)
     assert int(pair.sides[1][0].memory.row[:-1, -1].min()) > 40  # twice around

@@ -37,7 +37,10 @@ class Node(NamedTuple):
 class Dictionary:
     """What followed each context of each owner: lists of [token, count], the newest first."""
 
-    def __init__(self, rows: int, depth: int, nodes: int, max_context: int = 24, min_prob: float = 0.005) -> None:
+    def __init__(
+        self, rows: int, depth: int, nodes: int, max_context: int = 24, min_prob: float = 0.005, image_token: int = -1
+    ) -> None:
+        self.image_token = image_token
         self.lengths = [length for length in LENGTHS if length <= max_context]
         self.depth, self.nodes, self.min_prob = depth, nodes, np.float32(min_prob)
         self.known: dict[tuple[object, ...], list[list[int]]] = {}
@@ -47,6 +50,8 @@ class Dictionary:
 
     def insert(self, row: int, salt: int, text: list[int], first: int, shared: bool) -> None:
         for at in range(max(first, 1), len(text)):
+            if text[at] == self.image_token:
+                continue
             for length in self.lengths:
                 if length > at:
                     break
@@ -156,6 +161,7 @@ class World:
     def check(self, row: int, confidence: int) -> None:
         expected = self.dictionary.grow(row, self.salt[row], self.text[row])
         token, parent, depth, grade = self.index.grown[:, row].tolist()
+        assert self.dictionary.image_token not in token
         found = list(zip(token, parent, depth, grade, strict=True))[1 : 1 + len(expected)]
         assert found == [(n.token, n.parent, n.depth, grade_of(n.single)) for n in expected]
         assert not any(depth[1 + len(expected) :])
@@ -221,6 +227,14 @@ def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:
     rows, depth, nodes = (4, 16, 17) if few == 1 else (2, 8, 9)
     world = World(ops, rows, 300, depth, nodes, capacity=1 << 17, max_context=longest, min_prob=least)
     assert live(world, few, seed=longest, vocab=4, limit=6, copies=0.5) > 2
+
+
+def test_images_follow_nothing(ops: TorchOps, few: int) -> None:
+    """A third of the tokens stand for some: contexts have them, drafts do not."""
+    rows, depth, nodes = (4, 16, 17) if few == 1 else (2, 5, 6)
+    world = World(ops, rows, 300, depth, nodes, capacity=1 << 17, max_context=24 if few == 1 else 4, image_token=2)
+    assert live(world, few * 4, seed=2, vocab=3, limit=6, copies=0.5) > 2
+    assert sum(text.count(2) for text in world.text) > 10
 
 
 @pytest.mark.slow

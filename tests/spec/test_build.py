@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,16 @@ from group_ops import GroupTorchOps
 from thread_ranks import meet
 
 from draftwing.config.options import Options
+from draftwing.config.trees import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.heads.base import linear_of, quantized_copy
-from draftwing.parallel.ranks import Ranks
+from draftwing.models.towers.base import TowerConfig
+from draftwing.ops.table import TorchOps
+from draftwing.parallel.ranks import ALONE, Ranks
 from draftwing.spec.build import copy_for_drafts, ngram, suffix
+from draftwing.spec.drafter import DraftContext
 
 
 @pytest.mark.parametrize(("build", "name", "most"), [(ngram, "NGRAM", 2**22 - 2), (suffix, "SUFFIX", 2**22)])
@@ -26,6 +31,17 @@ def test_a_vocabulary_that_lookups_cannot_pack(build: Any, name: str, most: int)
     context = SimpleNamespace(options=Options(speculative_algorithm=name), target=target)
     with pytest.raises(ConfigError, match=f"{name}.*{most}.*{most + 1}"):
         build(context)
+
+
+@pytest.mark.parametrize(("tower", "token"), [(None, -1), (TowerConfig(7, 64), 7)])
+@pytest.mark.parametrize(("build", "name"), [(ngram, "NGRAM"), (suffix, "SUFFIX")])
+def test_lookups_know_what_stands_for_images(build: Any, name: str, tower: TowerConfig | None, token: int) -> None:
+    cpu = torch.device("cpu")
+    target: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=9, tower=tower), ranks=ALONE)
+    options, ops = Options(speculative_algorithm=name), TorchOps(cpu)
+    shape, path = TreeShape(2, 2, 4), Path()
+    context = DraftContext(options, target, shape, 2, torch.float32, cpu, ops, path, None, lambda path: target)
+    assert build(context).index.image_token == token
 
 
 @pytest.mark.parametrize(

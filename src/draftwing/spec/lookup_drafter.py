@@ -67,6 +67,7 @@ class NGramDrafter(LookupDrafter):
         max_breadth: int = 10,
         branch_length: int = 18,
         capacity: int = 10_000_000,
+        image_token: int = -1,
     ) -> None:
         """Takes what `NGramIndex` does. Raises ConfigError for numbers that cannot be."""
         if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
@@ -77,8 +78,9 @@ class NGramDrafter(LookupDrafter):
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
         index = ops.ngram_index(
-            rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity
-        )
+            rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity,
+            image_token,
+        )  # fmt: skip
         super().__init__(index, ops)
 
     def extend(self, seen: SeenTokens) -> None:
@@ -105,17 +107,20 @@ class SuffixDrafter(LookupDrafter):
         min_prob: float = 0.005,
         capacity: int = 1_000_000,
         secret: int | None = None,
+        image_token: int = -1,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.
         max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
-        that the trie remembers; secret: as of `SuffixIndex`, the same on all ranks."""
+        that the trie remembers; secret, image_token: as of `SuffixIndex`, the secret the same on all ranks."""
         if not 1 <= max_context <= LENGTHS[-1]:
             raise ConfigError(f"suffix contexts: expected 1 to {LENGTHS[-1]} tokens, found {max_context}")
         if not 0 < min_prob <= 1:
             raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
-        index = ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret)
+        index = ops.suffix_index(
+            rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret, image_token
+        )
         super().__init__(index, ops)
 
     def extend(self, seen: SeenTokens) -> None:

@@ -33,7 +33,8 @@ class CpuNGramIndex(NGramIndex):
         rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
         self.raw.ngram_insert(
             rows, rows.shape[0], tokens, tokens.shape[1], tokens.numel(), memory.row, memory.log, memory.table,
-            memory.factors, memory.mask, self.max_window, prefix_len, count, limit, memory.cells, memory.clock,
+            memory.factors, memory.mask, self.max_window, self.image_token, prefix_len, count, limit,
+            memory.cells, memory.clock,
         )  # fmt: skip
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
@@ -43,8 +44,8 @@ class CpuNGramIndex(NGramIndex):
         rows, kv_len = rows.contiguous(), table.kv_len.contiguous()
         self.raw.ngram_confidence(
             rows, rows.shape[0], tokens, tokens.shape[1], tokens.numel(), memory.row, memory.log, memory.table,
-            memory.factors, memory.mask, window, kv_len, self.candidates, self.match, self.gap, self.branch_length,
-            self.min_window, min(STEADY, window), MAX_CONFIDENCE, out, out.stride(0),
+            memory.factors, memory.mask, window, self.image_token, kv_len, self.candidates, self.match,
+            self.gap, self.branch_length, self.min_window, min(STEADY, window), MAX_CONFIDENCE, out, out.stride(0),
         )  # fmt: skip
         return out
 

@@ -130,13 +130,18 @@ class NGramIndex:
         max_breadth: int = 10,
         branch_length: int = 18,
         capacity: int = 10_000_000,
+        image_token: int = -1,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. A match has min_window to max_window tokens (longer
         ones count as max_window); a node has min_breadth to max_breadth children at most (`TreeBuilder`);
-        branch_length: tokens of a continuation; capacity: tokens of the shared memory's log."""
+        branch_length: tokens of a continuation; capacity: tokens of the shared memory's log; image_token: stands for
+        images, -1 where none does. A match may hold it, a continuation ends before it."""
+        self.image_token = image_token
         self.min_window, self.max_window = min_window, max_window
         self.branch_length = branch_length
-        self.memory = NGramMemory(min_window, max_window, branch_length, capacity, rows, device)
+        self.memory = NGramMemory(
+            min_window, max_window, branch_length, capacity, rows, device, image_token=image_token
+        )
         kept = OWN + CANDIDATES
         self.tree = TreeBuilder(kept, branch_length, max_window, min_breadth, max_breadth, device)
         # Written by `confidence` and read by `propose`: candidates in rank order.
@@ -211,6 +216,7 @@ class NGramIndex:
         # What follows a match runs into the newest token after gap + 1 tokens; it goes on by repeating itself.
         follow = newest[..., None] - self.until.remainder(gap[:, None] + 1)  # [B, branch_length, OWN]
         copied = history.gather(1, follow.flatten(1)).view_as(follow)
+        copied.masked_fill_((copied == self.image_token).cummax(1).values, -1)
 
         missing, continued = self.memory.lookup(suffix, rows)
         key = torch.cat((own, torch.add(self.shared, missing, alpha=4 << _LEVEL)), 1)
@@ -235,6 +241,7 @@ class NGramIndex:
         differs = torch.empty(windows.shape, dtype=torch.bool, device=history.device)
         torch.ne(windows, suffix[..., None], out=differs)  # `out` keeps rows contiguous
         missing = differs.view(torch.uint8).mul_(self.missing).amax(1)
+        missing[:, :-1].masked_fill_(history[:, 1:] == self.image_token, self.max_window)
         gap = newest - self.position[:length]  # below 0 from the newest token on: the highest levels
         key = (gap & _FAR).add_(missing, alpha=4 << _LEVEL)
         key.add_(gap != source, alpha=1 << _LEVEL)
@@ -296,10 +303,11 @@ class NGramMemory:
         rows: int,
         device: torch.device,
         min_cells: int = MIN_CELLS,
+        image_token: int = -1,
     ) -> None:
         """capacity: tokens of log, shared out evenly among rows; a ring has at least `min_cells` cells. rows: R + 1,
-        the last one a dummy, which stores nothing."""
-        self.max_window = max_window
+        the last one a dummy, which stores nothing. image_token: an empty cell has its place."""
+        self.max_window, self.image_token = max_window, image_token
         self.cells = max(capacity // rows, min_cells)
         total = rows * (self.cells + 1)  # an empty cell divides a ring from the next
         assert total < 1 << _CELL_BITS
@@ -352,11 +360,13 @@ class NGramMemory:
         # Cells of the tokens prefix - window + 1 .. prefix + limit + 1. What is read beyond the row's ends is stored
         # nowhere; at the start it takes part in the hash of windows that no stretch contains.
         at = torch.add(prefix, rows[:, None], alpha=tokens.shape[1]) + self.steps[: window + limit + 1]
-        cells = tokens.take(at.clamp_(0, tokens.numel() - 1)) + tag
+        text = tokens.take(at.clamp_(0, tokens.numel() - 1))
+        cells = text + tag
         ahead = self.ahead[: limit + 2]
         kept = ahead <= count  # [B, limit + 2]
         where = (place + ahead).remainder_(self.cells).add_(base)
-        self.log.put_(where, cells[:, window - 1 :] * kept)  # at least one empty cell follows the newest token
+        stored = kept & (text[:, window - 1 :] != self.image_token)
+        self.log.put_(where, cells[:, window - 1 :] * stored)  # at least one empty cell follows the newest token
 
         # The windows that end at prefix .. prefix + limit - 1; those whose successor is not stored write a 0, which
         # changes nothing. Where several meet in an entry the newest wins, whatever the order of the writes.

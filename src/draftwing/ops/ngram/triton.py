@@ -44,7 +44,7 @@ def _insert_kernel(
     tokens_ptr, size, context, rows_ptr, prefix_ptr, count_ptr,
     state_ptr, log_ptr, table_ptr, clock_ptr, ticket_ptr, factors_ptr,
     CELLS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, LENGTHS: tl.constexpr, LONGEST: tl.constexpr,
-    WAYS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WAYS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, IMAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     b = tl.program_id(0)
@@ -69,8 +69,8 @@ def _insert_kernel(
     first = row * context + prefix
     where = (place + ahead) % CELLS + base
     at = tl.minimum(tl.maximum(first + ahead, 0), size - 1)
-    cell = tl.load(tokens_ptr + at, mask=used, other=0) + tag
-    tl.store(log_ptr + where, tl.where(ahead <= count, cell, 0), mask=used)
+    token = tl.load(tokens_ptr + at, mask=used, other=0)
+    tl.store(log_ptr + where, tl.where((ahead <= count) & (token != IMAGE), token + tag, 0), mask=used)
 
     # The windows that end at each token whose successor is stored.
     known = used & (ahead < LIMIT) & (ahead < count)
@@ -105,7 +105,8 @@ def _least(keys, best, OWN: tl.constexpr):
 
 @triton.jit
 def _search(
-    text, newest, source, split, splits, chunks, WINDOW: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr
+    text, newest, source, split, splits, chunks,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, IMAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys of the best matches that end in the chunks split, split + splits, ... of a row's own text."""
     best = tl.full([OWN], _NONE, tl.int32)
@@ -113,6 +114,8 @@ def _search(
     while chunk < chunks:
         end = chunk * CHUNK + tl.arange(0, CHUNK)
         matches = end < newest
+        if IMAGE >= 0:  # before an image is nothing to copy
+            matches = matches & (tl.load(text + end + 1, mask=matches, other=IMAGE) != IMAGE)
         length = tl.zeros([CHUNK], tl.int32)
         for k in tl.static_range(WINDOW):
             wanted = tl.load(text + tl.maximum(newest - k, 0))
@@ -157,7 +160,8 @@ def _confidence_kernel(
     candidates_ptr, match_ptr, gap_ptr, confidence_ptr, confidence_stride, partial_ptr, ticket_ptr, splits,
     MASK: tl.constexpr, MIN_WINDOW: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
     STEADY: tl.constexpr, BRANCH: tl.constexpr, BRANCH_BLOCK: tl.constexpr, FOUND: tl.constexpr, WAYS: tl.constexpr,
-    OWN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, MAX_CONFIDENCE: tl.constexpr, PDL: tl.constexpr,
+    OWN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, MAX_CONFIDENCE: tl.constexpr, IMAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -169,7 +173,7 @@ def _confidence_kernel(
     chunks = tl.cdiv(newest, CHUNK)
     active = tl.maximum(tl.minimum(chunks, splits), 1)
     if split < active:
-        own = _search(text, newest, source, split, splits, chunks, WINDOW, CHUNK, OWN)
+        own = _search(text, newest, source, split, splits, chunks, WINDOW, CHUNK, OWN, IMAGE)
         i = tl.arange(0, OWN)
         last = active == 1
         if active > 1:  # the last of the row's programs goes on with what all have found
@@ -206,6 +210,9 @@ def _confidence_kernel(
             follow = newest - gap + step % (gap + 1)
             some = (own < _NONE)[:, None] & (step < BRANCH)
             copied = tl.load(text + follow, mask=some, other=-1)
+            if IMAGE >= 0:
+                end = tl.min(tl.where(copied == IMAGE, step, BRANCH_BLOCK), 1)
+                copied = tl.where(step < end[:, None], copied, -1)
             kept = candidates_ptr + row * (BRANCH * (OWN + FOUND)) + step * (OWN + FOUND)
             tl.store(kept + own_rank[:, None], copied, mask=real & (step < BRANCH))
             tl.store(kept + shared_rank[:, None], continued, mask=real & (step < BRANCH))
@@ -315,7 +322,7 @@ class TritonNGramIndex(NGramIndex):
             tokens, tokens.numel(), tokens.shape[1], rows, prefix_len, count,
             memory.row, memory.log, memory.table, memory.clock, self.ticket, memory.factors,
             CELLS=memory.cells, MASK=memory.mask, WINDOW=self.max_window, LENGTHS=len(memory.lengths),
-            LONGEST=max(memory.lengths), WAYS=WAYS, LIMIT=limit, BLOCK=block,
+            LONGEST=max(memory.lengths), WAYS=WAYS, LIMIT=limit, BLOCK=block, IMAGE=self.image_token,
             num_warps=1 if block <= 64 else 4, **launch_options(tokens.device),
         )  # fmt: skip
 
@@ -332,7 +339,7 @@ class TritonNGramIndex(NGramIndex):
             MASK=memory.mask, MIN_WINDOW=self.min_window, WINDOW=window, WINDOW_BLOCK=triton.next_power_of_2(window),
             STEADY=min(STEADY, window), BRANCH=branch, BRANCH_BLOCK=triton.next_power_of_2(branch), FOUND=CANDIDATES,
             WAYS=WAYS, OWN=OWN, CHUNK=CHUNK, SPLITS=MAX_SPLITS, MAX_CONFIDENCE=MAX_CONFIDENCE,
-            num_warps=4, **launch_options(rows.device),
+            IMAGE=self.image_token, num_warps=4, **launch_options(rows.device),
         )  # fmt: skip
         return out
 

@@ -79,4 +79,7 @@ class CpuSuffixIndex(SuffixIndex):
     def _trie(self, table: RowTensors) -> tuple[Any, ...]:
         tokens, lengths = table.tokens, len(self.lengths)
         assert tokens.is_contiguous()
-        return tokens, tokens.shape[1], self.owner, self.length, lengths, self.table, self.buckets, self.rows
+        return (
+            tokens, tokens.shape[1], self.owner, self.length, lengths, self.table, self.buckets, self.rows,
+            self.image_token,
+        )  # fmt: skip

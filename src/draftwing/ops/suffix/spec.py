@@ -90,11 +90,13 @@ class SuffixIndex:
         min_prob: float = 0.005,
         capacity: int = 1_000_000,
         secret: int | None = None,
+        image_token: int = -1,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. depth, nodes: of the largest tree, its root included.
         max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
         that the table remembers, of prompts and answers together; secret: 63 bits, from which owners begin; None draws
-        them."""
+        them; image_token: stands for images, -1 where none does. Contexts have it, and it follows none."""
+        self.image_token = image_token
         self.rows, self.depth, self.nodes, self.min_prob = rows - 1, depth, max(nodes, 2), min_prob
         self.lengths = tuple(length for length in LENGTHS if length <= max_context)
         self.width = self.lengths[-1]  # tokens of the longest context
@@ -166,6 +168,7 @@ class SuffixIndex:
                 place = (at - 1 - self.back).clamp_(0, table.tokens.shape[1] - 1)
                 context = table.tokens[row, place].long() + 1  # [width]
                 token = table.tokens[row, at.clamp(max=table.tokens.shape[1] - 1)].long()
+                known = known & (token != self.image_token)
                 for owner in range(1 + shared):
                     self._learn(context, self.owner[row, owner], token, known)
 

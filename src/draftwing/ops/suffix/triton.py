@@ -74,7 +74,7 @@ def _insert_kernel(
     tokens_ptr, context, rows_ptr, batch, limit, real, prefix_ptr, count_ptr, owner_ptr, length_ptr, factors_ptr,
     table_ptr,
     BUCKETS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
-    LANES: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, IMAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lengths, PARTS): a program learns all that goes to its share of the buckets of one length, row by row, so
     that the table is the same each time, and on each rank."""
@@ -96,6 +96,7 @@ def _insert_kernel(
         known = inside & (row < real) & (at < tl.minimum(end, context)) & (at >= length)
         text = tokens_ptr + row * context
         token = tl.load(text + at, mask=known, other=0)
+        known = known & (token != IMAGE)
         place = at[:, None] - WIDTH + k[None, :]  # of the context that ends before the token
         here = known[:, None] & (k < WIDTH)[None, :] & (place >= 0)
         cells = tl.load(text[:, None] + place, mask=here, other=-1) + 1
@@ -321,7 +322,7 @@ class TritonSuffixIndex(SuffixIndex):
             tokens, tokens.shape[1], rows, rows.shape[0], limit, self.rows, prefix_len, count, self.owner, self.length,
             self.factors, self.table,
             BUCKETS=self.buckets, WIDTH=self.width, WIDTH_BLOCK=triton.next_power_of_2(self.width), PARTS=parts,
-            SHARED=shared, LANES=_LANES, num_warps=1, **launch_options(tokens.device),
+            SHARED=shared, LANES=_LANES, IMAGE=self.image_token, num_warps=1, **launch_options(tokens.device),
         )  # fmt: skip
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ typedef struct {
     int64_t context, size;          /* of tokens: of a row, of all */
     int64_t *state, *log, *table;   /* of the memory, as are the factors */
     const int64_t *factors;
-    int64_t mask, window;
+    int64_t mask, window, image; /* image: the token that stands for one, -1: none does */
 } Memory;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -58,7 +58,7 @@ static void insert_row(const Memory *m, int64_t row, int64_t prefix, int64_t cou
     int64_t where = place % ring;
     for (int64_t ahead = 0; ahead < limit + 2; ahead++) { /* empty cells follow the newest token */
         const int64_t cell = m->tokens[clamped(first + ahead, m->size)] + state[TAG];
-        m->log[state[BASE] + where] = ahead <= count ? cell : 0;
+        m->log[state[BASE] + where] = ahead <= count && cell != m->image + state[TAG] ? cell : 0;
         if (ahead < count) { /* the token after this one is stored */
             for (int64_t k = 0; k < m->window; k++)
                 cells[k] = m->tokens[clamped(first + ahead - m->window + 1 + k, m->size)] + state[TAG];
@@ -94,10 +94,11 @@ static int64_t match_length(const int64_t *text, int64_t newest, int64_t end, in
 
 /* The OWN best matches of a row's own history, from the most recent on. Of two of one length the more recent is the
    better, so once OWN are found another one has to be longer than the worst of them: what is compared first, a block of
-   positions at a time, are the newest token and the one that would make the match long enough. */
-static void search(const int64_t *text, int64_t newest, int64_t source, int64_t window, Best *best) {
+   positions at a time, are the newest token and the one that would make the match long enough. Before an image is
+   nothing to copy. */
+static void search(const int64_t *text, int64_t newest, int64_t source, int64_t window, int64_t image, Best *best) {
     const int64_t known = source < 0 ? -1 : newest - 1 - source; /* ranks before others of its length, so comes first */
-    if (known >= 0) {
+    if (known >= 0 && text[known + 1] != image) {
         const int64_t length = match_length(text, newest, known, window);
         if (length) enter(best, OWN, (4 * (window - length) + CONTINUED) << LEVEL | source);
     }
@@ -116,7 +117,8 @@ static void search(const int64_t *text, int64_t newest, int64_t source, int64_t 
             stop = enough - 1;
         }
         for (; end > stop && end >= enough && enough < window; end--) {
-            if (text[end] != last || text[end - enough] != text[newest - enough] || end == known) continue;
+            if (text[end] != last || text[end - enough] != text[newest - enough] || end == known || text[end + 1] == image)
+                continue;
             const int64_t length = match_length(text, newest, end, window);
             if (length <= enough) continue;
             enter(best, OWN, (4 * (window - length) + ELSEWHERE) << LEVEL | (newest - 1 - end));
@@ -145,11 +147,14 @@ static void lookup(const Memory *m, const int64_t *text, int64_t newest, int64_t
     }
 }
 
-/* What follows a match: of the row's own the text after it, which repeats itself where it runs into the newest token;
-   of a shared one the log up to the end of the stretch, then -1. */
-static void copy_own(const int64_t *text, int64_t newest, int64_t gap, int64_t branch, int64_t *to) {
+/* What follows a match: of the row's own the text after it up to an image, which repeats itself where it runs into the
+   newest token; of a shared one the log up to the end of the stretch. Then -1. */
+static void copy_own(const int64_t *text, int64_t newest, int64_t gap, int64_t image, int64_t branch, int64_t *to) {
     const int64_t *from = text + newest - gap;
-    for (int64_t d = 0, step = 0; d < branch; d++, step = step == gap ? 0 : step + 1) to[d * KEPT] = from[step];
+    int64_t d = 0;
+    for (int64_t step = 0; d < branch && from[step] != image; d++, step = step == gap ? 0 : step + 1)
+        to[d * KEPT] = from[step];
+    for (; d < branch; d++) to[d * KEPT] = -1;
 }
 static void copy_shared(const int64_t *place, int64_t branch, int64_t *to) {
     int64_t d = 0, id;
@@ -165,13 +170,13 @@ static int64_t confidence_row(const Memory *m, int64_t row, int64_t branch, int6
     if (!state[QUOTA]) return 0;
     Best best = {.count = 0};
     int64_t places[FOUND], confidence = 0;
-    search(text, newest, *gap, m->window, &best);
+    search(text, newest, *gap, m->window, m->image, &best);
     if (best.count && best.key[0] >> LEVEL < 4 * (m->window - steady) + SHARED) *gap = best.key[0] & LOW;
     lookup(m, text, newest, state[TAG], places, &best);
     for (int64_t r = 0; r < best.count; r++) {
         const int64_t level = best.key[r] >> LEVEL, low = best.key[r] & LOW, length = m->window - level / 4;
         if (level % 4 == SHARED) copy_shared(m->log + places[low], branch, candidates + r);
-        else copy_own(text, newest, low, branch, candidates + r);
+        else copy_own(text, newest, low, m->image, branch, candidates + r);
         match[r] = length >= min_window ? length : 0;
         if (!r && match[r]) confidence = least(level % 4 == CONTINUED ? length + m->window : length, max_confidence);
     }
@@ -265,33 +270,34 @@ static Memory memory_of(const int64_t *n) {
                     .table = POINTER(n[7]),
                     .factors = POINTER(n[8]),
                     .mask = n[9],
-                    .window = n[10]};
+                    .window = n[10],
+                    .image = n[11]};
 }
 
-/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, prefix_len, count, limit, cells
-   of a ring, clock */
+/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, image, prefix_len, count, limit,
+   cells of a ring, clock */
 static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16];
-    if (!numbers(args, given, 16, n)) return NULL;
+    int64_t n[17];
+    if (!numbers(args, given, 17, n)) return NULL;
     const Memory m = memory_of(n);
-    const int64_t *prefix = POINTER(n[11]), *count = POINTER(n[12]);
-    int64_t *clock = POINTER(n[15]);
+    const int64_t *prefix = POINTER(n[12]), *count = POINTER(n[13]);
+    int64_t *clock = POINTER(n[16]);
     *clock += INSERT;
-    for (int64_t b = 0; b < m.batch; b++) insert_row(&m, m.rows[b], prefix[b], count[b], n[13], n[14], *clock);
+    for (int64_t b = 0; b < m.batch; b++) insert_row(&m, m.rows[b], prefix[b], count[b], n[14], n[15], *clock);
     Py_RETURN_NONE;
 }
 
-/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, kv_len, candidates, match, gap,
-   branch, min_window, steady, max_confidence, out, its stride */
+/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, image, kv_len, candidates, match,
+   gap, branch, min_window, steady, max_confidence, out, its stride */
 static PyObject *py_ngram_confidence(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[21];
-    if (!numbers(args, given, 21, n)) return NULL;
+    int64_t n[22];
+    if (!numbers(args, given, 22, n)) return NULL;
     Memory m = memory_of(n);
-    m.kv_len = POINTER(n[11]);
-    int64_t *candidates = POINTER(n[12]), *match = POINTER(n[13]), *gap = POINTER(n[14]), *out = POINTER(n[19]);
+    m.kv_len = POINTER(n[12]);
+    int64_t *candidates = POINTER(n[13]), *match = POINTER(n[14]), *gap = POINTER(n[15]), *out = POINTER(n[20]);
     for (int64_t b = 0; b < m.batch; b++) {
         const int64_t row = m.rows[b];
-        out[b * n[20]] = confidence_row(&m, row, n[15], n[16], n[17], n[18], candidates + row * n[15] * KEPT,
+        out[b * n[21]] = confidence_row(&m, row, n[16], n[17], n[18], n[19], candidates + row * n[16] * KEPT,
                                         match + row * KEPT, gap + row);
     }
     Py_RETURN_NONE;

@@ -26,6 +26,7 @@
 typedef struct {
     const int64_t *tokens, *owner, *lengths;
     int64_t context, count, buckets, rows; /* tokens of a row; lengths; buckets of each; rows without the dummy */
+    int64_t image;                         /* the token that stands for one, which follows nothing; -1: none does */
     int64_t *table;
 } Trie;
 
@@ -95,7 +96,7 @@ static void insert_row(const Trie *t, int64_t row, int64_t prefix, int64_t count
                 window->hash = (window->hash - first * window->oldest) * BASE + (uint64_t)(text[at] + 1);
             }
         const int64_t now = at - AHEAD;
-        if (now <= prefix || now >= end) continue;
+        if (now <= prefix || now >= end || text[now] == t->image) continue;
         for (int64_t w = 0; w < t->count && t->lengths[w] <= now; w++)
             for (int64_t s = 0; s <= shared; s++) {
                 Window *window = windows + w;
@@ -281,7 +282,7 @@ static void emit_row(const int64_t *grown, int64_t pitch, int64_t kept, int64_t 
 
 /* -- the module: pointers and sizes as integers, unchecked; ops/suffix/cpu.py knows the tensors ---------------------- */
 
-#define TRIE 8 /* tokens, of a row, owner, lengths, how many, table, buckets, rows without the dummy */
+#define TRIE 9 /* tokens, of a row, owner, lengths, how many, table, buckets, rows without the dummy, image */
 static Trie trie_of(const int64_t *n) {
     return (Trie){.tokens = POINTER(n[0]),
                   .context = n[1],
@@ -290,7 +291,8 @@ static Trie trie_of(const int64_t *n) {
                   .count = n[4],
                   .table = POINTER(n[5]),
                   .buckets = n[6],
-                  .rows = n[7]};
+                  .rows = n[7],
+                  .image = n[8]};
 }
 
 /* trie; rows, B, prefix_len, count, shared */
