@@ -25,6 +25,12 @@ ROOT = Path("/")
 TIDY_SECONDS = 60.0  # between two times at which freed memory is given back
 _PR_SET_PDEATHSIG = 1
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+# In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
+_NO_MEMORY = (
+    "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
+    "failed to map segment", "annot map zero-fill pages", "bad_alloc",
+    "without setting an exception", "error return without exception set",
+)  # fmt: skip
 _UNLIMITED = 1 << 60  # bytes: cgroups of version 1 say "no limit" by a number near 2 ** 63
 
 
@@ -129,6 +135,15 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 # -- what this process's memory is made of -----------------------------------------------------------------------------
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Returns whether an error, or one that led to it, is of memory, or of a thread's, that there was no room for."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -334,7 +334,10 @@ def fails(with_error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no room")])
+OF_TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9000000000000000 bytes."
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no room"), RuntimeError(OF_TORCH)])
 def test_without_memory_nothing_is_kept_and_nothing_fails(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -354,6 +357,14 @@ def test_without_memory_nothing_is_kept_and_nothing_fails(
         engine.parts.sched.flush_cache()
     assert ask(engine, prompt) == (first.tokens, 256, TOKENS - 1)
     engine.close()
+
+
+def test_what_is_no_lack_of_memory_is_an_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(model, tmp_path)
+    ask(engine, tokens(300))
+    monkeypatch.setattr(SlotBytes, "read", fails(RuntimeError("expected 3 rows")))
+    with pytest.raises(RuntimeError, match="expected 3 rows"):
+        engine.close()
 
 
 def test_an_engine_that_cannot_write_lets_go_of_the_model(

@@ -142,3 +142,18 @@ def test_the_host_reads_nothing_of_the_device() -> None:
     assert store.write(text, slots.gather(at, 4)) == 4
     store.poll()
     slots.scatter(at, store.read([entry.digest for entry in text]))
+
+
+def test_little_is_taken_beyond_the_budget() -> None:
+    """Page-locked memory comes in powers of two."""
+    sizes = list[int]()
+
+    class Counted(DistantCpu):
+        def host_memory(self, size: int) -> Tensor:
+            sizes.append(1 << (size - 1).bit_length())
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    for page in (20 << 20, 36 << 20, 96 << 20):
+        sizes.clear()
+        HostPrefixes(Counted(), page, 40 << 30)
+        assert sum(sizes) < 1.07 * (40 << 30) and len(sizes) < 64

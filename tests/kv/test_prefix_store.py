@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftwing import files as files_module
 from draftwing.errors import NotFound, RequestError
 from draftwing.kv.prefix_index import BLOCK, Entry, block_digests, digest_of, owner_of
 from draftwing.kv.prefix_store import VERSION, PrefixStore, delete_client
@@ -361,3 +362,34 @@ def test_a_file_is_loaded_by_whoever_knows_it(tmp_path: Path) -> None:
         assert stored is not None and store.load(stored, memoryview(into)) is right
         assert not right or bytes(into) == content(entry)
     assert there(store, text) == [True] * 4
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_file_that_is_taken_for_a_leftover_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """Another engine looks at the folder when a file is there, and not yet locked."""
+    store, text, opened, held = PrefixStore(tmp_path, MODEL, 10**6), chain("text", 2), files_module.open_private, []
+
+    def seen(path: str, flags: int) -> int:
+        number = opened(path, flags)
+        if not held and path.endswith(".partial"):
+            held.append(None)
+            if locked:
+                held.append(files_module.lock_file(Path(path)))
+            else:
+                PrefixStore(tmp_path, MODEL, 10**6)
+        return number
+
+    monkeypatch.setattr(files_module, "open_private", seen)
+    fill(store, text)
+    assert held and [bytes(store.read(entry.digest) or b"") for entry in text] == list(map(content, text))
+    assert len(list(files(tmp_path))) == 2 + locked
+
+
+def test_nothing_goes_for_what_has_no_room(tmp_path: Path) -> None:
+    text, other, store = chain("text", 2), chain("other", 2), PrefixStore(tmp_path, MODEL, 3_000)
+    fill(store, [*text, *other])
+    for size in (3_000, 2_000):
+        assert not store.write(chain("huge", 1)[0], bytes(size), [one.digest for one in text])
+        assert all(there(store, [*text, *other]))

@@ -18,8 +18,8 @@ import pytest
 from draftwing.learn import idle
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import NEW, RETRY_SECONDS, IdleTraining
-from draftwing.learn.low_priority import lacks_memory
 from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.machine import lacks_memory
 
 IDLE = 5.0
 

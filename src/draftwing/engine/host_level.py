@@ -15,13 +15,13 @@ import numpy as np
 from draftwing.core import IntArray
 from draftwing.engine.build import Parts
 from draftwing.engine.cached_texts import CachedParts, SavedText, WaitingTexts, cached_parts
+from draftwing.engine.startup.memory import FLYING
 from draftwing.errors import ConfigError
 from draftwing.kv.host_prefixes import HostPrefixes
 from draftwing.kv.prefix_index import BLOCK
 from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.machine import free_memory
 
-FLYING = 128  # the part of the device's memory that copies to the host may take meanwhile
 GROUPS = 4  # in which these go; one of them is on its way back at most, which a step that waits for it hardly notices
 
 

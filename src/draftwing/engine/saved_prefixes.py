@@ -41,13 +41,14 @@ from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, owner_of, state_digest
 from draftwing.kv.prefix_store import PrefixStore
 from draftwing.kv.slot_bytes import SlotBytes
+from draftwing.machine import lacks_memory
 from draftwing.sched.req import Req, ReqState
 
 log = logging.getLogger("draftwing")
 IDLE_PART = 0.25  # seconds of writing after which the engine looks for something else to do
 LOOK_SECONDS = 30.0  # after which it is looked again at what other engines have written
 WARN_SECONDS = 600.0  # between two warnings that nothing can be written or read
-FAILURES = OSError, MemoryError, torch.OutOfMemoryError  # after which the engine goes on as it would without a disk
+FAILURES = OSError, MemoryError, RuntimeError  # torch and threads have no type of their own for a lack of memory
 MOST_SLOTS = 4096  # of all clients, whose texts are remembered
 
 
@@ -181,7 +182,7 @@ class SavedPrefixes:
             try:
                 self._host.keep_some()
             except FAILURES as error:
-                self._warn("kept in host memory", error)
+                self._failed("kept in host memory", error)
                 self._host.give_up()
 
     def write_all(self) -> None:
@@ -200,7 +201,7 @@ class SavedPrefixes:
                         self._look = time.monotonic() + LOOK_SECONDS
                     done = self._write_text(self._store, text, stop)
                 except FAILURES as error:  # such as for want of room on the disk
-                    self._warn("written", error)
+                    self._failed("written", error)
                     self._look = 0.0  # perhaps the folder is gone, which makes it anew
                     done = True
                 if not done:
@@ -238,7 +239,11 @@ class SavedPrefixes:
     def _state(self, slot: int) -> memoryview:
         return self._states.read(self._upload(_one(slot)))
 
-    def _warn(self, what: str, error: BaseException) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
+        """Warns of an error after which the engine goes on as it would without a disk. Raises any other."""
+        full = isinstance(error, torch.OutOfMemoryError) or lacks_memory(error) or "out of memory" in str(error)
+        if not full and not isinstance(error, OSError):
+            raise error
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now
@@ -279,7 +284,7 @@ class SavedPrefixes:
                 with self._lock, torch.inference_mode():
                     done = self._bring_part(one, lambda: self._full or time.monotonic() >= until)
             except FAILURES as error:
-                self._warn("read", error)
+                self._failed("read", error)
                 done = True
             if done:
                 one.req.returning, one.req.looked = False, self._kv.evicted
@@ -468,7 +473,7 @@ class SavedPrefixes:
         try:
             self.clear()
         except OSError as error:
-            self._warn("removed", error)
+            self._failed("removed", error)
 
     def stats(self) -> dict[str, Any]:
         """Counts: bytes that are kept, and tokens of prompts that came from there."""

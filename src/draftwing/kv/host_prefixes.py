@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.kv.prefix_index import Entry, PrefixIndex, Stored
 
-SLAB = 256 << 20  # bytes that are asked for at once: page-locked memory comes in powers of two
+SLAB = 1 << 30  # bytes that are asked for at once at most: page-locked memory comes in powers of two
 
 
 class HostCopies(Protocol):
@@ -62,8 +62,8 @@ class HostPrefixes(PrefixIndex):
         self._copies, self._page = copies, page
         self._pages = list[Tensor]()
         while len(self._pages) < count:
-            some = min(max(SLAB // page, 1), count - len(self._pages))
-            self._pages += copies.host_memory(some * page).split(page)
+            slab = min(1 << ((count - len(self._pages)) * page).bit_length() - 1, SLAB)
+            self._pages += copies.host_memory(max(slab // page, 1) * page).split(page)
         self._free = list(range(count))
         self._at: dict[bytes, _Place] = {}  # of parts that are there or on their way
         self._arriving: dict[bytes, Stored] = {}

@@ -111,7 +111,11 @@ class PrefixIndex(ABC):
         if self.size + size <= self._limit:
             return True
         kept = frozenset((self._name, digest) for digest in keep)
-        self._remove_least(self._limit * (1 - _SPARE) - size, kept.union(self._staying()))
+        staying = kept.union(self._staying())
+        least = size + sum(stored.size for key, stored in self._files.items() if key in staying)
+        if self.size <= self._limit < least:
+            return False  # nothing goes in vain
+        self._remove_least(self._limit * (1 - _SPARE) - size, staying)
         if self.size > self._limit:
             self._remove_least(self._limit, kept)
         return self.size + size <= self._limit

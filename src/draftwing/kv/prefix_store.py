@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from draftwing.errors import RequestError
 from draftwing.files import PARTIAL, lock_file, make_private
@@ -110,20 +110,29 @@ class PrefixStore(PrefixIndex):
         size = _START + len(data)
         if not self._make_room(size, keep):
             return False
-        path = self._path(entry)
-        partial = path.with_name(f"{os.getpid():x}-{os.urandom(8).hex()}{PARTIAL}")
+        partial, lock = self._partial()
         try:
-            with lock_file(partial) as lock, open(lock.fileno(), "wb", buffering=0, closefd=False) as file:
+            with lock, open(lock.fileno(), "wb", buffering=0, closefd=False) as file:
                 for part in (_header(self._identity, entry, data), memoryview(data).cast("B")):
                     while len(part):
                         part = part[file.write(part) :]
-                partial.rename(path)
+                partial.rename(self._path(entry))
         except OSError:
             with suppress(OSError):
                 partial.unlink()
             raise
         self._add(Stored(self._name, entry, size, time.time()))
         return True
+
+    def _partial(self) -> tuple[Path, IO[str]]:
+        """Makes an empty file and locks it. Another one where somebody took it for a leftover in between."""
+        while True:
+            partial = self._folder / f"{os.getpid():x}-{os.urandom(8).hex()}{PARTIAL}"
+            with suppress(BlockingIOError):
+                lock = lock_file(partial)
+                if os.fstat(lock.fileno()).st_nlink:
+                    return partial, lock
+                lock.close()
 
     def read(self, digest: bytes) -> memoryview | None:
         """Returns what was written; None, and removes the file, where it is not what it should be."""

@@ -10,15 +10,9 @@ import signal
 import sys
 from contextlib import suppress
 
-from draftwing.machine import end_with_parent
+from draftwing.machine import end_with_parent, lacks_memory
 
 LEAST = 400 * 10**6  # bytes: loading torch takes 200 to 400 MB; with less, libraries may end the process without a word
-# In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
-_NO_MEMORY = (
-    "start new thread", "start a thread", "annot allocate memory", "an't allocate memory", "not enough memory",
-    "failed to map segment", "annot map zero-fill pages", "bad_alloc",
-    "without setting an exception", "error return without exception set",
-)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -47,15 +41,6 @@ def _too_little(memory: int) -> str:
         f"learning: training needs more than the {memory / 1e6:,.0f} MB that it may take, half of the memory that was "
         "free when the server was ready"
     )
-
-
-def lacks_memory(error: BaseException | None) -> bool:
-    """Returns whether an error, or one that led to it, is of memory, or of a thread's, that there was no room for."""
-    while error is not None:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 if __name__ == "__main__":

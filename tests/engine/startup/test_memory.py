@@ -231,6 +231,7 @@ def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
     slot = 2 * 2 * 2 * 16 * 4
     left = 60 * GB - 5 * GB - 2 * 4 * 7 * 10**6 - 2 * GB - 1.6 * GB
     assert sizing.size_pool(options(), on_cuda, 10**6, 8).tokens == int(left) // slot
+    assert sizing.size_pool(options(hicache_size=1.0), on_cuda, 10**6, 8).tokens == int(left - 80 * GB / 64) // slot
     assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8).tokens == 77
     assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8).tokens == 20 * GB // slot
 

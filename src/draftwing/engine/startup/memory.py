@@ -38,6 +38,7 @@ CPU_POOL_BYTES = 2 << 30  # of the pool and states on a CPU by default; a quarte
 # H100 a layer took 30 KB, beside prompts 48, and a stage 0.06 to 0.23 MB (docs/dev/start.md); others may take more.
 LAYER_BYTES = 64 << 10
 STAGE_BYTES = 512 << 10
+FLYING = 128  # the part of CUDA memory that copies to host memory may take at once, and those from there (`host_level`)
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
@@ -186,9 +187,11 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     tables += request_bytes(rows, rig.model.config.vocab_size, length)
     tables += unseen_bytes(rows, rig, deferral_of(options, rig))
     tables += record_bytes(rig.layers, rows - 1, rig.nodes, rig.model.dtype)
-    needed = step + graphs + tables
+    copies = 2 * total // FLYING if options.hicache_size else 0
+    needed = step + graphs + tables + copies
     sizes = (
-        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
+        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB"
+        f"{f', copies of --hicache-size {copies / 1e9:.2f} GB' if copies else ''}: "
         "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
     )
     log.info("memory: %.2f GB of %.2f free after the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 def host_pool(info: EngineInfo) -> int:
     """Returns what it sends once requests are taken (`Failed` in its place): the bytes of the host's that the KV cache
-    takes when all of it has been used."""
-    return 0 if info.stored["on_device"] else info.pool_bytes * info.options.tp_size
+    takes when all of it has been used. Those of `--hicache-size` beneath a GPU's are taken by then."""
+    options = info.options
+    return 0 if info.stored["on_device"] else info.pool_bytes * options.tp_size + int(options.hicache_size * 1e9)
 
 
 def main() -> int:

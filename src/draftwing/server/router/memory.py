@@ -22,7 +22,7 @@ _PART = re.compile(r"-\d{5}-(of-\d{5})$", re.ASCII)
 
 class Forecast(NamedTuple):
     """Bytes. weights: of the model's files, 0 where they are not on this machine.  pool: of the KV cache, when all of
-    it has been used."""
+    it has been used, and of `--hicache-size`."""
 
     weights: int
     pool: int
@@ -46,14 +46,15 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
     arguments = model.arguments
     files = model_files(model)
     weights = sum(file.stat().st_size for file in files if file.suffix in (".gguf", ".safetensors", ".bin", ".pt"))
+    beneath = int((arguments.get("hicache_size") or 0) * 1e9)
     if not on_host(arguments.get("device", Options.device)):
-        return Forecast(0, 0)
+        return Forecast(0, beneath)
     free = max((free_memory() if free is None else free) or 0, 0)
     tokens, fraction = arguments.get("max_total_tokens"), arguments.get("mem_fraction_static")
     if tokens and (slot := _slot_bytes(files)):
-        return Forecast(weights, tokens * slot)
+        return Forecast(weights, tokens * slot + beneath)
     pool = int(max(free - weights, 0) * fraction) if fraction else min(POOL_BYTES, max(free - weights, 0) // 4)
-    return Forecast(weights, pool)
+    return Forecast(weights, pool + beneath)
 
 
 def measured(weights: int, pool: int, resident: int) -> Forecast:
