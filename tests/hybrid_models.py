@@ -44,6 +44,15 @@ CONVS = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
+LFM3 = {
+    "head_dim": 32, "conv_L_cache": 5, "norm_eps": 1e-3, "sliding_window": 20, "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "layer_types": ["full_attention", "conv", "sliding_attention", "conv"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}  # fmt: skip
 GRANITE = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "rms_norm_eps": 1e-5,
     "shared_intermediate_size": 80, "attention_multiplier": 0.125, "embedding_multiplier": 3, "logits_scaling": 2,
@@ -151,6 +160,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LING, "kda_safe_gate": False, "q_lora_rank": 24, "attention_bias": True, "norm_topk_prob": False},
     ),
     "lfm2": ("Lfm2", {**CONVS, "intermediate_size": 150, "block_multiple_of": 32}),
+    "lfm3": ("Lfm3", LFM3),
     "lfm2-moe": ("Lfm2Moe", {**LFM2_EXPERTS, **CONVS, "num_dense_layers": 1}),
     "lfm2-plain": ("Lfm2", {**CONVS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
 }

@@ -55,8 +55,8 @@ MAY_NAME = {
     "train.evaluate": "a sentence of a model card",
 }
 FAMILY = re.compile(
-    r"apertus|arcee|bailing|bamba|cohere|decilm|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|internlm|kimi|lfm2|(?<!o)llama(?!\.cpp|_arg)|mimo|minicpm|minimax|"
-    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for|moe)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder",
+    r"afmoe|apertus|arcee|bailing|bamba|cohere|cwm|decilm|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|hy_?v3|hyperclova|internlm|kimi|lfm[23]|(?<!o)llama(?!\.cpp|_arg)|mellum|mimo|minicpm|minimax|"
+    r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for|moe)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder|youtu",
     re.IGNORECASE,
 )
 

@@ -27,6 +27,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "stablelm-parallel": ("cpu",), "starcoder2": ("cpu",), "phi": ("cpu", "blocks", RANKS),
     "neox": ("cpu", "blocks", RANKS), "nemotron": ("blocks",),
     "minicpm3": ("cpu", "blocks", RANKS),
+    "afmoe": ("cpu", "blocks", RANKS),
     "deci": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),

@@ -74,7 +74,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
 @pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3"], dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
@@ -90,6 +90,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
         "falcon-h1",
         "kimi-linear",
         "ling3",
+        "lfm3",
     ],
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
@@ -109,7 +110,7 @@ EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
 
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear"]
+    "kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "lfm3"]
 )
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
     folder, drafters = written(tmp_path, kind, **EVEN.get(kind, {}))

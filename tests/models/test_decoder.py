@@ -385,6 +385,74 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4-defaults": ("Llama4", {**LLAMA4, "floor_scale": 20}),
+    "afmoe": (
+        "Afmoe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "num_dense_layers": 2,
+            "num_shared_experts": 1,
+            "route_scale": 1.5,
+            "mup_enabled": True,
+            "sliding_window": 24,
+            "global_attn_every_n_layers": 2,
+        },
+    ),
+    "afmoe-defaults": ("Afmoe", {"head_dim": 16, "moe_intermediate_size": 32, "layer_types": MIXED}),
+    "hunyuan-v3": (
+        "HYV3",
+        {
+            **EXPERTS,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
+    ),
+    "hunyuan-v3-defaults": ("HYV3", {"head_dim": 16, "num_experts": 12, "moe_intermediate_size": 32}),
+    "ministral": ("Ministral", {"head_dim": 32, "sliding_window": 24, "rope_parameters": PLAIN}),
+    "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 24, "layer_types": MIXED, "rope_parameters": LLAMA3}),
+    "cwm-defaults": ("Cwm", {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 40}),
+    "youtu": ("Youtu", {**LATENT, "tie_word_embeddings": False, "rope_parameters": YARN, "attention_bias": True}),
+    "youtu-defaults": ("Youtu", {**LATENT, "q_lora_rank": None}),
+    "exaone-moe": (
+        "ExaoneMoe",
+        {
+            **EXPERTS,
+            "num_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "sliding_window": 20,
+            "sliding_window_pattern": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "exaone-moe-defaults": ("ExaoneMoe", {"head_dim": 16, "num_experts": 12, "moe_intermediate_size": 32}),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            "attention_multiplier": 0.125,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": PLAIN,
+        },
+    ),
+    "hyperclovax-defaults": ("HyperCLOVAX", {"head_dim": 16}),
+    "mellum": (
+        "Mellum",
+        {
+            **EXPERTS,
+            "layer_types": MIXED,
+            "sliding_window": 20,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "norm_topk_prob": False,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+        },
+    ),
+    "mellum-defaults": ("Mellum", {"head_dim": 16, "num_experts": 12, "moe_intermediate_size": 32}),
 }
 
 
@@ -660,6 +728,7 @@ OF_RANKS = [
     "ernie4.5-moe",
     "ling2",
     "llama4",
+    "afmoe",
 ]
 
 

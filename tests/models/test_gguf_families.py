@@ -33,6 +33,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "afmoe": ("afmoe", False), "mellum": ("mellum", False), "exaone-moe": ("exaone-moe", False),
     "ling2": ("bailingmoe2", False), "ernie4.5-moe-defaults": ("ernie4_5-moe", False),
     "granite-moe": ("granitemoe", True), "granite-moe-shared": ("granitemoe", True),
     "apertus": ("apertus", False), "arcee": ("arcee", True),
@@ -44,14 +45,17 @@ IN_FILES = {
     "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
+LIKE = {"mellum": "qwen3moe"}  # which the gguf package does not know yet
 IN_CONVERTERS = {
-    "gate.expert_bias": "gate.expert_bias.bias",
+    "gate.expert_bias": "gate.expert_bias.bias", "mlp.expert_bias": "mlp.expert_bias.bias",
     "gate.moe_statics.": "moe_statics.",
     "_correction_bias": "_correction.bias", "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear",
     "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
 }  # fmt: skip
 # What files do not say: windows of some layers, a scale that is that of the heads' size.
 UNSAID: dict[str, dict[str, Any]] = {
+    "afmoe": {"global_attn_every_n_layers": 4},
+    "mellum": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": True},
     **{key: {"num_key_value_heads": 4, "hidden_act": "gelu"} for key in ("neox", "neox-sequential")},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16},
     "granite as minicpm": {
@@ -115,7 +119,9 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
-    if config.model_type == "olmo3":
+    if config.model_type == "mellum":
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.model_type in ("olmo3", "mellum", "exaone_moe"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
         writer.add_sliding_window(config.sliding_window)
@@ -173,7 +179,19 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         return
-    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
+    if config.model_type == "afmoe":
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_weights_scale(config.route_scale)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "exaone_moe":
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_leading_dense_block_count(0)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
     if config.model_type in ("dots1", "sarvam_moe", "solar_open"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))
@@ -204,7 +222,7 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
             values = [float(value) for name, value in tensors.items() if name.endswith(f".act_fn.{part}")]
             getattr(writer, f"add_xielu_{part}")(values)
     known = gguf_package.get_tensor_name_map(
-        next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
+        next(key for key, name in MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch)), config.num_hidden_layers
     )
     heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in tensors.items():

@@ -46,8 +46,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 PUBLISHED["MIMO"] = hf_configs.QWEN25_7B | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 PUBLISHED |= {
     name: published(name)
-    for name in ("bamba-9b-v2", "internlm3-8b-instruct", "llama-3.3-nemotron-super-49b", "minicpm4-8b", "phi-3.5-moe")
+    for name in (
+        "bamba-9b-v2",
+        "cwm-32b",
+        "hy3-preview",
+        "hyperclovax-seed-think-14b",
+        "internlm3-8b-instruct",
+        "k-exaone-236b-a23b",
+        "lfm3-1.7b",
+        "llama-3.3-nemotron-super-49b",
+        "mellum2-12b-a2.5b",
+        "minicpm4-8b",
+        "ministral-8b-transformers-5",
+        "phi-3.5-moe",
+        "trinity-mini",
+        "youtu-llm-2b",
+    )
 }
+PUBLISHED["EXAONE_MOE"] = published("k-exaone-236b-a23b") | {"architectures": ["ExaoneMoeForCausalLM"]}
 PUBLISHED["PHIMOE"] = published("phi-3.5-moe") | {"architectures": ["PhimoeForCausalLM"]}
 RELATIVES = [  # of others among them
     "LLAMA2_7B", "LLAMA32_1B", "MISTRAL_7B_V01", "QWEN25_7B", "QWEN25_15B_TRANSFORMERS5", "QWEN3_30B", "GEMMA4_E2B",

@@ -26,20 +26,20 @@ from draftwing.parallel.ranks import Ranks, Share
 class AttentionConfig(MixerConfig):
     """Grouped-query attention of one layer, with the sizes of this rank.
 
-    rope: which of `ModelConfig.ropes` turns its heads.  window, chunk, scalar, cap: as `AttentionKind` has them. sinks:
-    whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether these norms
-    are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as `MixerConfig` has it;
-    then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid of a gate, which the
-    matrix of queries makes behind each head's.  rotary: the first elements of a head so many of which are turned, 0:
-    all. They are paired among themselves, and lie in the order of `rotate`, element i of the first half and of the
-    second.
-    v_norm: whether heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one
-    matrix for keys, before their norm, and values.  interleaved: whether elements that are turned lie in pairs in a
-    checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head lie
-    together.  scaled_queries: whether the rotary
-    embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are normed when
-    they are turned, not before.  bare_norms: whether norms of heads have no weights.  index: what picks the blocks of
-    tokens that a query attends to, None: it attends to all.
+    rope: which of `ModelConfig.ropes` turns its heads.  window, chunk, scalar, cap: as `AttentionKind` has them.
+    sinks: whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether
+    these norms are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as
+    `MixerConfig` has it; then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid
+    of a gate, which the matrix of queries makes behind each head's.  gate_rows: those of a head in a checkpoint's
+    own matrix of gates, one for all elements or one for each; 0: gates are in that of queries.  rotary: the first
+    elements of a head so many of which are turned, 0: all. They are paired among themselves, and lie in the order
+    of `rotate`, element i of the first half and of the second. v_norm: whether heads of values have norms, too,
+    without weights.  values_are_keys: whether a checkpoint has one matrix for keys, before their norm, and values.
+    interleaved: whether elements that are turned lie in pairs in a checkpoint.  fused: whether it has one matrix
+    for queries, keys and values; by_head: in which those of a head lie together.  scaled_queries: whether the
+    rotary embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are
+    normed when they are turned, not before.  bare_norms: whether norms of heads have no weights.  index: what picks
+    the blocks of tokens that a query attends to, None: it attends to all.
     """
 
     heads: int
@@ -54,6 +54,7 @@ class AttentionConfig(MixerConfig):
     qk_norm: bool = False
     kv_from: int | None = None
     gated: bool = False
+    gate_rows: int = 0
     rotary: int = 0
     whole_norms: bool = False
     v_norm: bool = False
@@ -95,6 +96,8 @@ class AttentionConfig(MixerConfig):
             )
         if self.by_head and self.kv_heads != self.heads:
             raise CheckpointError(f"expected as many key/value heads as heads, {self.heads}, found {self.kv_heads}")
+        if self.gate_rows not in (0, 1, self.head_dim):
+            raise CheckpointError(f"expected gates of whole heads or of all their elements, found {self.gate_rows}")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
         if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
@@ -131,6 +134,9 @@ class AttentionConfig(MixerConfig):
             parts.append(
                 self._stored_by_head(every) if self.by_head else self._stored_as_one((q, q_order), (kv.share, k_order))
             )
+        elif self.gate_rows:
+            parts.append(self._stored_gates(own, rank))
+            parts.append(StoredMatrix("self_attn.q_proj", "qkv", q_rows, q_rows, self.qkv_bias, Cut(0, q), q_order))
         else:
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), q_order))
         if self.kv_from is None and not self.fused:
@@ -155,6 +161,14 @@ class AttentionConfig(MixerConfig):
             at += share.whole
         order, rows = ordered(0, runs, at), q.size + 2 * kv.size
         return StoredMatrix("self_attn.qkv_proj", "qkv", 0, rows, self.qkv_bias, Cut(0, Share(0, at, at)), order)
+
+    def _stored_gates(self, own: AttentionConfig, rank: int) -> StoredMatrix:
+        """Returns the matrix of gates alone, whose rows are repeated where a head has one. own: of this rank."""
+        rows, whole = own.heads * self.head_dim, self.heads * self.gate_rows
+        share = Cut(0, Share(rank * own.heads * self.gate_rows, own.heads * self.gate_rows, whole))
+        each = ((rank * own.heads + head, 1) for head in range(own.heads) for _ in range(self.head_dim))
+        order = ordered(0, each, whole) if self.gate_rows == 1 else None
+        return StoredMatrix("self_attn.gate_proj", "qkv", 0, rows, False, share, order)
 
     def _stored_by_head(self, heads: range) -> StoredMatrix:
         """Returns the matrix of queries, keys and values that has those of a head together. heads: of this rank."""
@@ -199,7 +213,7 @@ class AttentionConfig(MixerConfig):
     def _q_order(self, own: AttentionConfig, rank: int) -> Order | None:
         """Of the rows of queries: all gates, then all queries."""
         heads = range(rank * own.heads, (rank + 1) * own.heads)
-        if not self.gated:
+        if not self.gated or self.gate_rows:
             return self._order(heads, self.heads)
         size, queries = 2 * self.head_dim, self._order(heads, self.heads, 2)
         assert queries is not None
@@ -238,6 +252,7 @@ class Attention(Mixer):
         self.whole_norms, self._ranks = config.whole_norms, layer.ranks
         self.v_norm = config.v_norm and not self.reads_others
         assert not (self.whole_norms and (self.reads_others or self.gated))
+        assert not (config.gate_rows and config.qkv_bias)  # nobody would fill those of gates
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
         assert not self.values_are_keys or self.v_norm or self.reads_others
         self.o = place.out(q_rows, config.o_bias)

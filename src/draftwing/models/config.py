@@ -283,6 +283,7 @@ def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
         whole_norms=family.qk_norm == "whole",
         norms_after=family.norms_after,
         gated=family.gated,
+        gate_rows=family.rows_of_gate(head_dim),
         rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
         interleaved=family.rope_interleaved,
         fused=bool(family.fused_qkv),

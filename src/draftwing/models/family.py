@@ -182,6 +182,7 @@ class Family:
     soft_cap: bool = False  # whether it reads `final_logit_softcapping`
     score_cap: bool = False  # whether it reads `attn_logit_softcapping`
     gated: bool = False  # whether attention has gates
+    gate_rows: Literal["", "head", "element"] = ""  # in a matrix of their own, of what each is; "": in that of queries
     turns_parts: bool = False  # whether a part of each head may be turned
     rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none
     rope_interleaved: bool = False  # whether a checkpoint has elements that are turned together beside each other
@@ -217,6 +218,10 @@ class Family:
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # what is called otherwise below `mtp`, without layers
     assistants: tuple[str, ...] = ()  # `model_type` of models that draft by its keys and values
     gguf: InGGUF | None = None
+
+    def rows_of_gate(self, head_dim: int) -> int:
+        """Returns `AttentionConfig.gate_rows` of heads of this size."""
+        return {"": 0, "head": 1, "element": head_dim}[self.gate_rows]
 
     @property
     def one_predicts(self) -> bool:

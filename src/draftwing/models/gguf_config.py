@@ -132,6 +132,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         whole_norms=family.qk_norm == "whole",
         norms_after=family.norms_after,
         gated=family.gated,
+        gate_rows=family.rows_of_gate(head_dim),
         rotary=rotary,
         interleaved=family.rope_interleaved,
         fused=bool(family.fused_qkv),

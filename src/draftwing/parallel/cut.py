@@ -113,8 +113,9 @@ class Order(NamedTuple):
         return BlockRows(value.kind, data, sum(size for _, size in self.runs))
 
     def back(self, value: Tensor) -> Tensor:
-        """Returns the tensor as it is stored, of which all is read."""
-        return torch.empty_like(value).index_copy_(self.axis, self.places().to(value.device), value)
+        """Returns the tensor as it is stored, of which all is read, some perhaps more than once."""
+        shape = [*value.shape[: self.axis], self.whole, *value.shape[self.axis + 1 :]]
+        return value.new_empty(shape).index_copy_(self.axis, self.places().to(value.device), value)
 
     def _check(self, name: str, value: Stored) -> None:
         shape = [len(value.data), value.columns] if isinstance(value, BlockRows) else []

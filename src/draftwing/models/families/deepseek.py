@@ -55,6 +55,10 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return (replace(layer, mixer=latent_attention(fields)),) * count
 
 
+def _dense_latent(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    return (replace(layer, mixer=latent_attention(fields)),) * count
+
+
 def indexed_layers(
     fields: Fields, layer: LayerConfig, count: int, interleaved: bool = False, kinds: Sequence[str] = ()
 ) -> tuple[LayerConfig, ...]:
@@ -268,6 +272,9 @@ FAMILIES = {
                 gating=(UNSAID, SOFTMAX), neutral={"expert_weights_norm": (False,)}, sigmoid=False, renormalised=False
             ),
         ),
+    ),
+    "YoutuForCausalLM": Family(
+        "youtu", layers=_dense_latent, tied=True, neutral={**_NEUTRAL, "embedding_initializer_range": None}
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",

@@ -1,12 +1,13 @@
 """EXAONE 3: Llama, with other names. EXAONE 4: norms behind each part alone; where some layers have a window, the
-others turn nothing."""
+others turn nothing. K-EXAONE: the experts of DeepSeek-V3, and norms before."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF
+from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
+from draftwing.models.family import ExpertNames, Family, InGGUF
 from draftwing.models.fields import Fields
 
 
@@ -53,6 +54,20 @@ def _renamed(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     return [(name, value)]
 
 
+# What is called otherwise in other configs.
+_MOE_NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+
+def _moe_keys(fields: Fields) -> dict[str, Any]:
+    usual = {"num_experts": 64, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 1024}
+    found = {key: value for key, value in usual.items() if not fields.has(key)}
+    return {**_keys(fields), **found, **fields.overruled(found).renamed(_MOE_NAMES)}
+
+
+_WITH_WINDOWS: dict[str, Any] = {
+    "qkv_bias": False, "o_bias": False, "qk_norm": True, "eps": 1e-5, "sliding_window": 4096, "window_pattern": 4,
+    "nope": _nope,
+}  # fmt: skip
 FAMILIES = {
     "ExaoneForCausalLM": Family(
         "exaone",
@@ -63,17 +78,24 @@ FAMILIES = {
         apart=_renamed,
         gguf=InGGUF("exaone"),
     ),
+    **dict.fromkeys(
+        ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        Family(
+            "exaone_moe",
+            **_WITH_WINDOWS,
+            keys=_moe_keys,
+            experts=experts,
+            dense_layers=dense_layers,
+            expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.e_score_correction_bias"),
+            gguf=InGGUF("exaone-moe", fields=_metadata, experts=IN_GGUF),
+            neutral={"is_moe_layer": None, "first_k_dense_replace": None},  # beside `mlp_layer_types`
+        ),
+    ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=True,
-        eps=1e-5,
+        **_WITH_WINDOWS,
         in_norms=False,
         out_norms=True,
-        sliding_window=4096,
-        window_pattern=4,
-        nope=_nope,
         keys=_keys,
         gguf=InGGUF("exaone4", fields=_metadata),
     ),

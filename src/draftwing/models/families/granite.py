@@ -1,5 +1,5 @@
 """Granite 3, dense and with experts: Llama's layers, with factors of embeddings, of what layers add, of scores and of
-logits."""
+logits. HyperCLOVA X: the same with norms behind each part, too."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {"query_pre_attn_scalar": query_scalar(fields, "attention_multiplier", 1.0)}
 
 
+def _peri_keys(fields: Fields) -> dict[str, Any]:
+    """Reads the factor of logits as the divisor that Granite has."""
+    fields.check("use_post_norm", (True,))
+    fields.check("residual_multiplier", (1,))
+    heads = fields.whole("num_attention_heads", high=WIDEST)
+    size = fields.whole("head_dim", high=WIDEST, default=fields.whole("hidden_size", high=WIDEST) // heads)
+    given = {} if fields.get("attention_multiplier") is not None else {"attention_multiplier": size**-0.5}
+    return {**_keys(fields.overruled(given)), "logits_scaling": 1 / fields.number("logits_scaling", 1e-3, 1e3, 1.0)}
+
+
 def _experts(fields: Fields, layers: int) -> ExpertConfig:
     return softmax_experts(fields, layers, "num_local_experts", "intermediate_size")
 
@@ -28,6 +38,16 @@ _GRANITE: dict[str, Any] = {"attention_scalar": 1, "multipliers": True, "keys": 
 _EXPERTS: dict[str, Any] = {**_GRANITE, "expert_names": NAMES, "apart": apart}
 FAMILIES = {
     "GraniteForCausalLM": Family("granite", **_GRANITE, gguf=InGGUF("granite", permuted=True)),
+    "HyperCLOVAXForCausalLM": Family(
+        "hyperclovax",
+        **{**_GRANITE, "keys": _peri_keys},
+        out_norms=True,
+        layer_names={
+            "post_attention_layernorm": "post_norm1",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_norm2",
+        },
+    ),
     "GraniteMoeForCausalLM": Family(
         "granitemoe",
         **_EXPERTS,

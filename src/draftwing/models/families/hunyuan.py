@@ -1,10 +1,12 @@
-"""Hunyuan, dense and with experts: Llama whose heads are normed when they are turned."""
+"""Hunyuan, dense and with experts: Llama whose heads are normed when they are turned; and Hunyuan V3: the experts of
+DeepSeek-V3, and heads that are normed before that."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
+from draftwing.models.families.deepseek import dense_layers, experts
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 from draftwing.models.positions import rope_fields
@@ -48,6 +50,19 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig:
     return softmax_experts(fields, layers, "num_experts", "intermediate_size", shared=ffn, wide_router=True)
 
 
+# What is called otherwise in other configs.
+_V3_NAMES = {
+    "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts",
+    "routed_scaling_factor": "router_scaling_factor", "norm_topk_prob": "route_norm",
+}  # fmt: skip
+
+
+def _v3_keys(fields: Fields) -> dict[str, Any]:
+    usual = {"router_scaling_factor": 2.826, "num_experts_per_tok": 8, "num_experts": 192}
+    found = {key: value for key, value in usual.items() if not fields.has(key)}
+    return found | fields.overruled(found).renamed(_V3_NAMES)
+
+
 _HUNYUAN: dict[str, Any] = {
     "qk_norm": True, "norms_after": True, "eps": 1e-5,
     "layer_names": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
@@ -61,6 +76,23 @@ _NEUTRAL: dict[str, Values] = {
                      "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id")),
 }  # fmt: skip
 FAMILIES = {
+    "HYV3ForCausalLM": Family(
+        "hy_v3",
+        qk_norm=True,
+        eps=1e-5,
+        head_dim=128,
+        theta=11158840.0,
+        keys=_v3_keys,
+        experts=experts,
+        dense_layers=dense_layers,
+        expert_names=ExpertNames("mlp.router.gate", shared="mlp.shared_mlp", correction="mlp.expert_bias"),
+        neutral={
+            "qk_norm": (True,),
+            "enable_moe_fp32_combine": None,
+            "moe_router_use_sigmoid": (True,),
+            "moe_router_enable_expert_bias": (True,),
+        },
+    ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense",
         **_HUNYUAN,

@@ -1,17 +1,33 @@
-"""Llama, and what is like it: Mistral, Ministral 3, and Mixtral with its experts."""
+"""Llama, and what is like it: Mistral, Ministral 3, Mixtral with its experts, and CWM with windows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.tiles_images import split_tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
-from draftwing.models.fields import Fields
+from draftwing.models.fields import MAX_LAYERS, Fields
+from draftwing.models.positions import FULL, SLIDING
 
 
 def _experts(fields: Fields, layers: int) -> ExpertConfig:
     return softmax_experts(fields, layers, "num_local_experts", "intermediate_size")
 
 
+def _cwm_keys(fields: Fields) -> dict[str, Any]:
+    """Says what a config of CWM leaves out: of four layers the first has no window."""
+    said: dict[str, Any] = {"rms_norm_eps": fields.number("rms_norm_eps", 0, 1, 1e-5)}
+    if not fields.texts("layer_types"):
+        count = fields.whole("num_hidden_layers", high=MAX_LAYERS)
+        said["layer_types"] = [SLIDING if i % 4 else FULL for i in range(count)]
+    return said if fields.get("rope_parameters") or fields.get("rope_scaling") else said | {"rope_scaling": _CWM_ROPE}
+
+
+_CWM_ROPE = {
+    "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 _NEUTRAL = {"qkv_bias": (False,)}
 _LLAMA2 = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -35,6 +51,11 @@ FAMILIES = {
         sliding_window=4096,
         neutral=_NEUTRAL,
         wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {"sliding_window": None}, "mistral")},
+    ),
+    # As transformers saves the same, where layers may have windows by turns.
+    "MinistralForCausalLM": Family("ministral", qkv_bias=False, o_bias=False, sliding_window=4096, neutral=_NEUTRAL),
+    "CwmForCausalLM": Family(
+        "cwm", qkv_bias=False, o_bias=False, head_dim=128, theta=1e6, sliding_window=8192, keys=_cwm_keys
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, and the experts of both and of those after them."""
+"""Qwen2 and Qwen3, and the experts of both and of those after them; and Mellum 2, such experts with windows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.qwen_images import tower
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, softmax_experts
-from draftwing.models.fields import WIDEST, Fields, Values
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, Values
+from draftwing.models.positions import FULL, SLIDING
 
 
 def experts(fields: Fields, layers: int) -> ExpertConfig:
@@ -31,6 +32,19 @@ def dense_layers(fields: Fields, layers: int) -> frozenset[int]:
     if not isinstance(named, list) or not all(type(one) is int for one in named):
         raise fields.unlike("mlp_only_layers", "a list of layer numbers")
     return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
+
+
+def _windowed_keys(fields: Fields) -> dict[str, Any]:
+    """Says what a config of Mellum 2 leaves out: no layer has a window, and weights of experts add up to 1."""
+    count = fields.whole("num_hidden_layers", high=MAX_LAYERS)
+    said: dict[str, Any] = {"norm_topk_prob": fields.flag("norm_topk_prob", True)}
+    if not fields.get("rope_parameters"):
+        said["rope_parameters"] = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
+    return said if fields.texts("layer_types") else {**said, "layer_types": [FULL] * count}
+
+
+def _kinds_of_mlp(fields: Fields, layers: int) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(fields.texts("mlp_layer_types")[:layers]) if kind == "dense")
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
@@ -87,6 +101,20 @@ FAMILIES = {
             names={"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
             experts=ExpertMetadata(grouped=True, renormalised=False, shared=True, more={"shared_gate": True}),
         ),
+    ),
+    "MellumForCausalLM": Family(
+        "mellum",
+        qk_norm=True,
+        head_dim=128,
+        sliding_window=1024,
+        window_pattern=4,
+        pattern_key=False,
+        theta=5e5,
+        local_theta=1e4,
+        keys=_windowed_keys,
+        experts=experts,
+        dense_layers=_kinds_of_mlp,
+        gguf=InGGUF("mellum", experts=ExpertMetadata()),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
