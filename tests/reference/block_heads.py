@@ -17,9 +17,9 @@ from reference.draft_heads import (
     linear,
     mlp,
     rms_norm,
-    rope_frequencies,
     rotate,
     run_target,
+    turn_of,
 )
 from torch import Tensor
 from torch.nn.functional import silu
@@ -168,14 +168,14 @@ def block_rows(
     config = head.config.get("transformer_layer_config", head.config)
     block = block * config.get("dflash_config", {}).get("input_embedding_scale", 1)
     dim, eps, rows, last = head_counts(config)[2], config["rms_norm_eps"], len(block), len(aux_hidden)
-    freq = rope_frequencies(config, dim, torch.float64)
+    turn = turn_of(config, dim, torch.float64)
     known, places = torch.arange(last), torch.arange(last, last + rows)
     c, x = rms_norm(linear(aux_hidden, w, "fc"), w["hidden_norm.weight"], eps), block
     kv: list[KV] = []
 
     def heads_of(z: Tensor, name: str, part: str, at: Tensor) -> Tensor:
         y = linear(z, w, f"{name}.{part}_proj").view(len(z), -1, dim)
-        return y if part == "v" else rotate(rms_norm(y, w[f"{name}.{part}_norm.weight"], eps), at, freq)
+        return y if part == "v" else rotate(rms_norm(y, w[f"{name}.{part}_norm.weight"], eps), at, turn)
 
     for i in range(config["num_hidden_layers"]):
         name = f"layers.{i}.self_attn"
@@ -274,8 +274,10 @@ def _states(
     w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
     *text, newest = tokens
     streams = run_target(target.tensors, target.config, text).streams
-    aux_hidden = torch.cat([streams[i + 1] for i in IDS], 1)
-    ids = torch.tensor([newest] + [5] * (rows - 1))
+    config = head.config | head.config.get("dflash_config", {})
+    boundaries = config.get("aux_hidden_state_layer_ids") or [i + 1 for i in config["target_layer_ids"]]
+    aux_hidden = torch.cat([streams[i] for i in boundaries], 1)
+    ids = torch.tensor([newest] + [config["mask_token_id"]] * (rows - 1))
     y, kv = block_rows(head, w, t["model.embed_tokens.weight"][ids], aux_hidden, windows, causal)
     return y[0 if from_anchor else 1 :], kv
 

@@ -37,29 +37,64 @@ def linear(x: Tensor, tensors: Tensors, name: str) -> Tensor:
     return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
 
-def rope_frequencies(config: Config, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[head_dim / 2] radians per position; theta is the config's own, 10000 where it names none."""
-    theta = float(config.get("rope_theta") or 10000.0)
-    freq = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+class Turn(NamedTuple):
+    """How queries and keys are turned: radians per position of each pair, and what cosine and sine are scaled with."""
+
+    freq: Tensor
+    scale: float
+
+
+def turn_of(config: Config, head_dim: int, dtype: torch.dtype) -> Turn:
+    """Of a head of so many elements, of which a share may be turned. theta is the config's own, 10000 where it names
+    none. Newer configs have one object for all that older ones have in two places."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    dims = int(head_dim * (given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    freq = theta ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    kind, scale = given.get("rope_type", given.get("type", "default")), 1.0
     if kind == "linear":
-        freq = freq / scaling["factor"]
+        freq = freq / given["factor"]
     elif kind == "llama3":
-        low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+        low, high, factor = given["low_freq_factor"], given["high_freq_factor"], given["factor"]
+        turns = given["original_max_position_embeddings"] * freq / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         freq = keep * freq + (1 - keep) * freq / factor
+    elif kind == "yarn":
+        freq, scale = yarn(given, freq, theta, dims)
     else:
-        assert kind == "default", kind
-    return freq.to(dtype)
+        assert kind in ("default", "mrope"), kind  # of text alone the three positions of mrope are one
+    return Turn(freq.to(dtype), scale)
 
 
-def rotate(x: Tensor, positions: Tensor, freq: Tensor) -> Tensor:
-    """Half-rotation RoPE: x [n, heads, head_dim]; component d pairs with d + head_dim / 2."""
-    angle = positions.to(freq.dtype)[:, None, None] * freq  # [n, 1, head_dim / 2]
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+def yarn(given: Config, freq: Tensor, theta: float, dims: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): pairs that turn less than `beta_slow` times within the original context are slowed
+    down by the factor, those that turn more than `beta_fast` times are left, with a ramp over the pairs between; and
+    the scale of cosine and sine."""
+    factor, original = given["factor"], given["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(given.get("beta_fast", 32)), pair(given.get("beta_slow", 1))
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = ((torch.arange(dims // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+
+    def mscale(of: float) -> float:
+        return 0.1 * of * math.log(factor) + 1 if factor > 1 else 1.0
+
+    some, every = given.get("mscale"), given.get("mscale_all_dim")
+    return freq * (1 - ramp) + freq / factor * ramp, mscale(some) / mscale(every) if some and every else mscale(1)
+
+
+def rotate(x: Tensor, positions: Tensor, turn: Turn) -> Tensor:
+    """Half-rotation RoPE: x [n, heads, head_dim]; component d pairs with d + half of those that are turned."""
+    angle = positions.to(turn.freq.dtype)[:, None, None] * turn.freq  # [n, 1, dims / 2]
+    cos, sin = angle.cos() * turn.scale, angle.sin() * turn.scale
+    half = len(turn.freq)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 def head_counts(config: Config) -> tuple[int, int, int]:
@@ -70,14 +105,14 @@ def head_counts(config: Config) -> tuple[int, int, int]:
 def attention(x: Tensor, positions: Tensor, tensors: Tensors, name: str, config: Config) -> tuple[Tensor, KV]:
     """Causal self-attention over the rows of x in order: x [n, in] -> [n, H], and the rows' KV."""
     heads, kv_heads, head_dim = head_counts(config)
-    freq = rope_frequencies(config, head_dim, x.dtype)
+    turn = turn_of(config, head_dim, x.dtype)
     q = linear(x, tensors, f"{name}.q_proj").view(-1, heads, head_dim)
     k = linear(x, tensors, f"{name}.k_proj").view(-1, kv_heads, head_dim)
     v = linear(x, tensors, f"{name}.v_proj").view(-1, kv_heads, head_dim)
     if f"{name}.q_norm.weight" in tensors:
         q = rms_norm(q, tensors[f"{name}.q_norm.weight"], config["rms_norm_eps"])
         k = rms_norm(k, tensors[f"{name}.k_norm.weight"], config["rms_norm_eps"])
-    q, k = rotate(q, positions, freq), rotate(k, positions, freq)
+    q, k = rotate(q, positions, turn), rotate(k, positions, turn)
     group = heads // kv_heads
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(head_dim)
@@ -259,7 +294,7 @@ def aux_boundaries(config: Config, layers: int, convention: str | None = None) -
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+    if not ids:
         return [2, layers // 2, layers - 3]
     if convention is None:
         convention = "boundary" if max(ids) == layers or ids[0] == 2 else "output"
@@ -268,15 +303,18 @@ def aux_boundaries(config: Config, layers: int, convention: str | None = None) -
 
 def eagle3(
     target: Tensors, target_config: Config, head: Tensors, config: Config, tokens: Sequence[int],
-    convention: str | None = None,
+    convention: str | None = None, streams: Sequence[int] | None = None,
 ) -> DraftPass:  # fmt: skip
     """EAGLE-3 with its variants. Draft layers after the first are plain decoder layers over the residual stream; their
-    norm before attention is whichever of `hidden_norm` and `input_layernorm` the file has."""
+    norm before attention is whichever of `hidden_norm` and `input_layernorm` the file has.
+
+    streams: residual streams that it reads, where these are known.
+    """
     w, t, c = own_names(cast(head, torch.float64)), cast(target, torch.float64), flat_config(config)
     eps = c["rms_norm_eps"]
     nested = c.get("eagle_config") or {}
     ran = run_target(target, target_config, tokens[:-1])
-    chosen = [ran.streams[k] for k in aux_boundaries(c, target_config["num_hidden_layers"], convention)]
+    chosen = [ran.streams[k] for k in streams or aux_boundaries(c, target_config["num_hidden_layers"], convention)]
     if c.get("fc_norm") or c.get("use_aux_norm"):
         chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
     aux = torch.cat(chosen, -1)
@@ -289,6 +327,8 @@ def eagle3(
     own_embedding = c.get("target_hidden_size") not in (None, c["hidden_size"])
     embed = w["embed_tokens.weight"] if own_embedding else t["model.embed_tokens.weight"]
 
+    layers = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))
+
     def first_layer(e: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, KV]:
         normed = rms_norm(g, w["layers.0.hidden_norm.weight"], eps)
         a = torch.cat((rms_norm(e, w["layers.0.input_layernorm.weight"], eps), normed), -1)
@@ -299,7 +339,7 @@ def eagle3(
     def step(e: Tensor, g: Tensor, positions: Tensor) -> StepOut:
         x, kv = first_layer(e, g, positions)
         kvs = [kv]
-        for i in range(1, c.get("num_hidden_layers", 1)):
+        for i in range(1, layers):
             norm = "hidden_norm" if f"layers.{i}.hidden_norm.weight" in w else "input_layernorm"
             x, kv = decoder_layer(x, positions, w, f"layers.{i}", c, norm)
             kvs.append(kv)

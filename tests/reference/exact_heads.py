@@ -140,7 +140,7 @@ def self_attention_weight(config: dict[str, Any], reach: int) -> float:
     n = 0; the lead must be large enough for the other rows to vanish in float32.
     """
     head_dim = draft_heads.head_counts(config)[2]
-    freq = draft_heads.rope_frequencies(config, head_dim, torch.float64)
+    freq = draft_heads.turn_of(config, head_dim, torch.float64).freq
     lead = (1 - torch.cos(torch.arange(1, reach)[:, None] * freq)).sum(1).min() * 2 / math.sqrt(head_dim)
     return math.sqrt(60.0 / float(lead))
 

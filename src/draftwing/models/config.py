@@ -192,11 +192,12 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         fields = fields.overruled(family.keys(fields))
     trained, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
     hidden = fields.whole("hidden_size", high=WIDEST)
-    attention = _attention(fields, family, hidden)
+    turns_parts = head or family.turns_parts  # heads of families that do turn as their targets
+    attention = _attention(fields, family, hidden, turns_parts)
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, family.turns_parts, family.query_scale)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, turns_parts, family.query_scale)
     max_positions = context(rope, trained)
     if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
         rope = NOPE
@@ -260,8 +261,9 @@ def _multiplier(fields: Fields, family: Family, key: str) -> float:
     return fields.number(key, 1e-3, 1e3, 1.0) if family.multipliers else 1.0
 
 
-def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
-    """Returns attention without a window, with the sizes of the whole model. hidden: the model's size."""
+def _attention(fields: Fields, family: Family, hidden: int, turns_parts: bool) -> AttentionConfig:
+    """Returns attention without a window, with the sizes of the whole model. hidden: the model's size.  turns_parts:
+    whether a part of each head may be turned."""
     heads, scalar = fields.whole("num_attention_heads", high=WIDEST), family.attention_scalar
     head_dim = fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads)
     usual = fields.flag("attention_bias", family.bias)  # families whose biases are fixed may have the key, too
@@ -284,7 +286,7 @@ def _attention(fields: Fields, family: Family, hidden: int) -> AttentionConfig:
         norms_after=family.norms_after,
         gated=family.gated,
         gate_rows=family.rows_of_gate(head_dim),
-        rotary=rotary_dims(fields, head_dim, family.rotary) if family.turns_parts else 0,
+        rotary=rotary_dims(fields, head_dim, family.rotary) if turns_parts else 0,
         interleaved=family.rope_interleaved,
         fused=bool(family.fused_qkv),
         by_head=family.fused_qkv == "heads",

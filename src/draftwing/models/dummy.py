@@ -145,8 +145,9 @@ def draft_weights(
         if raw.get("bias"):
             weights["fc.bias"] = meta(hidden)
         return weights
-    aux_hidden = raw.get("num_aux_hidden_states") or len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    weights["norm.weight"] = meta(hidden)
+    ids = raw.get("eagle_aux_hidden_state_layer_ids") or raw.get("target_layer_ids")
+    aux_hidden = raw.get("num_aux_hidden_states") or len(ids or (0, 0, 0))
+    weights |= {"norm.weight": meta(hidden), f"{first}.hidden_norm.weight": meta(hidden)}
     if raw.get("use_aux_hidden_state") is not False:
         weights["fc.weight"] = meta(hidden, aux_hidden * target.hidden_size)
     rows = raw.get("draft_vocab_size") or vocab

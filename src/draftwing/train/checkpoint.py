@@ -206,21 +206,24 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm.eps,
         "rope_theta": config.ropes[0].theta,
-        "rope_scaling": _rope_scaling(config.ropes[0]),
+        "rope_scaling": _rope_scaling(config.ropes[0], config.attention.head_dim),
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.kind not in ("linear", "llama3"):
-        return None
-    llama3 = {
-        "low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_positions,
-    }  # fmt: skip
-    return {"rope_type": rope.kind, "factor": rope.factor, **(llama3 if rope.kind == "llama3" else {})}
+def _rope_scaling(rope: RopeConfig, head_dim: int) -> dict[str, Any] | None:
+    factor, original = {"factor": rope.factor}, {"original_max_position_embeddings": rope.original_max_positions}
+    ends = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    betas = {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+    keys: dict[str, Any] = {
+        "linear": factor,
+        "llama3": factor | original | ends,
+        "yarn": factor | original | betas | {"attention_factor": rope.attention_factor},
+    }.get(rope.kind, {})
+    part = {"partial_rotary_factor": rope.dims / head_dim} if rope.dims else {}
+    return {"rope_type": rope.kind if keys else "default", **keys, **part} if keys or part else None
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -185,6 +185,22 @@ def test_aux_layer_ids(ids: list[int] | None, layers: int, convention: Any, aux_
     assert resolve_aux_layers({"eagle_aux_hidden_state_layer_ids": ids}, 3, layers, convention) == aux_layers
 
 
+@pytest.mark.parametrize(
+    ("raw", "aux_layers"),
+    [
+        ({"target_layer_ids": [2, 9, 17]}, (3, 10, 18)),  # DeepSpec's, which are outputs whatever they look like
+        ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [4, 20, 33]}, (4, 20, 33)),
+        # converted from another's
+        (
+            {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 23, 34]},
+            (2, 24, 35),
+        ),  # converted
+    ],
+)
+def test_aux_layer_ids_by_who_wrote_them(raw: dict[str, Any], aux_layers: tuple[int, ...]) -> None:
+    assert resolve_aux_layers(raw, 3, 36, "auto") == aux_layers
+
+
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 def test_aux_layer_ids_reach_the_target(
     drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
@@ -229,7 +245,9 @@ FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or
     "yarn": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}}, {}, "",
     ),
-    "fewer dimensions are turned": ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor"),
+    "fewer dimensions are turned": ({"partial_rotary_factor": 0.5}, {}, ""),
+    "a switch of windows that types of layers overrule": (_SLIDING | {"use_sliding_window": True}, {}, ""),
+    "norms of heads that the target alone has": ({"use_qk_norm": True}, {}, ""),
     "latent attention": (
         {"model_type": "kimi_k2", "q_lora_rank": 24, "kv_lora_rank": 16},
         {f"midlayer.self_attn.{name}.weight": shape for name, shape in _LATENT.items()}, "q_lora_rank",
@@ -271,6 +289,7 @@ def test_a_form_of_eagle3_is_served_or_refused_by_name(
     head = load(folder, target)
     again = load(save_head(head, tmp_path / "b"), target)
     assert again.eagle == head.eagle and again.config.layers == head.config.layers
+    assert again.config.ropes == head.config.ropes
     assert stored(again).keys() == stored(head).keys()
 
 

@@ -28,7 +28,8 @@ AuxLayerIds = Literal["auto", "output", "boundary"]
 Weights = Mapping[str, Tensor]
 
 _SPECULATORS = ("eagle3", "dflash", "dflash2", "dspark")  # of its kinds
-_INNER = ("eagle_config", "dflash_config", "dspark_config")  # objects whose keys are those of the head
+_INNER = ("eagle_config", "dflash_config", "dspark_config", "model")  # objects whose keys are those of the head
+_BY_WEIGHTS = ("use_qk_norm", "qk_norm")  # perhaps the target's keys; the head's weights tell
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -40,7 +41,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a config.json on one level: those of `eagle_config` or `dflash_config`, and, in the
+    """Returns the keys of a config.json on one level: those of `eagle_config` and the like, and, in the
     speculators layout, of the layers' own config, which the outer keys overrule."""
     flat = {key: value for key, value in raw.items() if key not in (*_INNER, "transformer_layer_config")}
     if "transformer_layer_config" in raw or "speculators_model_type" in raw:
@@ -88,13 +89,15 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
 
 def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
     """Returns the config of so many layers with these flat keys."""
+    elsewhere = [*_BY_WEIGHTS]
+    if "mask_token_id" in raw:  # of blocks: `block_config`
+        elsewhere += ["is_causal", "final_logit_softcapping"]
+    if raw.get("layer_types"):  # each of which says it
+        elsewhere += ["use_sliding_window"]
     return from_hf(
         {
             "max_position_embeddings": 2048,  # transformers' default for the family
-            **raw,
-            **(
-                {"is_causal": None, "final_logit_softcapping": None} if "mask_token_id" in raw else {}
-            ),  # `block_config`
+            **{key: value for key, value in raw.items() if key not in elsewhere},
             "architectures": [PLAIN_FAMILY],
             "num_hidden_layers": layers,
             "tie_word_embeddings": False,
@@ -152,17 +155,22 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
 
     count: how many fc has columns for.  layers: of the target.
 
-    Ids are written in two ways: k for the output of layer k, or k for the stream after k layers. Files say nothing of
-    it, but the first and last ids that trainers choose by default do.
+    Ids are written in two ways: k for the output of layer k, or k for the stream after k layers. DeepSpec's key has the
+    first. Else files say nothing of it, but the first and last ids that trainers choose by default do. The speculators
+    library trains with the second, and converts heads of others as they are, whose first id is mostly 1.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     ids = layer_ids(raw, key)
     if not ids:
+        key, ids = "target_layer_ids", layer_ids(raw, "target_layer_ids")
+    if not ids:
         ids, boundary = [2, layers // 2, layers - 3], True
     elif convention != "auto":
         boundary = convention == "boundary"
+    elif key == "target_layer_ids":
+        boundary = False
     else:
-        boundary = max(ids) == layers or ids[0] == 2
+        boundary = max(ids) == layers or ids[0] == 2 or ("speculators_model_type" in raw and ids[0] != 1)
         meaning = "boundaries between layers" if boundary else "layers whose output is meant"
         logger.info("aux layer ids %s are taken as %s", ids, meaning)
     return streams(key, ids, count, layers, boundary)

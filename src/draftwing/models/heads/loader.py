@@ -89,6 +89,14 @@ _BLOCK_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.wei
 }
 # What layers compute without: rotary tables, scales of a cache in 8 bits, and copies of the target's parts.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.[kv]_scale$|^verifier_")
+_MIDLAYER, _FIRST_NORM = re.compile(r"midlayer\."), "layers.0.input_layernorm.weight"
+# Heads of kinds that are not served, by how their tensors are called.
+_OTHER_HEADS = {
+    re.compile(r"(medusa_head\.)?\d+\.\d+\.(linear\.)?weight$|blocks\.\d+\.layers\."): "a Medusa head",
+    re.compile(r"hydra_|prefix_layer\."): "a Hydra head",
+    re.compile(r"speculator\."): "an MLP speculator",
+    re.compile(r"layer_fusion_weights$"): "a DFlare head",
+}
 _DFLASH2 = re.compile(r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.")
 
 
@@ -212,14 +220,13 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
         if any(name.startswith("markov_head.") for name in weights):
             return "dspark"
         return "dflash2" if any(map(_DFLASH2.match, weights)) else "dflash"
-    if {"d2t", "t2d"} & set(weights) or any(name.startswith("midlayer.") for name in weights):
+    for name, what in ((name, what) for name in weights for form, what in _OTHER_HEADS.items() if form.match(name)):
+        raise CheckpointError(f"{path} holds {what} ({name}), which is not supported")
+    if {"d2t", "t2d", "layers.0.hidden_norm.weight"} & set(weights) or any(map(_MIDLAYER.match, weights)):
         return "eagle3"
-    fc, q = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
-    if fc is not None and q is not None and fc.dim() == q.dim() == 2:
-        if q.shape[1] == 2 * fc.shape[0]:
-            return "eagle3"
-        if fc.shape[1] == 2 * fc.shape[0] and "layers.0.input_layernorm.weight" not in weights:
-            return "eagle"
+    fc = weights.get("fc.weight")
+    if fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0] and _FIRST_NORM not in weights:
+        return "eagle"
     hint = "" if fc is not None else ", or --speculative-algorithm STANDALONE for a language model"
     first = sorted(weights, key=lambda name: (name != "fc.weight", name))[:4]
     raise CheckpointError(
