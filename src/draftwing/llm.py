@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from draftwing.engine.session import Session, prepare
 from draftwing.errors import RequestError
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 from draftwing.log import progress_bar
+from draftwing.requests.refusals import check_level
 from draftwing.requests.request import GenerationRequest
 from draftwing.text.answer import Answer
 from draftwing.text.pooler import Pooler, cosine
@@ -245,6 +247,28 @@ class LLM:
         """Lets no further answer have an adapter. Raises RequestError for one that is not there."""
         self.engine.unload_adapter(name)
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back until somebody asks for an answer, or `wake_up`: that of the KV cache, and on a GPU all
+        that is there, which is in host memory meanwhile. Texts do not change. level: vLLM's; 1, for weights are kept.
+
+        Raises GenerationError where the host has no room, RequestError for another level, and RuntimeError between two
+        pieces of an answer.
+        """
+        check_level(level)
+        self._until(self.engine.sleep)
+
+    def wake_up(self) -> None:
+        """Has memory again. Raises GenerationError where others have taken it, and RuntimeError as `sleep`."""
+        self._until(self.engine.wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return not self._closed and self.engine.is_sleeping
+
+    def _until(self, ask: Callable[[], Future[None]]) -> None:
+        self._check_open()
+        self._session.until(ask)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer: `encode`, `decode`, and `render_chat` of its chat template."""
@@ -280,9 +304,12 @@ class LLM:
             pass
         return answers
 
-    def _prepare(self, asked: Sequence[GenerationRequest], request_options: RequestOptions) -> list[Answer]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM is closed")
+
+    def _prepare(self, asked: Sequence[GenerationRequest], request_options: RequestOptions) -> list[Answer]:
+        self._check_open()
         return self._session.prepare(asked, request_options.get("speculative"))
 
     def _run(
@@ -350,9 +377,12 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of the model that runs. Raises RuntimeError where none does."""
+        self._check_running()
+        return self._service.tokenizer
+
+    def _check_running(self) -> None:
         if not self._running:
             raise RuntimeError("this AsyncLLM is not running: use it inside of an `async with` block")
-        return self._service.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns `tokenizer`; the name that vLLM has for it."""
@@ -389,6 +419,19 @@ class AsyncLLM:
                 if piece.completion is not None:
                     return piece.completion
         raise AssertionError("the last piece has the completion")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Does as `LLM.sleep`, once requests that run have ended; one that comes meanwhile waits and wakes it up.
+
+        Raises EngineDead when the engine is gone, and as `LLM.sleep`."""
+        check_level(level)
+        self._check_running()
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        """Does as `LLM.wake_up`. Raises EngineDead when the engine is gone."""
+        self._check_running()
+        await self._engine.wake_up()
 
     async def embed(
         self,

@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path("/")
 TIDY_SECONDS = 60.0  # between two times at which freed memory is given back
 _PR_SET_PDEATHSIG = 1
+_MADV_DONTNEED = 4
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 # In messages of Python, torch, the dynamic loader and the system, which have no class of their own for it.
 _NO_MEMORY = (
@@ -180,6 +181,15 @@ def give_back() -> None:
     trim = _libc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def drop_pages(address: int, size: int) -> None:
+    """Returns whole pages within so many bytes to the system, which are zeros when they are read again. For memory that
+    is no file's; where the system has no such call it stays as it is."""
+    advise, page = _libc("madvise"), os.sysconf("SC_PAGE_SIZE")
+    first, end = -(-address // page) * page, (address + size) // page * page
+    if advise is not None and first < end and sys.platform == "linux":
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
 
 
 def keep_tidy(seconds: float = TIDY_SECONDS) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,12 +102,13 @@ class FakeEngine:
         self.flushed = self.steps = 0
         self.forgotten = list[str]()  # clients
         self.crash: Exception | None = None
-        self.closed = False
+        self.closed = self.sleeping = False
         for memory in (self.requests, self.aborted, self.cached, self.traced):
             memory.clear()  # type: ignore[attr-defined]
 
     def submit(self, request: GenerationRequest) -> None:
         request = self.info.admit(request)
+        self.sleeping = False
         self.requests.append(request)
         self._inbox.put(request)
 
@@ -124,12 +126,26 @@ class FakeEngine:
         self.forgotten.append(client)
         return 2
 
+    def sleep(self) -> Future[None]:
+        return self._rest(True)
+
+    def wake_up(self) -> Future[None]:
+        return self._rest(False)
+
+    def _rest(self, asleep: bool) -> Future[None]:
+        """At once, whatever runs."""
+        self.sleeping = asleep
+        done = Future[None]()
+        done.set_result(None)
+        return done
+
     def swap_draft(self, folder: Path | None) -> None:
         """Goes on as before: it has no head."""
 
     def stats(self) -> dict[str, Any]:
         return {
             "explain": {"requests": len(self.running), "summary": "nothing is drafted", "options": []},
+            "sleeping": self.sleeping,
             "progress": self.steps if self.stepping else None,
             "running": len(self.running),
             "waiting": 0,

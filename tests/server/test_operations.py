@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from datetime import datetime
 
 import httpx
@@ -14,6 +15,7 @@ from scripted import ScriptedEngine, asking, serving
 from starlette.testclient import TestClient
 
 from draftwing.engine.process.link import EngineDead
+from draftwing.errors import GenerationError
 from draftwing.server import operations
 from draftwing.server.app import create_app
 from draftwing.server.operations import MAX_WAITING, Flushing, load
@@ -91,6 +93,37 @@ async def test_a_dead_engine_is_alive_but_not_ready() -> None:
             dead = await client.get(path)
             assert dead.status_code == 503 and ("boom" in dead.text) == (path in ("/v1/loads", "/server_info"))
         assert (await client.get("/liveness")).status_code == 200
+
+
+def test_sleep_and_wake(client: TestClient, engine: FakeEngine) -> None:
+    """An operator asks for it; whoever asks whether the engine lives wakes nobody up, a request does."""
+
+    def asleep() -> list[bool]:
+        return [client.get(path).json()["is_sleeping"] for path in ("/is_sleeping", "/props")]
+
+    assert asleep() == [False, False]
+    for query in ("", "?level=1", "?level=1&mode=wait"):
+        assert client.post(f"/sleep{query}").status_code == 200 and asleep() == [True, True]
+        assert client.get("/health_generate").status_code == 200 and engine.sleeping
+        assert client.post("/wake_up?tags=weights&tags=kv_cache").status_code == 200 and asleep() == [False, False]
+    for query in ("?level=2", "?level=x"):
+        refused = client.post(f"/sleep{query}")
+        assert refused.status_code == 400 and "level" in refused.json()["error"]["message"]
+    client.post("/sleep")
+    assert client.post("/generate", json={"text": "ab"}).json()["text"] == "ab" and asleep() == [False, False]
+
+
+def test_a_sleep_that_has_no_room_says_so(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Future[None]:
+        done = Future[None]()
+        done.set_exception(GenerationError("no room to sleep"))
+        return done
+
+    monkeypatch.setattr(engine, "sleep", refused)
+    answer = client.post("/sleep")
+    assert answer.status_code == 500 and answer.json()["error"]["message"] == "no room to sleep" and not engine.sleeping
 
 
 class Busy:

@@ -159,8 +159,8 @@ class OptionFields:
     admin_api_key: str | None = option(
         None,
         SERVER,
-        "only this key may use /abort_request, /flush_cache, /delete_traffic, and load adapters (default: the one of "
-        "--api-key)",
+        "only this key may use /abort_request, /flush_cache, /delete_traffic, /sleep and /wake_up, and load adapters "
+        "(default: the one of --api-key)",
     )
     api_key_file: str | None = option(
         None, SERVER, "TOML file of several keys, with names and limits of requests and tokens per minute"

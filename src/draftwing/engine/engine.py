@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import Provenance, StoredFile, model_files, provenance_of
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.saved_prefixes import SavedPrefixes
+from draftwing.engine.sleep import Sleep
 from draftwing.engine.startup.adapters import checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.models import draft_path_of
@@ -261,6 +263,7 @@ class Engine:
         self._heads = 0  # that were asked for so far
         self._loading = threading.Lock()  # held while one is loaded, and while graphs are captured
         self._turning = threading.Lock()  # held while a step runs
+        self._sleep = Sleep(parts, self._input, self._loading, self._drained, self._keep_cached)
         self._next_capture = 0.0  # when a graph may be captured while requests run, monotonic
         self._knows_rate = False  # at which memory is read
         self._heartbeat = Heartbeat()
@@ -405,8 +408,9 @@ class Engine:
         self._input.wake()
 
     def flush_cache(self) -> bool:
-        """Forgets cached prefixes and n-grams; False when requests are running."""
+        """Forgets cached prefixes and n-grams; False when requests are running. Wakes the engine up."""
         with self._turning:
+            self._sleep.wake_up()
             if self._stop_check():
                 while not self._loop.idle:
                     self._turn()
@@ -426,6 +430,8 @@ class Engine:
         None for the one that it began with. Raises CheckpointError and ConfigError, of any rank, before anything
         changes."""
         with self._loading:
+            if self.is_sleeping:
+                raise ConfigError("the engine sleeps: wake it up before its head is replaced")
             self._heads += 1
             executor = self.parts.executor
             executor.broadcast.load_head(executor.heads, self._heads, folder)
@@ -456,6 +462,21 @@ class Engine:
         """Returns the adapters that requests may have."""
         return [] if self._adapters is None else self._adapters.cards
 
+    def sleep(self) -> Future[None]:
+        """Asks for memory to be given back (`engine.sleep`), from any thread: `step` does so when what was submitted
+        so far has ended, and the future is done then. A request that comes later waits until it is, and wakes the
+        engine up. The future has a GenerationError where the host has no room: then the engine is awake."""
+        return self._sleep.ask(True)
+
+    def wake_up(self) -> Future[None]:
+        """Asks for the engine to be awake, which a request does, too. The future has a GenerationError where others
+        have taken the memory: then it still sleeps."""
+        return self._sleep.ask(False)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._sleep.asleep
+
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
         with self._turning:
@@ -471,8 +492,9 @@ class Engine:
         begun = sum(len(req.tokens) - req.sent for req in running if req.state is ReqState.PREFILL)
         return {
             "progress": self._heartbeat.now,
+            "sleeping": self.is_sleeping,
             "running": len(running),
-            "waiting": len(sched.waiting) + self._input.new + (0 if self._adapters is None else len(self._adapters)),
+            "waiting": len(sched.waiting) + len(self._input) + (0 if self._adapters is None else len(self._adapters)),
             "waiting_tokens": waiting,
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
@@ -505,13 +527,16 @@ class Engine:
         return {**slots.stats(), "snapshot_bytes": slots.kept * each}
 
     def idle(self) -> bool:
-        return self._loop.idle and self._input.empty
+        return self._loop.idle and self._input.empty and not self._sleep.asked
 
     def step(self, block: bool = False) -> list[Output]:
         """Runs one turn of the loop. block: with nothing to do, wait for a request first."""
-        if block and self._loop.idle:
+        if block and self._loop.idle and not self._sleep.asked:
             self._wait()
         with self._turning, self._heartbeat.step():
+            if not self._sleep.look():
+                self._receive()  # what is to end
+                return self._outputs()
             if (slack := self._loop.slack) > 0:
                 self._input.wait(slack)  # who comes meanwhile can be in the next step
             self._receive()
@@ -532,13 +557,27 @@ class Engine:
                     self._head_fit.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
-            outputs = self._checks.take(self.parts.sched.take_outputs())
-            ended = [output.uid for output in outputs if output.finish_reason is not None]
+            outputs = self._outputs()
             if self._adapters is not None:
-                self._adapters.ended(ended)
                 self._receive_adapted(self._adapters)
-            self._input.forget(ended)
             return outputs
+
+    def _outputs(self) -> list[Output]:
+        outputs = self._checks.take(self.parts.sched.take_outputs())
+        ended = [output.uid for output in outputs if output.finish_reason is not None]
+        if self._adapters is not None:
+            self._adapters.ended(ended)
+        self._input.forget(ended)
+        return outputs
+
+    def _drained(self) -> bool:
+        """Returns whether all that was received has ended. A replay of an answer is no reason to wait."""
+        self._stop_check()
+        return self._loop.idle and self._input.empty and not self._adapters
+
+    def _keep_cached(self) -> None:
+        if self._saved is not None:
+            self._saved.keep_all()
 
     def _wait(self) -> None:
         """Waits for something to do, and does what the start has left for now meanwhile."""
@@ -556,7 +595,9 @@ class Engine:
 
     @property
     def _has_later(self) -> bool:
-        """Returns whether there is something to do for when nothing runs."""
+        """Returns whether there is something to do for when nothing runs, and the engine is awake."""
+        if self.is_sleeping:
+            return False
         saves = self._saved is not None and self._saved.pending
         return saves or bool(self.parts.later) or not self._knows_rate or self._checks.pending
 

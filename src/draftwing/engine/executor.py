@@ -21,6 +21,7 @@ from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import NO_DEFERRAL, NOBODY, DraftDeferral, DraftExtend, IntArray, Plan, StepResult
 from draftwing.engine.commit import CommitStage, Simulation
 from draftwing.engine.devices.base import Device, Download
+from draftwing.engine.devices.put_away import PutAway
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import Beside, GraphCache, Key, RecordedStages, batch_sizes, first_sizes, graph_keys
 from draftwing.engine.image_features import ImageFeatures
@@ -115,6 +116,7 @@ class Executor:
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
         self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
+        self.away: PutAway | None = None  # while the engine sleeps
 
     def run_on_all_ranks(self, function: Callable[..., T], *args: Any) -> T:
         """Calls the function of a module, or a method, with the executor of every rank, this one's last."""

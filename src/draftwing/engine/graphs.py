@@ -230,6 +230,12 @@ class RecordedStages(GraphCache):
     def __len__(self) -> int:
         return len(self._recorded)
 
+    def clear(self) -> None:
+        """Lets go of all recordings and their memory; what cannot be recorded is still known."""
+        super().clear()
+        self._recorded.clear()
+        self.memory = StepMemory()
+
     def key(self, shape: TreeShape, size: int) -> Key | None:
         key = Key(shape, size)
         foreign = self._foreign == "all" or (self._foreign == "drafts" and shape.depth > 0)

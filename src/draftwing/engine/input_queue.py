@@ -15,13 +15,16 @@ class InputQueue:
     """New requests, and the uids of those to end. Thread-safe.
 
     Whoever takes, takes a few, so that nobody's thousands stand between two steps of others: new requests of clients in
-    turn, each client's in order of arrival. One that is ended before it was taken never becomes the scheduler's."""
+    turn, each client's in order of arrival. One that is ended before it was taken never becomes the scheduler's.
+
+    Between `hold` and `release` those that come stand apart, and are new only then."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._new: FairDeque[str, Req] = FairDeque()  # by uid
         self._live: set[str] = set()  # uids of requests whose last output has not been given out
         self._ended: deque[str | Req] = deque()
+        self._held: FairDeque[str, Req] | None = None  # those that stand apart
         self._woken = False
 
     def put(self, req: Req) -> None:
@@ -30,12 +33,29 @@ class InputQueue:
             if req.uid in self._live:
                 raise RequestError(f"uid: expected one of its own, found {req.uid!r}, which a live request has", "uid")
             self._live.add(req.uid)
-            self._new.put(req.request.client, req.uid, req)
+            line = self._new if self._held is None else self._held
+            line.put(req.request.client, req.uid, req)
+            self._changed.notify()
+
+    def hold(self) -> None:
+        """Has those that come from now on stand apart."""
+        with self._changed:
+            self._held = self._held or FairDeque()
+
+    def release(self) -> None:
+        """Makes those new that stand apart, and lets none do so any more."""
+        with self._changed:
+            held, self._held = self._held, None
+            while held:
+                uid, req = held.pop()
+                self._new.put(req.request.client, uid, req)
             self._changed.notify()
 
     def end(self, uid: str) -> None:
         with self._changed:
             req = self._new.drop(uid)
+            if req is None and self._held is not None:
+                req = self._held.drop(uid)
             self._ended.append(uid if req is None else req)
             self._changed.notify()
 
@@ -65,8 +85,12 @@ class InputQueue:
 
     @property
     def new(self) -> int:
-        """Returns new requests."""
+        """Returns new requests, but for those that stand apart."""
         return len(self._new)
+
+    def __len__(self) -> int:
+        """Returns all of them."""
+        return len(self._new) + (0 if self._held is None else len(self._held))
 
     def take_new(self, count: int) -> list[Req]:
         with self._changed:

@@ -190,6 +190,13 @@ class SavedPrefixes:
         self._look = 0.0
         self._write(lambda: False)
 
+    def keep_all(self) -> None:
+        """Keeps what waits, on the disk and in host memory: the pool may be emptied afterwards."""
+        self.write_all()
+        while self._host is not None and self._host.pending:
+            self.keep_some()
+            time.sleep(0.001)  # copies go on
+
     def _write(self, stop: Callable[[], bool]) -> None:
         """stop: whether to leave the rest for later, asked before each file."""
         with self._lock, torch.inference_mode():

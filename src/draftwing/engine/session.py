@@ -11,7 +11,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import islice
 from types import FrameType
@@ -93,8 +94,7 @@ class Session:
         What is unfinished when the iteration ends early is aborted. Raises RuntimeError while another run is iterated.
         """
         todo, engine, running = iter(requests), self.engine, self._running
-        if running:
-            raise RuntimeError("the engine is streaming another answer: read it to its end or close it first")
+        self._check_unused()
         try:
             while True:
                 for request in islice(todo, None if at_once is None else max(at_once - len(running), 0)):
@@ -117,6 +117,20 @@ class Session:
                         engine.step()
             finally:
                 running.clear()
+
+    def until(self, ask: Callable[[], Future[None]]) -> None:
+        """Asks something of the engine and turns it until that is done. Raises what the future has, and RuntimeError
+        while a run is iterated."""
+        self._check_unused()
+        done = ask()
+        while not done.done():
+            with _uninterrupted():
+                self.engine.step()
+        done.result()
+
+    def _check_unused(self) -> None:
+        if self._running:
+            raise RuntimeError("the engine is streaming another answer: read it to its end or close it first")
 
     def submit(self, request: GenerationRequest) -> None:
         """Adds a request to the `run` that is being iterated. Raises RequestError if it can never run."""

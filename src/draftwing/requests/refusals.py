@@ -60,6 +60,15 @@ def check_text(text: str, param: str) -> str:
     return text
 
 
+def check_level(level: object) -> None:
+    """Raises RequestError for a level of sleep, as vLLM counts them, that there is not."""
+    if level != 1:
+        raise RequestError(
+            f"level must be 1: weights are kept, in host memory; found {level!r}. To forget them, close the model",
+            "level",
+        )
+
+
 def no_text(kind: str, where: str, param: str, expected: str = "text") -> RequestError:
     """Refuses a part of a message that is of another kind than text; expected: the kind that it must be of."""
     if "image" in kind:

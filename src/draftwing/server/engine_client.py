@@ -301,10 +301,28 @@ class AsyncEngine:
             raise GenerationError(flushed)
         return flushed
 
-    async def swap_draft(self, folder: Path | None) -> str | None:
-        """Has the engine draft with the head in this folder, None for the one that it began with. Returns None, or in
-        words why that is refused."""
+    async def sleep(self) -> None:
+        """Has the engine give memory back when what it was sent so far has ended; a request that comes later waits for
+        that and wakes it up. Raises GenerationError where the host has no room, or EngineDead."""
+        await self._do("sleep")
+
+    async def wake_up(self) -> None:
+        """Has the engine be awake. Raises GenerationError where others have taken its memory, or EngineDead."""
+        await self._do("wake_up")
+
+    async def _do(self, what: str) -> None:
         self._check()
+        refused = await self._ask(what)
+        if refused is not None:
+            raise GenerationError(refused)
+
+    async def swap_draft(self, folder: Path | None) -> str | None:
+        """Has the engine draft with the head in this folder, None for the one that it began with, and wakes it up for
+        that. Returns None, or in words why that is refused."""
+        try:
+            await self.wake_up()
+        except GenerationError as error:
+            return str(error)
         refused: str | None = await self._reply(Swap(next(self._numbers), None if folder is None else str(folder)))
         return refused
 

@@ -4,6 +4,7 @@ server, aborts, the cache; and the tokenizer's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -23,7 +24,7 @@ from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
 from draftwing.machine import process_memory
-from draftwing.requests.refusals import check_text
+from draftwing.requests.refusals import check_level, check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.adapters import add_adapter_routes
@@ -58,7 +59,11 @@ class Probe:
         self._ended = -math.inf
 
     async def ask(self) -> bool:
-        """Returns whether a token came, now or within the last second."""
+        """Returns whether a token came, now or within the last second; of an engine that sleeps, whether it is there:
+        nobody wakes it up for this."""
+        with contextlib.suppress(EngineDead):
+            if (await self._engine.stats())["sleeping"]:
+                return self._engine.healthy
         fresh = time.monotonic() - self._ended < PROBE_SECONDS and self._engine.healthy
         if self._running is None or (self._running.done() and not fresh):
             self._running = asyncio.ensure_future(self._try())
@@ -285,6 +290,26 @@ def add_operations(app: FastAPI, service: Service, chats: Chats) -> None:
         service.engine.abort(None if body.abort_all else body.rid)
         return Response(status_code=200)
 
+    async def asleep() -> bool:
+        return bool((await engine.stats())["sleeping"])
+
+    @app.post("/sleep")
+    async def sleep(request: Request, level: int = Query(1)) -> Response:
+        """Has the engine give memory back when requests that run have ended; a later one wakes it up."""
+        check_level(level)
+        await unless_disconnected(request, engine.sleep())
+        return Response()
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> Response:
+        """Has the engine be awake. vLLM's tags are ignored: all of it wakes up."""
+        await unless_disconnected(request, engine.wake_up())
+        return Response()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": await asleep()}
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -324,7 +349,7 @@ def add_operations(app: FastAPI, service: Service, chats: Chats) -> None:
             "bos_token": specials.get("bos_token", ""),
             "eos_token": specials.get("eos_token", ""),
             "build_info": f"draftwing {__version__}",
-            "is_sleeping": False,
+            "is_sleeping": await asleep(),
         }
 
     @app.get("/get_server_info", include_in_schema=False)

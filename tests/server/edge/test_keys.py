@@ -127,7 +127,7 @@ def test_how_long_a_key_is_looked_for_tells_nothing(keyed: Any, monkeypatch: pyt
 
 ADMIN = [
     ("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None),
-    ("POST", "/delete_traffic", {"client": "x"}),
+    ("POST", "/delete_traffic", {"client": "x"}), ("POST", "/sleep", None), ("POST", "/wake_up", None),
 ]  # fmt: skip
 
 

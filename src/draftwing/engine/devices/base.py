@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
+from draftwing.engine.devices.put_away import PutAway
 from draftwing.engine.stats import StepTimes
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
@@ -160,6 +161,16 @@ class Device(ABC):
 
     def trim(self) -> None:  # noqa: B027
         """Gives memory that torch keeps for later back to the device."""
+
+    def put_away(self, kept: Sequence[Tensor], emptied: Sequence[Tensor]) -> PutAway:
+        """Gives memory of tensors back until they are asked for: of `kept` with what is in them, where the device has
+        memory of its own, and of `emptied`, which are zeros then, or as they were. Nothing runs meanwhile, and no graph
+        that was captured before may run afterwards. Raises RuntimeError where the host has no room."""
+        return PutAway(0, lambda: None)
+
+    def bytes_to_copy(self, kept: Sequence[Tensor], emptied: Sequence[Tensor]) -> int:
+        """Returns bytes of host memory that `put_away` takes meanwhile."""
+        return 0
 
     def peak(self, fn: Callable[[], object]) -> int:
         """Returns the bytes that are allocated at most while `fn` runs, beyond those that were before. Only asked of

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftwing.config.devices import Defaults
 from draftwing.core import IntArray
 from draftwing.engine.devices.base import Device, Download
+from draftwing.engine.devices.put_away import PutAway, bytes_to_copy, put_storages_away
 from draftwing.engine.stats import StepTimes
 from draftwing.ops.table import TorchOps
 
@@ -179,6 +180,19 @@ class CudaDevice(Device):
         gc.collect()
         torch.cuda.empty_cache()
 
+    def put_away(self, kept: Sequence[Tensor], emptied: Sequence[Tensor]) -> PutAway:
+        done = put_storages_away(self, _here(kept), _here(emptied))
+        self.trim()
+
+        def back() -> None:
+            done.back()
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # else torch keeps the slabs
+
+        return PutAway(done.freed, back)
+
+    def bytes_to_copy(self, kept: Sequence[Tensor], emptied: Sequence[Tensor]) -> int:
+        return bytes_to_copy(_here(kept), _here(emptied))
+
     def peak(self, fn: Callable[[], object]) -> int:
         self.synchronize()
         before = torch.cuda.memory_allocated(self.device)
@@ -249,6 +263,10 @@ class CudaDevice(Device):
 
     def links(self, count: int) -> str:
         return nvlink(count)
+
+
+def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.is_cuda]
 
 
 def defaults_for(memory: int) -> Defaults:

@@ -43,8 +43,8 @@ class Abort(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back: its answer, or in words
-    why files cannot be removed."""
+    """A question by name: "stats", "flush_cache", "sleep" or "wake_up". A `Reply` of this number comes back: its answer
+    when that is done, or in words why it cannot be; of the latter two None is the answer."""
 
     number: int
     what: str

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,7 +40,7 @@ from draftwing.engine.process.link import (
 from draftwing.engine.process.spawn import Failed, joined
 from draftwing.engine.startup import before_torch
 from draftwing.engine.startup.before_torch import Laps
-from draftwing.errors import DraftwingError, NotFound, RequestError
+from draftwing.errors import DraftwingError, GenerationError, NotFound, RequestError
 from draftwing.fair_deque import FairDeque
 from draftwing.log import configure_logging
 from draftwing.machine import keep_tidy
@@ -262,6 +263,9 @@ class Worker:
             except OSError as error:
                 forgotten = f"what is kept for lookups could not be removed: {error}"
             self.post(Reply(message.number, forgotten))
+        elif isinstance(message, Ask) and message.what in ("sleep", "wake_up"):
+            done = engine.sleep() if message.what == "sleep" else engine.wake_up()
+            done.add_done_callback(lambda done: self.post(Reply(message.number, _words(done))))
         elif isinstance(message, Ask):
             # One question at a time, on this thread: flushing waits for the step that runs.
             value: Any
@@ -269,6 +273,8 @@ class Worker:
                 value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
             except OSError as error:
                 value = f"what is kept on the disk could not be removed: {error}"
+            except GenerationError as error:  # it cannot wake up for that
+                value = str(error)
             self.post(Reply(message.number, value))
 
     def _let_in(self, engine: Engine, request: GenerationRequest) -> None:
@@ -357,6 +363,12 @@ class Worker:
             logger.error("a head could not be loaded", exc_info=error)
             refused = f"{type(error).__name__}: {error}"
         self.post(Reply(asked.number, refused))
+
+
+def _words(done: Future[None]) -> str | None:
+    """Returns why something was not done."""
+    error = done.exception()
+    return None if error is None else str(error)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import NOBODY, NOT_FINITE, Admission, Chunk, IntArray, Plan
 from draftwing.engine.draft_kv_backlog import ROOM
 from draftwing.engine.executor import Executor
+from draftwing.engine.graphs import Key
 from draftwing.engine.startup.measure_costs import (
     GRAPH_SECONDS,
     experts_at_random,
@@ -197,6 +198,14 @@ def _mixed(tree: Plan, prompts: Plan) -> Plan:
     return replace(tree, admits=prompts.admits, noisy=filtered, filtered=filtered, mixed=True, mixed_prefill=mixed)
 
 
+def capture_some(executor: Executor, menu: Sequence[TreeShape], compiled: bool = False) -> list[Key]:
+    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; all of them of several
+    ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that. Returns
+    of which."""
+    some = executor.model.ranks.size == 1 and not compiled
+    return executor.run_on_all_ranks(Executor.capture, executor.common_shapes(menu), some)
+
+
 def capture(
     executor: Executor,
     menu: Sequence[TreeShape],
@@ -204,15 +213,12 @@ def capture(
     known: StepCost | None = None,
     compiled: bool = False,
 ) -> None:
-    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; all of them of several
-    ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that.
-    costs: to measure, None where they need not be.  known: as `measure_graphs` has it."""
+    """Captures graphs as `capture_some`, and measures them. costs: to measure, None where they need not be.  known: as
+    `measure_graphs` has it."""
     start, free = time.monotonic(), executor.device.free_memory()
-    menu = executor.common_shapes(menu)
-    some = executor.model.ranks.size == 1 and not compiled
     with experts_at_random(executor):
-        captured = executor.run_on_all_ranks(Executor.capture, menu, some)
-        if some:
+        captured = capture_some(executor, menu, compiled)
+        if executor.model.ranks.size == 1 and not compiled:
             executor.prefills.drop_slow()
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
         log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)

@@ -23,6 +23,8 @@ ADMIN_PATHS = frozenset(
     {
         "/abort_request",
         "/flush_cache",
+        "/sleep",
+        "/wake_up",
         "/delete_traffic",
         "/lora-adapters",
         "/v1/load_lora_adapter",
