@@ -33,22 +33,21 @@ def write_embedder(
     assert [backend.token_to_id(word) for word in (SPECIAL[0], "yes", "no")] == [EOS, YES, NO]
     if pooling is not None:
         backend.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[(SPECIAL[0], EOS)])
-        kinds = ["Transformer", "Pooling", *modules]
-        every = [
-            {
-                "idx": i,
-                "name": str(i),
-                "path": f"{i}_{kind}" if i else "",
-                "type": f"sentence_transformers.models.{kind}",
-            }
-            for i, kind in enumerate(kinds)
-        ]
-        (folder / "modules.json").write_text(json.dumps(every))
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **pooling}))
+        write_modules(folder, pooling, modules)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     return folder
+
+
+def write_modules(folder: Path, pooling: dict[str, Any], modules: tuple[str, ...] = ("Normalize",)) -> None:
+    """Writes the files in which sentence-transformers says how vectors are made."""
+    every = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(("Transformer", "Pooling", *modules))
+    ]
+    (folder / "modules.json").write_text(json.dumps(every))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **pooling}))
 
 
 LAST, MEAN = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {"pooling_mode_mean_tokens": True}

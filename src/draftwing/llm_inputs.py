@@ -106,6 +106,7 @@ class Inputs:
         continue_final_message: bool = False,
     ) -> list[GenerationRequest]:
         """Makes requests of what `LLM.chat` takes."""
+        self._info.check_writes()
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         several: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations

@@ -88,6 +88,7 @@ def test_what_transformers_writes_has_no_key_that_is_unknown(name: str) -> None:
         "Dots1ForCausalLM": some,
         "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
         "Qwen4ExpForCausalLM": {f"indexer_{key}": value for key, value in indexer.items()},
+        **{one: {"num_labels": 1} for one in FAMILIES if one.endswith("SequenceClassification")},
         "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     }
     theirs = kinds[FAMILIES[name].model_type](architectures=[name], **own.get(name, {}))

@@ -784,3 +784,87 @@ GEMMA_2B: dict[str, Any] = {
     "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000,
 }  # fmt: skip
 GLM_9B: dict[str, Any] = {**GLM4_9B, "architectures": ["GlmForCausalLM"], "attention_bias": True, "model_type": "glm"}
+
+# Of encoders, written from the classes of transformers 5.24 and what is known of them.
+_ENCODER: dict[str, Any] = {
+    "attention_probs_dropout_prob": 0.1,
+    "classifier_dropout": None,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "position_embedding_type": "absolute",
+    "use_cache": True,
+}
+_ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+BGE_LARGE_EN_V15: dict[str, Any] = {
+    **_ENCODER,
+    **_ONE_LABEL,
+    "architectures": ["BertModel"],
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
+LABSE: dict[str, Any] = {
+    **{key: value for key, value in BGE_LARGE_EN_V15.items() if key not in _ONE_LABEL},
+    "directionality": "bidi",
+    "gradient_checkpointing": False,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pooler_fc_size": 768,
+    "pooler_num_attention_heads": 12,
+    "pooler_num_fc_layers": 3,
+    "pooler_size_per_head": 128,
+    "pooler_type": "first_token_transform",
+    "vocab_size": 501153,
+}
+MS_MARCO_MINILM_L6_V2: dict[str, Any] = {
+    **BGE_LARGE_EN_V15,
+    "architectures": ["BertForSequenceClassification"],
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 6,
+    "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+}
+BGE_M3: dict[str, Any] = {
+    **_ENCODER,
+    "architectures": ["XLMRobertaModel"],
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8194,
+    "model_type": "xlm-roberta",
+    "output_past": True,
+    "pad_token_id": 1,
+    "torch_dtype": "float32",
+    "type_vocab_size": 1,
+    "vocab_size": 250002,
+}
+BGE_RERANKER_V2_M3: dict[str, Any] = {
+    **BGE_M3,
+    **_ONE_LABEL,
+    "architectures": ["XLMRobertaForSequenceClassification"],
+}
+ALL_ROBERTA_LARGE_V1: dict[str, Any] = {
+    **BGE_M3,
+    "architectures": ["RobertaModel"],
+    "gradient_checkpointing": False,
+    "max_position_embeddings": 514,
+    "model_type": "roberta",
+    "vocab_size": 50265,
+}
+STSB_ROBERTA_LARGE: dict[str, Any] = {
+    **ALL_ROBERTA_LARGE_V1,
+    **_ONE_LABEL,
+    "architectures": ["RobertaForSequenceClassification"],
+}

@@ -46,6 +46,7 @@ OPPOSITES = (
     ("enable_mixed_chunk", "disable_mixed_chunk"),
     ("enable_deterministic_inference", "fast_numerics"),
 )
+IDLE_FOR_ENCODERS = ("prefix_cache_dir", "hicache_size", "enable_torch_compile", "torch_compile_max_bs")
 IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs", "fast_numerics")
 
 
@@ -135,6 +136,20 @@ class Options(OptionFields):
         mixed = mixed and not self.disable_mixed_chunk
         options = dataclasses.replace(self, enable_overlap=overlap, enable_mixed_chunk=mixed, **sizes)
         return _with_tree(options, options.drafter_spec, architecture, carried)
+
+    def for_encoder(self, tokens: int) -> Options:
+        """Returns options `for_engine` of a model that reads texts whole and writes none: without drafts, cached
+        prefixes and graphs of steps. tokens: of a request at most. Raises ConfigError."""
+        if self.drafts:
+            raise ConfigError(
+                f"speculative_algorithm {self.drafter}: this model makes vectors or scores of texts and writes none: "
+                "leave it out"
+            )
+        assert self.max_running_requests, "for_engine gives it a value"
+        fixed: dict[str, Any] = _without_effect(self, IDLE_FOR_ENCODERS, "with a model that writes no text")
+        fixed |= {"disable_radix_cache": True, "disable_cuda_graph": True, "enable_mixed_chunk": False}
+        fixed["max_total_tokens"] = self.max_total_tokens or self.max_running_requests * (tokens + 2)
+        return dataclasses.replace(self, **fixed)
 
     @property
     def deterministic(self) -> bool:

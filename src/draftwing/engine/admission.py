@@ -51,6 +51,7 @@ class EngineInfo:
     images: ImageProcessor | None = None  # how pictures are prepared; None: the model reads none
     adapters: tuple[AdapterCard, ...] = ()  # that are there from the start
     pooling: Pooling = field(default_factory=Pooling)  # how vectors are made of texts
+    writes: bool = True  # whether it writes text; else vectors or scores are all that requests get
     provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none
 
     @property
@@ -91,6 +92,14 @@ class EngineInfo:
         depth, topk, nodes = self.shape.tree
         return self.options.drafter, SpecLimits(depth, topk, nodes)
 
+    def check_writes(self) -> None:
+        """Raises RequestError where the model writes no text."""
+        if not self.writes:
+            does, where = "makes vectors", "/v1/embeddings, /v1/rerank or /score"
+            if self.pooling.scores:
+                does, where = "scores pairs", "/v1/rerank or /score"
+            raise RequestError(f"this model writes no text: it {does} of texts; ask {where}", "model")
+
     def admit(self, request: GenerationRequest) -> GenerationRequest:
         """Returns the request with its `terms`; one that has them is not looked at again.
 
@@ -101,6 +110,8 @@ class EngineInfo:
         if request.terms is not None:
             return request
         prompt, params = request.prompt_ids, request.params
+        if not request.pooled or (request.logprobs is not None and request.logprobs.start >= 0):
+            self.check_writes()  # an encoder's hidden states are not given out, only what it makes of them
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
         room = self.context_length - len(prompt)

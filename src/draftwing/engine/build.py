@@ -202,6 +202,8 @@ def _for_engine(
     spec, draft_path = options.drafter_spec, draft_path_of(options)
     carried = carried_shape(draft_path or path, device.kind, spec.tree) if spec.heads else None
     options = options.for_engine(device.defaults, config.architecture, carried)
+    if config.encoder is not None:
+        options = options.for_encoder(config.max_positions)
     if draft_path is not None:
         check_draft_files(options, draft_path, config)
         if spec.same_tokenizer and tokenizer and not options.dummy:
@@ -420,6 +422,7 @@ def _scheduler_config(
         vocab=executor.model.config.vocab_size,
         chunk_tokens=_chunk_of(options, executor),
         radix=not options.disable_radix_cache,
+        whole_prompts=executor.model.encoder is not None,
         ahead=SLOTS_AHEAD,
         draws_alike=not ops.draws_by_row,
         edits_by_row=ops.edits_by_row,

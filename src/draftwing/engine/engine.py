@@ -192,7 +192,10 @@ class Engine:
             stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
             provenance = provenance_of(parts.options, files, parts.executor, tokenizer.chat_source)
             stored = stored_as(path, parts.executor.model.config)
-            self._start(tokenizer, parts, stop, defaults, stored, provenance, pooling_of(path))
+            encoder = parts.executor.model.config.encoder
+            # An encoder leaves the vector in the place of the last token.
+            pooling = pooling_of(path) if encoder is None else encoder.pooling._replace(kind="last")
+            self._start(tokenizer, parts, stop, defaults, stored, provenance, pooling)
             for name, folder in options.adapters:
                 self.load_adapter(name, folder)
             self.info = replace(self.info, adapters=tuple(self.adapters))
@@ -237,6 +240,7 @@ class Engine:
             images=None if model.tower is None else model.tower.config.processor(tokenizer),
             provenance=provenance,
             pooling=pooling or Pooling(),
+            writes=model.encoder is None,
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

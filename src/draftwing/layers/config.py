@@ -155,7 +155,8 @@ class LayerConfig:
     added.  parallel: whether the MLP stands beside the mixer, and reads what that reads; own_norm: it has a norm of its
     own then, of the same stream.  residual_scale: of what mixer and MLP give, before it is added.
     per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
-    none.  scaled: whether its output has a factor.  streams: in place of one residual stream (`layers.streams`).
+    none.  scaled: whether its output has a factor.  normed_residual: whether mixer and MLP add to what they read, not
+    to the stream before its norm.  streams: in place of one residual stream (`layers.streams`).
     ngram: what it adds to them first, beside a mixer that keeps its state by row.  weight_format: of its matrices, see
     `ModelConfig.spread`.
     """
@@ -174,6 +175,7 @@ class LayerConfig:
     residual_scale: float = 1.0
     per_layer: int = 0
     scaled: bool = False
+    normed_residual: bool = False
     streams: StreamsConfig | None = None
     ngram: NgramConfig | None = None
     weight_format: WeightFormat = DENSE

@@ -57,6 +57,7 @@ class DecoderLayer(nn.Module):
         self.beside = ExpertsBeside(config, dtype, device) if beside else None
         self.end = LayerEnd(config, dtype, device) if config.per_layer or config.scaled else None
         self._wide_norms, self._scale = config.norm.wide, config.residual_scale
+        self._normed_residual = config.normed_residual
         self._parallel, self._centred = config.parallel, config.norm.centred
         assert not self._parallel or (self._centred and self.attn_norm is not None and not config.out_norms)
         assert self._scale == 1 or not (config.out_norms or beside)
@@ -146,7 +147,7 @@ class DecoderLayer(nn.Module):
         if (out := self._in_one_call(x, None, cos, sin, attend)) is not None:
             return out
         normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm(x)
-        return self._mix(normed, x, cos, sin, attend)
+        return self._mix(normed, normed if self._normed_residual else x, cos, sin, attend)  # type: ignore[arg-type]
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -202,7 +203,8 @@ class DecoderLayer(nn.Module):
         else:
             x = self.mixer(normed, cos, sin, attend, residual=x)
             normed = norm.quantised(x) if quantises else norm(x)
-        return self.mlp(normed, residual=x)  # type: ignore[arg-type]  # quantised for a `GatedMLP` alone
+        # Quantised for a `GatedMLP` alone.
+        return self.mlp(normed, residual=normed if self._normed_residual else x)  # type: ignore[arg-type]
 
 
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:

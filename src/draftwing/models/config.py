@@ -16,6 +16,7 @@ import torch
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig, StreamsConfig
+from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
@@ -45,7 +46,8 @@ class ModelConfig:
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
     multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
-    nothing does.
+    nothing does.  encoder: what it has in front of its layers and behind them if these see whole texts, None: it is a
+    decoder.
     """
 
     architecture: str
@@ -68,6 +70,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     factors: tuple[tuple[str, float], ...] = ()
     tower: TowerConfig | None = None
+    encoder: EncoderConfig | None = None
 
     @property
     def family(self) -> Family:
@@ -133,7 +136,8 @@ class ModelConfig:
         """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         last = 0 if self.streams is None else self.streams.weights(self.hidden_size)
-        return self.layer_weights + vocab + last + self.hidden_size * self.per_layer * self.num_layers
+        tables = 0 if self.encoder is None else (self.encoder.rows + self.encoder.types) * self.hidden_size
+        return self.layer_weights + vocab + last + tables + self.hidden_size * self.per_layer * self.num_layers
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "vocab_size"):
@@ -201,6 +205,9 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     max_positions = context(rope, trained)
     if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
         rope = NOPE
+    encoder = None if family.encoder is None else family.encoder(fields)
+    if encoder is not None:
+        max_positions = encoder.context
     eps = fields.number(family.eps_key, 0, 1, family.eps)
     norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
     rope = replace(rope, dims=attention.rotary)
@@ -251,6 +258,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         weight_format=weight_format,
         quantization=quantization,
         tower=tower,
+        encoder=encoder,
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
     refuse_unread(fields, family.neutral, known_alone=head)

@@ -18,6 +18,7 @@ from draftwing.layers.attention import Attention
 from draftwing.layers.config import Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
 from draftwing.layers.embedding import Embedding, PerLayerEmbedding
+from draftwing.layers.encoder import Encoder
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadLinear, LatentAttention
 from draftwing.layers.linear import Linear, vocab_parallel
@@ -68,6 +69,7 @@ class DecoderModel(nn.Module):
             for layer, at in zip(layers, pool_layer, strict=True)
         )
         self.norm = _last_norm(config, dtype, device)
+        self.encoder = None if config.encoder is None else Encoder(config.encoder, config.hidden_size, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         if config.head_bias:
             self.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size, dtype=dtype, device=device), False)
@@ -172,6 +174,8 @@ class DecoderModel(nn.Module):
         deep = 0 if images is None else images.deep
         whole = self._whole_layers(aux_layers) if not deep else None
         x = self.embedded(ids, images)
+        if self.encoder is not None:
+            x = self.encoder.embedded(x, ids, positions, attend)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
@@ -206,6 +210,8 @@ class DecoderModel(nn.Module):
             if i in aux_layers:
                 streams[i] = x
         last, x = x, self.norm(x) if normed is None else normed
+        if self.encoder is not None:
+            return self.encoder.pooled(x, attend), None
         if narrowed is not None:
             return x.new_zeros(len(ids), x.shape[1]).index_copy_(0, narrowed.queries, x), None
         streams = {i: one if count == 1 else one.unflatten(1, (count, -1)).mean(1) for i, one in streams.items()}

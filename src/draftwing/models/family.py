@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import Activation, ExpertConfig, LayerConfig, MixerConfig
+from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import WindowSwitch
@@ -204,7 +205,7 @@ class Family:
     # Names of tensors in a folder: of experts, what is called otherwise than in Llama below a layer, the last norm.
     expert_names: ExpertNames = _EXPERT_NAMES
     layer_names: Mapping[str, str] = field(default_factory=dict)
-    final_norm: str = "model.norm"
+    final_norm: str = "model.norm"  # {}: the number of layers
     # Yields name and value of a folder's tensor as they are here, where it has another name there or is several in one.
     apart: Callable[[str, Any], Iterable[tuple[str, Any]]] | None = None
     # What matrices are multiplied with, by their names below a layer.
@@ -217,6 +218,7 @@ class Family:
     predicts: Literal["", "mtp_layers", "mtp", "numbered"] = ""
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # what is called otherwise below `mtp`, without layers
     assistants: tuple[str, ...] = ()  # `model_type` of models that draft by its keys and values
+    encoder: Callable[[Fields], EncoderConfig] | None = None  # what it has beside its layers, which see whole texts
     gguf: InGGUF | None = None
 
     def rows_of_gate(self, head_dim: int) -> int:

@@ -38,7 +38,7 @@ from draftwing.models.fields import Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.generation import suppressed
 from draftwing.models.gguf_tensors import Progress
-from draftwing.models.pooling import MODULES, has_head
+from draftwing.models.pooling import MODULES, encoder_of, has_head
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.read import KVScales, assembled
 from draftwing.models.weight_map import (
@@ -82,6 +82,9 @@ def load_config(path: str | Path) -> ModelConfig:
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
     found = replace(from_hf(config), suppressed=suppressed(path))
+    if found.encoder is not None:
+        encoder = encoder_of(path, found.encoder)
+        found = replace(found, encoder=encoder, max_positions=encoder.context)
     if not found.tie_embeddings and (path / MODULES).is_file() and not has_head(path):
         logger.info(
             "there is no lm_head.weight, as of models that make vectors of texts: what it generates means nothing"

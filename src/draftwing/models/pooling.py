@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from safetensors import SafetensorError, safe_open
 from draftwing.errors import CheckpointError
 from draftwing.files import load_json
 from draftwing.gguf_file import open_gguf
+from draftwing.layers.encoder import EncoderConfig
+from draftwing.models.fields import Fields
 from draftwing.models.folder import read_json, weight_files
 from draftwing.requests.pooling import Pooling, PoolingKind
 from draftwing.requests.refusals import show
 
 MODULES = "modules.json"
+_LENGTH = "sentence_bert_config.json"
 _GGUF: dict[int, PoolingKind] = {1: "mean", 2: "cls", 3: "last"}  # 0: nothing is said; 4: a model that judges
 _MODES: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls"}
 _FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
@@ -32,6 +36,18 @@ def pooling_of(path: str | Path) -> Pooling:
         return Pooling() if kind is None else Pooling(kind, stated=True)
     file = path / MODULES
     return _of_modules(file) if file.is_file() else Pooling()
+
+
+def encoder_of(path: Path, encoder: EncoderConfig) -> EncoderConfig:
+    """Returns an encoder with the pooling and the length of texts that a folder's files name, if they do. Raises
+    CheckpointError."""
+    said, file = pooling_of(path), path / _LENGTH
+    if said.stated and not encoder.pooling.scores:
+        encoder = replace(encoder, pooling=said)
+    if not file.is_file():
+        return encoder
+    most = Fields(read_json(file), _LENGTH).whole("max_seq_length", default=encoder.tokens)
+    return replace(encoder, tokens=min(most, encoder.tokens))
 
 
 def has_head(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from draftwing.layers.config import ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
+from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
 from draftwing.layers.mlp import XIELU
@@ -37,16 +38,15 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     """Hugging Face tensor name -> slice, complete for this config. A tied head has no entry of its own. ranks: over
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
+    final_norm = config.family.final_norm.format(config.num_layers)
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
     if config.streams is None:
-        table[f"{config.family.final_norm}.weight"] = ParamSlice(
-            "norm.weight", 0, config.hidden_size, added=config.norm.offset
-        )
+        table[f"{final_norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
     else:
-        last = stored_streams(config.streams, config.hidden_size, config.family.final_norm, "norm", adds=False)
+        last = stored_streams(config.streams, config.hidden_size, final_norm, "norm", adds=False)
         table |= entries(config, config.layers[0], last, ranks=ranks)
     if config.norm.bias:
-        table[f"{config.family.final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
+        table[f"{final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
     if config.per_layer:
         rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
         table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.vocab_size)
@@ -56,8 +56,21 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     if config.head_bias:
         table["lm_head.bias"] = ParamSlice("lm_head.bias", 0, config.vocab_size)
+    if config.encoder is not None:
+        table |= _beside_layers(config.encoder, config.hidden_size)
     for i in range(config.num_layers):
         table |= layer_names(config, f"model.layers.{i}", f"layers.{i}", ranks=ranks, index=i)
+    return table
+
+
+def _beside_layers(encoder: EncoderConfig, hidden: int) -> dict[str, ParamSlice]:
+    table = {
+        "model.embeddings.position_embeddings.weight": ParamSlice("encoder.positions", 0, encoder.rows),
+        "model.embeddings.token_type_embeddings.weight": ParamSlice("encoder.types", 0, encoder.types),
+    }
+    for name, rows in (("dense", hidden), ("out", 1)) if encoder.pooling.scores else ():
+        table |= named(DENSE, f"model.score.{name}", f"encoder.{name}", 0, rows)
+        table[f"model.score.{name}.bias"] = ParamSlice(f"encoder.{name}.bias", 0, rows)
     return table
 
 

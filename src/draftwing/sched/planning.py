@@ -161,6 +161,17 @@ def _even_out(given: dict[Req, int], prefills: PrefillBudget, sizes: Sequence[in
         excess -= less
 
 
+def whole_prompts(given: list[tuple[Req, int]], most: int) -> list[tuple[Req, int]]:
+    """Returns who gets a prefill whose chunks are whole prompts, in the same order, as far as there is room. most:
+    tokens of all; the first prompt may have more."""
+    out: list[tuple[Req, int]] = []
+    for req, _ in given:
+        if req.unsent <= most or not out:
+            out.append((req, req.unsent))
+            most -= req.unsent
+    return out
+
+
 def with_whole_images(given: list[tuple[Req, int]], most: int, alone: bool) -> list[tuple[Req, int]]:
     """Returns who gets how many tokens of a prefill in which no chunk ends within an image whose tokens see each other.
     Whoever comes to one gets all of it, before others, who get what is left. most: tokens of all.  alone: whether one

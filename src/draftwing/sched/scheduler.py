@@ -14,7 +14,7 @@ from draftwing.errors import RequestError
 from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import AsyncMask, Guidance, GuidedRow, Workers, await_any
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.planning import divided, fair_decode_batch, make_plan, with_whole_images
+from draftwing.sched.planning import divided, fair_decode_batch, make_plan, whole_prompts, with_whole_images
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
@@ -37,6 +37,7 @@ class SchedulerConfig:
     lookahead: int = 0
     tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
+    whole_prompts: bool = False  # whether a prompt is prefilled at once
     initial_confidence: int = 0  # the drafter's confidence, as long as no result has told it
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
@@ -290,6 +291,8 @@ class Scheduler:
         shares = divided(room, todo, self._prefills, ready, spared, sizes)
         if not retracts:  # an image that has no room beside a step comes without one, before others fill the next
             self._alone |= not all(with_whole_images([one], room, False) for one in shares)
+        if self.config.whole_prompts:
+            shares = whole_prompts(shares, room)
         for req, length in with_whole_images(shares, room, retracts):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue

@@ -284,6 +284,7 @@ class Chats(Prompts):
         size: bytes that it is read from.
         """
         service, grammars = self._service, body.definitions
+        service.engine.info.check_writes()
         if grammars > MAX_CHARS:
             raise RequestError(f"the grammars of all tools may have {MAX_CHARS} characters; found {grammars}", "tools")
         chat = await self._read(body.chat, max(size, _DEFINITION * grammars))

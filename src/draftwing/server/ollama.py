@@ -482,6 +482,7 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, ShowRequest)
         tools = await service.pools.run(0, lambda gone: chats.calls_tools)
         thinks = chats.harmony or chats.reasoning is not None
+        does = ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])]
         shown = {
             "modelfile": "",
             "parameters": "",
@@ -492,7 +493,7 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
                 "general.parameter_count": info.stored.get("values", 0),
                 f"{family}.context_length": info.context_length,
             },
-            "capabilities": ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])],
+            "capabilities": does if info.writes else ["embedding"] * (not info.pooling.scores),
             "modified_at": started,
         }
         return with_ignored_header(json_response(encode(shown)), ignored_fields(body))

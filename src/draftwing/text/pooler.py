@@ -2,7 +2,7 @@
 
 A score is the cosine of two vectors where the model's files say that it makes some. Any other model is asked whether
 a document meets what a query wants, in the words of the rerankers that are language models; the score is the
-probability of "yes" against "no" as the next token.
+probability of "yes" against "no" as the next token. A reranker that is an encoder has a head for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +60,13 @@ class Pooler:
 
     def vector_requests(self, prompts: Iterable[Sequence[int]]) -> list[GenerationRequest]:
         """Returns a request for the vector of each prompt."""
+        return [_request(ids, self._states) for ids in prompts]
+
+    @property
+    def _states(self) -> LogprobParams:
+        """Returns what is asked of a prompt: the state of its last token, or of all."""
         start = -1 if self._pooling.kind == "last" else 0
-        wanted = LogprobParams(start=start, hidden=self._hidden_size, shown=False)
-        return [_request(ids, wanted) for ids in prompts]
+        return LogprobParams(start=start, hidden=self._hidden_size, shown=False)
 
     def vector(self, answer: Answer, dimensions: int | None = None) -> Vector:
         """Returns the vector of a finished answer, [dimensions] or [H]. Raises GenerationError for one that was
@@ -71,9 +76,7 @@ class Pooler:
         # A prompt's entry is what its token's log probability comes from: the state of the token before.
         states = [one.hidden for one in answer.prompt_logprobs if one is not None and one.hidden is not None]
         states.append(answer.first.hidden)
-        vector = self._pooled(states)[:dimensions]
-        if not np.isfinite(vector).all():
-            raise GenerationError("the model's hidden states are not finite (NaN or infinity): its weights are damaged")
+        vector = _finite(self._pooled(states)[:dimensions])
         if self._pooling.normalize:
             vector = vector / max(math.sqrt(float(vector @ vector)), 1e-12)
         return vector.astype(np.float32)
@@ -96,6 +99,8 @@ class Pooler:
         """Returns the prompt that asks a model whether a document meets a query. Its parts are tokenized one by one, as
         the rerankers' own code does. truncate: leaves out the end of a document that is too long. Raises
         RequestError, naming `field`, for one that is too long otherwise."""
+        if self._pooling.scores:
+            return self.fit(self._tokenizer.encode_pair(query, document), field, truncate, self.ending)
         asked = f"<Instruct>: {instruction or INSTRUCTION}\n\n<Query>: {query}\n<Document>: {document}"
         before, after = f"{_JUDGE}\n\n", "\nAnswer:"
         if len(self._encode("<|im_start|><|im_end|>")) == 2:
@@ -123,15 +128,20 @@ class Pooler:
 
     def judgement_requests(self, prompts: Iterable[Sequence[int]]) -> list[GenerationRequest]:
         """Returns a request for the score of each prompt."""
-        wanted = LogprobParams(token_ids=self.answers())
+        wanted = self._states if self._pooling.scores else LogprobParams(token_ids=self.answers())
         return [_request(ids, wanted) for ids in prompts]
 
     def score(self, answer: Answer) -> float:
-        """Returns the probability of "yes" against "no", 0 to 1, of a finished answer. Raises GenerationError."""
+        """Returns the probability of "yes" against "no", 0 to 1, of a finished answer, or what the model's head says.
+        Raises GenerationError."""
         _check(answer)
         assert answer.first is not None
+        if self._pooling.scores:
+            assert answer.first.hidden is not None
+            logit = _finite(answer.first.hidden[0])
+            return float(logit) if self._pooling.scores == "raw" else _sigmoid(logit)
         yes, no = answer.first.wanted
-        return 1 / (1 + math.exp(min(no - yes, 700.0)))
+        return _sigmoid(yes - no)
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +174,16 @@ def cosine(one: Vector, other: Vector) -> float:
     """Returns the cosine of the angle between two vectors, in float64."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     return float(a @ b / max(math.sqrt(float(a @ a) * float(b @ b)), 1e-24))
+
+
+def _finite(found: Any) -> Any:
+    if not np.isfinite(found).all():
+        raise GenerationError("the model's hidden states are not finite (NaN or infinity): its weights are damaged")
+    return found
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(min(-logit, 700.0)))
 
 
 def _request(ids: Sequence[int], wanted: LogprobParams) -> GenerationRequest:
