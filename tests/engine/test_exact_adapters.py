@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_rig import BLOCKS, CUDA, RANKS, adapters_for
+from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS, adapters_for
 from layer_kinds import config_of
 
 from draftwing.config.trees import PLAIN, TreeShape
@@ -21,8 +21,8 @@ CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
 TOKENS = 24
 pytestmark = [
-    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
-    pytest.mark.further(harness=["blocks", "ranks"], lag=0),
+    pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, EXPERT_RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], lag=0),
 ]
 
 
@@ -33,11 +33,12 @@ def case(harness, one_thread):
 
 @pytest.fixture(scope="session")
 def grouped(harness, one_thread):
-    """Of a model with matrices that are several in one: experts, and keys and values of latents."""
+    """Of a model with matrices that are several in one: experts, one of them of all rows, and keys and values of
+    latents."""
     config = config_of(
         [LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32), LatentAttentionConfig(4, 32, 8, 16, 48)]
     )
-    experts = (ExpertConfig(6, Routing(2), 32), ExpertConfig(4, Routing(2), 32, bias=True, limit=7.0))
+    experts = (ExpertConfig(6, Routing(2), 32, shared=64), ExpertConfig(6, Routing(2), 64, bias=True, limit=7.0))
     layers = (replace(one, experts=some) for one, some in zip(config.layers, experts, strict=True))
     return case_of(harness, harness.model_of(replace(config, layers=tuple(layers)), seed=2))
 

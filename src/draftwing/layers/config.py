@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -284,6 +285,8 @@ class Mixer(nn.Module):
     before_attention = 1  # how many of `linears`
     takes_fp8 = False  # whether `forward` takes activations in fp8, too
     ops: LayerOps = PLAIN  # of the device, once packed
+    # Of matrices that `merge` has put elsewhere, by name: the name of the one that has them now, and their first row.
+    merged: Mapping[str, tuple[str, int]] = MappingProxyType({})
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         """x [M, in_size]; cos, sin [M, 1, head_dim] of the rotary embedding that the config names; residual [M, hidden]

@@ -163,6 +163,7 @@ class GatedDeltaNet(Mixer):
 
     def merge(self, ops: LayerOps) -> None:
         if ops.merges_matrices and self.ba is not None and self.qkvz.op.can_append(self.ba.op):
+            self.merged = {"ba": ("qkvz", self.qkvz.out_features)}
             self.qkvz.append(self.ba, ops)
             self.ba, self.before_attention = None, 1
 

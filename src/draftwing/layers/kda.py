@@ -127,6 +127,7 @@ class Kda(Mixer):
 
     def merge(self, ops: LayerOps) -> None:
         if ops.merges_matrices and self.low is not None and self.qkv.op.can_append(self.low.op):
+            self.merged = {"low": ("qkv", self.qkv.out_features)}
             self.qkv.append(self.low, ops)
             self.low, self.before_attention = None, 3
 

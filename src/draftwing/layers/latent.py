@@ -263,6 +263,7 @@ class LatentAttention(Mixer):
         apart = self.query_norm is not None or not ops.merges_matrices or down.bias is not None
         if query is None or apart or not query.op.can_append(down.op):
             return
+        self.merged = {"query": ("down", 0), "down": ("down", query.out_features)}
         query.append(down, ops)
         self.down, self.query, self.before_attention = query, None, 1
 

@@ -41,6 +41,7 @@ from draftwing.parallel.ranks import ALONE, Ranks
 
 # Matrices that are several in one, whose slots of adapters take much memory: of experts, and latents' `kv_b_proj`.
 EXPERTS, HEADS = WIDE = "experts", "kv_b_proj"
+SHARED = "shared experts"  # which devices may have among the others
 
 
 class Narrowed(NamedTuple):
@@ -257,10 +258,10 @@ class DecoderModel(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         found = {id(one) for layer in layers for one in layer.linears()}
         for part in self.modules():
-            if isinstance(part, ExpertLinear):
-                kind = HEADS if isinstance(part, HeadLinear) else EXPERTS
-                if kind in wide and not (kind == EXPERTS and self.ranks.expert_parallel):
-                    found.add(id(part))
+            if isinstance(part, ExpertMLP) and part.shared is not None:
+                found |= {id(one) for one in part.shared.linears()}
+            if isinstance(part, ExpertLinear) and (HEADS if isinstance(part, HeadLinear) else EXPERTS) in wide:
+                found.add(id(part))
         return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}
 
     def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
@@ -335,14 +336,24 @@ class DecoderModel(nn.Module):
             sizes += found
         return dict(sizes)
 
-    def pack(self, ops: LayerOps, deterministic: bool = False, strict: bool = True) -> None:
+    def merged(self) -> dict[str, tuple[str, int]]:
+        """Returns as `Mixer.merged` of all of them, by the names of modules."""
+        return {
+            f"{name}.{own}": (f"{name}.{into}", first)
+            for name, part in self.named_modules()
+            if isinstance(part, Mixer)
+            for own, (into, first) in part.merged.items()
+        }
+
+    def pack(self, ops: LayerOps, deterministic: bool = False, strict: bool = True, shared_apart: bool = False) -> None:
         """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards.
 
-        ops: of the device that the parameters are on.  deterministic: as `PackMode` has it.  strict: raises ConfigError
-        for a weight that kernels of that mode do not take; else `inexact` says which they are.
+        ops: of the device that the parameters are on.  deterministic, shared_apart: as `PackMode` has them.  strict:
+        raises ConfigError for a weight that kernels of that mode do not take; else `inexact` says which they are.
         """
         self._ops = ops
-        mode = PackMode(deterministic) if strict else PackMode(deterministic, refuse=self.inexact.append)
+        mode = PackMode(deterministic, shared_apart=shared_apart)
+        mode = mode if strict else mode._replace(refuse=self.inexact.append)
         pack_layers(self, ops, mode, keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
@@ -398,7 +409,8 @@ def use_between(module: nn.Module, ops: LayerOps) -> None:
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:
     """Packs all layers inside a model or head, parts before what is made of them. keep: whose weight is kept."""
     for part in [part for part in module.modules() if isinstance(part, ExpertMLP | Mixer)]:
-        part.merge(ops)
+        if isinstance(part, Mixer) or not mode.shared_apart:
+            part.merge(ops)
     # What has two names, a tied head, is called by the last.
     names = {part: name for name, part in module.named_modules(remove_duplicate=False)}
     tables = {part.table for part in names if isinstance(part, Embedding)}

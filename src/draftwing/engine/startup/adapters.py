@@ -28,12 +28,17 @@ def with_rank(options: Options) -> Options:
     return replace(options, max_lora_rank=max(DEFAULT_RANK, *ranks, 0))
 
 
+def adapted_kinds(options: Options) -> set[str]:
+    """Returns which kinds of matrices, as `kind_of` has them, adapters of options change. Raises CheckpointError."""
+    return set[str]().union(*(stored_kinds(path) for _, path in options.adapters))
+
+
 def adapter_slots(options: Options, model: DecoderModel) -> AdapterSlots | None:
     """Returns slots for the adapters of a packed model, where options `with_rank` ask for some."""
     if not options.serves_adapters:
         return None
     assert options.max_lora_rank is not None
-    wide = set[str]().union(*(stored_kinds(path) for _, path in options.adapters))
+    wide = adapted_kinds(options)
     slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, options.deterministic, wide)
     if model.ranks.rank == 0:
         log.info("adapters: %d slots of rank %d, %.2f GB", options.max_loras, options.max_lora_rank, slots.nbytes / 1e9)

@@ -19,6 +19,7 @@ from draftwing.config.options import Options
 from draftwing.config.trees import PREDICTED, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.startup.adapters import adapted_kinds
 from draftwing.engine.startup.memory import row_length
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import open_gguf
@@ -28,7 +29,7 @@ from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import SHARED, DecoderModel
 from draftwing.models.folder import weight_files
 from draftwing.models.heads.config import read_config, same
 from draftwing.models.hub import resolve_model
@@ -271,7 +272,8 @@ def load_with_progress(
             path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks,
             options.context_length or 0, lambda config: _seeing(config, path, file, options),
         )  # fmt: skip
-    model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference)
+    apart = target and SHARED in adapted_kinds(options)
+    model.pack(device.ops, options.deterministic and target, options.enable_deterministic_inference, apart)
     tower = model.config.tower
     if not target or tower is None or options.disable_images:
         return model

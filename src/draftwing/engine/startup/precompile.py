@@ -28,6 +28,7 @@ from draftwing.config.drafters import LM_HEAD
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.startup import memory as sizing
+from draftwing.engine.startup.adapters import adapted_kinds
 from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.engine.startup.models import OF_LM_HEADS, Precision
@@ -39,7 +40,7 @@ from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode
 from draftwing.layers.linear_ops.groups import Fp8Linear, alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import SHARED, DecoderModel
 from draftwing.models.heads.base import is_large
 from draftwing.models.loader import load_config, schemes_of
 from draftwing.models.quantised.config import Quantization, Scheme
@@ -329,7 +330,7 @@ def model_without_data(job: Job) -> DecoderModel:
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     if cuda_wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
         hold_fp8(model, options.quantization)
-    model.pack(NoDevice().ops, options.deterministic, strict=False)
+    model.pack(NoDevice().ops, options.deterministic, False, SHARED in adapted_kinds(options))
     leave_out(model)
     return model
 

@@ -72,6 +72,7 @@ class PackMode(NamedTuple):
     draft_8bit: bool = False  # it may be multiplied in 8 bits: errors cost acceptance, never text
     keep_weight: bool = False  # single rows of the weight will be read
     rows_only: bool = False  # it is an embedding's, and never multiplied with
+    shared_apart: bool = False  # an expert of all rows has matrices of its own, which adapters may change
     name: str = "linear"  # of the layer, for messages
     refuse: Callable[[str], object] = must_keep_bits  # is told of weights that are not `deterministic`, and why
 

@@ -121,8 +121,13 @@ class AdapterTargets:
         self.config = config
         latents = (one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig))
         self._latents, self._ranks, self._wide = next(latents, None), ranks, wide
-        own, linears = _matrices(config, ranks), model.adaptable(wide)
-        self._every = _matrices(config, ALONE).keys()
+        own, linears, merged = _matrices(config, ranks), model.adaptable(wide), model.merged()
+        every = _matrices(config, ALONE)
+        self._every = every.keys()
+        for name, part in own.items():
+            if part.param in merged:
+                into, first = merged[part.param]
+                own[name] = part._replace(param=into, start=first + part.start)
         self.ends: dict[str, list[int]] = {}  # of slices, by `Linear`
         self.groups = {name: _groups(linear) for name, linear in linears.items()}  # of as many slices
         self.targets: dict[str, Target] = {}
@@ -141,6 +146,11 @@ class AdapterTargets:
             elif part.cut is not None:
                 sizes[part.cut.axis] = part.cut.share.whole
             self.targets[name] = Target(part.param, len(ends) - 1, part, *sizes)
+        if ranks.expert_parallel and EXPERTS in wide:  # those of other ranks, each of one matrix
+            for name, part in every.items():
+                if name in own:
+                    continue
+                self.targets[name] = Target(part.param, -1, part, part.size, linears[part.param].in_features)
 
     def _add_heads(self, name: str, part: ParamSlice, ends: list[int], inputs: int) -> None:
         """Has a matrix for each head of all ranks."""
@@ -203,8 +213,6 @@ class AdapterTargets:
 
     def _why_not(self, name: str, adapter: Adapter) -> str:
         kind = kind_of(name)
-        if kind == EXPERTS and self._ranks.expert_parallel:
-            return f"{name}: adapters of experts are not served with --enable-expert-parallel; start without it"
         if kind is not None and kind not in self._wide and (name in self._every or name.rpartition(".")[2].isdigit()):
             return (
                 f"{name}: slots have no room for adapters of {kind}: it is set aside where one of --lora-modules has "
@@ -212,8 +220,8 @@ class AdapterTargets:
             )
         if name in self._every:
             return (
-                f"{name}: adapters of embeddings, heads, routers and experts of all rows are not served; expected "
-                f"target_modules among {listed(self.kinds)}"
+                f"{name}: adapters of embeddings, heads and routers are not served; expected target_modules among "
+                f"{listed(self.kinds)}"
             )
         base = f" (base_model_name_or_path is {adapter.base!r})" if adapter.base else ""
         return f"{name}: the model has no such matrix: expected an adapter of this model; found one of another{base}"

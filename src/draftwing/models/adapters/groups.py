@@ -10,10 +10,11 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import EXPERTS, HEADS
+from draftwing.models.decoder import EXPERTS, HEADS, SHARED
 
 JOINED, KEYS, VALUES = ".kv_b_proj", ".k_b_proj", ".v_b_proj"
 _OF_EXPERTS = re.compile(r"(?:^|\.)experts\.|_exps\.")
+_OF_SHARED = re.compile(r"\bshared_(?:experts?|mlp)\.|_shexp\.")
 _OF_HEADS = re.compile(r"\.kv_b_proj\b|\.[kv]_b_proj\.\d+$|\.attn_(?:kv|k|v)_b\.")
 # Of all experts, as `apart` names the parts of such a module: PEFT wraps it once more for each further parameter.
 _FUSED = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?experts(?:\.base_layer)*\.(\d+)")
@@ -22,12 +23,13 @@ Pair = tuple[Tensor, Tensor]  # factors [r, inputs] and [outputs, r]
 
 
 def kind_of(name: str) -> str | None:
-    """Returns which of `WIDE` a matrix is of, by a name of it, or of a tensor of its adapter."""
-    return EXPERTS if _OF_EXPERTS.search(name) else HEADS if _OF_HEADS.search(name) else None
+    """Returns which of `WIDE` a matrix is of, or `SHARED`, by a name of it, or of a tensor of its adapter."""
+    kinds = ((EXPERTS, _OF_EXPERTS), (SHARED, _OF_SHARED), (HEADS, _OF_HEADS))
+    return next((kind for kind, names in kinds if names.search(name)), None)
 
 
 def kinds_of(names: Iterable[str]) -> set[str]:
-    """Returns those of `WIDE` that some of these are of."""
+    """Returns those kinds that some of these are of."""
     return {kind for kind in map(kind_of, names) if kind is not None}
 
 

@@ -31,8 +31,8 @@ def stored_rank(path: Path) -> int:
 
 
 def stored_kinds(path: Path) -> set[str]:
-    """Returns which of `WIDE` an adapter has matrices of, by the names of its tensors; none of one that cannot be read.
-    Raises CheckpointError where there is none."""
+    """Returns which kinds an adapter has matrices of, as `kind_of` has them, by the names of its tensors; none of one
+    that cannot be read. Raises CheckpointError where there is none."""
     if _is_file(path):
         return kinds_of(gguf.stored_names(path))
     try:
