@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear",
+    "qwen4_exp_text": "qwen4exp",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -29,6 +30,16 @@ QWEN = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+STREAMS = {
+    "hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up", "block_inject_weight": "inject",
+}  # fmt: skip
+QWEN4 = {
+    **{f"attn_hyper_connection.{theirs}": f"hc_attn_{part}" for theirs, part in STREAMS.items()},
+    **{f"mlp_hyper_connection.{theirs}": f"hc_ffn_{part}" for theirs, part in STREAMS.items()},
+    **{f"self_attn.indexer.{part}_layernorm": f"indexer.{part}_norm" for part in "qk"},
+    **{f"ple.norm_{part}": f"ple_norm_{part}" for part in ("key", "query", "conv")},
+    "ple.key_proj": "ple_key", "ple.value_proj": "ple_value", "ple.conv1d": "ple_conv1d",
 }  # fmt: skip
 LFM2 = {
     "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -77,9 +88,13 @@ def write(
         top = not name.startswith("model.layers.") and not mtp
         if only_mtp and not (mtp or top):
             continue
-        for theirs, made in _converted(name, value.detach().float(), arch, config, joined_experts, joined_inputs):
+        own_parts = _qwen4(writer, name, value.detach(), config) if arch == "qwen4exp" else None
+        if own_parts is None:
+            own_parts = _converted(name, value.detach().float(), arch, config, joined_experts, joined_inputs)
+        for theirs, made in own_parts:
             wide = made.dim() == 1 or made.shape[-1] % GGML_QUANT_SIZES[kind][0] != 0
-            wide |= any(part in theirs for part in ("conv1d", ".conv.", "gate_inp", "_embd", "ssm_norm", "ssm_d"))
+            named = ("conv1d", ".conv.", "gate_inp", "token_embd", "ssm_norm", "ssm_d")
+            wide |= "per_layer" not in theirs and any(part in theirs for part in named)
             own = Type.F32 if wide else kind
             writer.add_tensor(theirs, quantised(made.contiguous().numpy(), own), raw_dtype=own)
     finish(writer)
@@ -140,6 +155,8 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     else:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{arch}.attention.recurrent_layers", recurrent + [False] * (blocks - len(recurrent)))
+    if arch == "qwen4exp":
+        _of_qwen4(writer, config)
     if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -147,6 +164,56 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if hasattr(config, "intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
+
+
+def _of_qwen4(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    """The hashes of n-grams are those of transformers."""
+    sizes = {
+        "hyper_connection.count": config.hc_count, "hyper_connection.low_rank": config.hc_lowrank,
+        "attention.indexer.head_count": config.indexer_n_heads, "ple.conv_kernel": config.ple_conv_kernel_size,
+        "attention.indexer.key_length": config.indexer_head_dim, "attention.indexer.top_k": config.indexer_budget,
+        "ple.ngram_size": config.ngram_size, "ple.heads_per_ngram": config.heads_per_ngram,
+        "ple.eos_token_id": config.eos_token_id, "ple.image_token_id": 99,
+        "embedding_length_out": config.hc_count * config.hidden_size,
+        "embedding_length_per_layer_input":
+            config.ple_embed_dim // ((config.ngram_size - 1) * config.heads_per_ngram),
+    }  # fmt: skip
+    for key, size in sizes.items():
+        writer.add_uint32(f"qwen4exp.{key}", size)
+    ratios = [config.indexer_compress_ratio * (kind != "linear_attention") for kind in config.layer_types]
+    writer.add_array("qwen4exp.attention.compress_ratios", ratios)
+    writer.add_array("qwen4exp.ple.layers", [one - 1 for one in config.ple_layer_ids])
+
+
+def _qwen4(writer: gguf_package.GGUFWriter, name: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]] | None:
+    """None: it is one of Qwen3.5's."""
+    ending = name.rpartition("ple.ple_embedding.")[2]
+    keys = {
+        "layer_multipliers": "layer_multipliers", "ngram_heads_vocab_sizes": "head_vocab_sizes",
+        "ngram_heads_offsets": "head_offsets",
+    }  # fmt: skip
+    if ending in keys:
+        array, numbers = gguf_package.GGUFValueType.ARRAY, gguf_package.GGUFValueType.UINT64
+        writer.add_key_value(f"qwen4exp.ple.{keys[ending]}", value.tolist(), array, numbers)
+        return []
+    if ending == "ngram_embedding.weight":
+        return [("per_layer_token_embd.weight", value)]
+    module = name.removesuffix(".weight")
+    if not name.startswith("model.layers.") and "hyper_connection" not in name:
+        return None
+    block = f"blk.{name.split('.')[2]}"
+    if module.startswith("model.hyper_connection_mixer."):
+        part = STREAMS[module.rpartition(".")[2]]
+        return [(f"output_hc_{part}.weight", value + (part == "norm"))]
+    if module.endswith("index_qk_proj"):
+        queries = config.indexer_n_heads * config.indexer_head_dim
+        halves = (value[:queries], value[queries:])
+        return [(f"{block}.indexer.{part}_proj.weight", one) for part, one in zip("qk", halves, strict=True)]
+    own = QWEN4.get(".".join(module.split(".")[3:]))
+    if own is None:
+        return None
+    value = value.squeeze(1) if own.endswith("conv1d") else value
+    return [(f"{block}.{own}.weight", value + ("norm" in own))]
 
 
 def _of_granite(writer: gguf_package.GGUFWriter, config: Any) -> None:

@@ -25,7 +25,8 @@ class BlockIndexConfig:
     """Sizes of an indexer, of which each rank has all.
 
     heads: of queries.  size: of a head and of the one key.  turned: its first elements so many of which are turned.
-    topk: blocks that a query attends to at most.  ratio: tokens of a block.
+    topk: blocks that a query attends to at most.  ratio: tokens of a block.  apart: whether a checkpoint has one matrix
+    of queries and one of the key.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class BlockIndexConfig:
     turned: int
     topk: int
     ratio: int
+    apart: bool = False
 
     @property
     def kept(self) -> int:
@@ -58,9 +60,15 @@ class BlockIndexConfig:
 
     def stored(self) -> Sequence[StoredMatrix | StoredVector]:
         """Returns which tensors of a checkpoint fill it, below the mixer."""
-        rows = (self.heads + 1) * self.size
+        queries, rows = self.heads * self.size, (self.heads + 1) * self.size
+        made = [("index_qk_proj", 0, rows)]
+        if self.apart:
+            made = [("q_proj", 0, queries), ("k_proj", queries, self.size)]
         return [
-            StoredMatrix(f"{INDEXER}.index_qk_proj", "index.made", 0, rows, False, Cut(0, Share(0, rows, rows))),
+            *(
+                StoredMatrix(f"{INDEXER}.{name}", "index.made", first, size, False, Cut(0, Share(0, size, size)))
+                for name, first, size in made
+            ),
             StoredVector(f"{INDEXER}.q_layernorm.weight", "index.query_norm.weight", self.size, is_norm=True),
             StoredVector(f"{INDEXER}.k_layernorm.weight", "index.key_norm", self.size, is_norm=True),
         ]

@@ -19,7 +19,7 @@ from draftwing.models.apart import of_latents
 from draftwing.models.config import ModelConfig
 from draftwing.models.family import InGGUF
 from draftwing.models.fields import MAX_LAYERS, Fields
-from draftwing.models.weight_map import MTP
+from draftwing.models.weight_map import MTP, NGRAM_TABLE
 from draftwing.models.weight_map import PER_LAYER as PER_LAYER_IN_FOLDERS
 from draftwing.ops.gemm.stored import BlockRows, MXRows
 from draftwing.parallel.cut import Cut
@@ -35,6 +35,7 @@ EXPERT_TENSORS = {
 }  # fmt: skip
 BLOCK = re.compile(r"blk\.(\d+)\.")
 EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
+_NORM = re.compile(r"norm(_key|_query|_conv)?\.weight$")
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
 _OF_CONFIG = "rope_freqs.", "rope_factors_"
 # Of a prediction layer, copies of the model's embedding and head.
@@ -81,14 +82,14 @@ def tensors(
         info = file.tensors[name]
         if name == PER_LAYER:  # larger than all others
             raw = torch.from_numpy(file.mapped(name))
-            yield hf_name(name, config, own), BlockRows(file.kind(name), raw, info.shape[-1])
+            yield _table_name(config), BlockRows(file.kind(name), raw, info.shape[-1])
             done += raw.nbytes
             continue
         of_heads = latent is not None and len(info.shape) == 3  # a matrix for each
         as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         rows = rows.flatten(0, -2) if of_heads else rows
-        if config.norm.offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+        if config.norm.offset and _NORM.search(name) and not name.endswith("ssm_norm.weight"):
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
         heads, other = divmod(len(rows), config.attention.head_dim)
         if permuted and not other and name.split(".")[-2] in ("attn_q", "attn_k"):
@@ -243,6 +244,13 @@ _NEXTN_NAMES = {
     "nextn.shared_head_norm": "norm",
 }
 _BARE = {"attn_sinks", "ssm_a", "ssm_dt", "ssm_d", "layer_output_scale"}  # in folders without `.weight` or `.bias`
+
+
+def _table_name(config: ModelConfig) -> str:
+    """Returns what the table is called in a folder of which single rows are read: of each layer's own embeddings, or of
+    the n-grams of one layer."""
+    of_ngrams = next((i for i, layer in enumerate(config.layers) if layer.ngram is not None), None)
+    return TOP_NAMES[PER_LAYER] if of_ngrams is None else f"{NGRAM_TABLE.format(of_ngrams)}.shard_0.weight"
 
 
 def layer_name(block: int, part: str, config: ModelConfig, own: int) -> str:

@@ -182,11 +182,11 @@ def mapped_bytes(path: Path, config: ModelConfig) -> int:
     those of embeddings by layer, in a folder without a look at its files."""
     tables = [layer.ngram for layer in config.layers if layer.ngram is not None]
     ngrams = sum(one.rows * one.size // len(one.tables) for one in tables) * (config.dtype or torch.bfloat16).itemsize
-    if not config.per_layer:
-        return ngrams
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and (tables or config.per_layer):
         file = open_gguf(path)
         return file.raw(gguf_tensors.PER_LAYER).nbytes if gguf_tensors.PER_LAYER in file.tensors else 0
+    if not config.per_layer:
+        return ngrams
     return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
 
 

@@ -29,6 +29,7 @@ _NEXTN_NAMES = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
 }  # fmt: skip
 PER_LAYER = "model.embed_tokens_per_layer"  # a table that stays in its file
+NGRAM_TABLE = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the same, of a layer
 _NEXTN_COPIES = "embed_tokens", "shared_head.head"  # of the model's
 _NO_FACTORS: Mapping[str, float] = {}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
@@ -125,9 +126,7 @@ def layer_names(
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
     if layer.ngram is not None:
-        table |= _ngram_table(
-            layer.ngram, f"{checkpoint}.ple.ple_embedding.ngram_embedding", f"{model}.ngram.embed.table"
-        )
+        table |= _ngram_table(layer.ngram, NGRAM_TABLE.format(index), f"{model}.ngram.embed.table")
     return table | entries(config, layer, parts, f"{checkpoint}.", f"{model}.", dict(config.factors), ranks)
 
 

@@ -6,8 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
+from hybrid_gguf import write
 from hybrid_models import Pooled, check_steps, on_two_ranks, reference, saved, tokens, whole_logits
 from reference.hf_configs import QWEN4_FLASH
 from safetensors.torch import load_file, save_file
@@ -15,9 +18,12 @@ from torch import Tensor
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from draftwing.errors import CheckpointError
+from draftwing.gguf_file import open_gguf
 from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.config import from_hf
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.gguf_config import model_config
 from draftwing.models.loader import load_model, mapped_bytes
 from draftwing.ops import make_ops
 
@@ -94,6 +100,46 @@ def test_tables_are_read_from_their_file(tmp_path: Path, caplog: pytest.LogCaptu
     stored = load_file(folder / "model.safetensors")
     shards = sum(value.nbytes for name, value in stored.items() if ".shard_" in name)
     assert not held and mapped_bytes(folder, model.config) == shards
+
+
+@pytest.mark.parametrize("kind", [Type.F32, pytest.param(Type.Q8_0, marks=pytest.mark.slow)])
+@torch.inference_mode()
+def test_a_file(tmp_path: Path, kind: Type, caplog: pytest.LogCaptureFixture) -> None:
+    """As converters of llama.cpp write it, with one table, whose rows are read from the file."""
+    theirs, ids = reference("qwen4", ple_layer_ids=[1], ple_embed_dim=128), with_ends(60)
+    path = write(tmp_path / "m.gguf", theirs.config, theirs.state_dict(), kind)
+    with caplog.at_level(logging.INFO, "draftwing"):
+        model = load_model(path, torch.float32, "cpu")
+    assert "stay in the model's file" in caplog.text and "not used" not in caplog.text
+    table = open_gguf(path).raw("per_layer_token_embd.weight")
+    assert mapped_bytes(path, model.config) == table.nbytes
+    found, expected = Pooled(model).chunk(ids, 0), theirs(ids[None]).logits[0]
+    if kind == Type.F32:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    else:  # other experts may be chosen
+        assert (found - expected).norm() < 0.3 * expected.norm()
+        ops = make_ops(CPU)
+        packed = load_model(path, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+        packed.pack(ops)
+        assert (Pooled(packed, ops).chunk(ids, 0) - found).norm() < 0.3 * found.norm()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ple.head_offsets", np.array([0, 1, 2, 3]), r"ple\.head_offsets: expected the sums of the sizes before each"),
+        ("ple.layers", np.array([1]), r"ple\.layers: expected the number of a layer with a delta net"),
+        ("ple.layers", np.array([0, 2]), r"ple\.layers: expected 1 whole numbers"),
+        ("attention.compress_ratios", np.array([0, 4, 0, 2]), r"compress_ratios: expected 0 or one number for all"),
+        ("attention.compress_ratios", None, r"compress_ratios: expected 4 whole numbers"),
+    ],
+)
+def test_a_file_that_says_something_else(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    theirs = reference("qwen4", ple_layer_ids=[1])
+    file = open_gguf(write(tmp_path / "m.gguf", theirs.config, theirs.state_dict()))
+    file.metadata[f"qwen4exp.{key}"] = value
+    with pytest.raises(CheckpointError, match=message):
+        model_config(file)
 
 
 def test_a_missing_part_of_a_table_is_named(tmp_path: Path) -> None:

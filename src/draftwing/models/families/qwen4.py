@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.block_indexer import BlockIndexConfig
+from draftwing.layers.block_indexer import INDEXER, BlockIndexConfig
 from draftwing.layers.config import LayerConfig, NgramConfig, StreamsConfig
 from draftwing.models.families.qwen import shared_experts
-from draftwing.models.families.qwen_hybrid import hybrid_layers
-from draftwing.models.family import ATTENTION, MOST_TAPS, Family, Whole
+from draftwing.models.families.qwen_hybrid import EXPERTS_IN_GGUF, NAMES_IN_GGUF, hybrid_layers, nets_in_gguf
+from draftwing.models.family import ATTENTION, MOST_TAPS, Family, InGGUF, Whole
 from draftwing.models.fields import WIDEST, Fields, Values
 
 _INDEXED = "indexed_attention"  # what libraries call attention here
@@ -22,6 +25,7 @@ _MOST_ORDER, _MOST_HEADS, _MOST_PARTS = 8, 64, 1 << 16
 _MOST_ROWS = 1 << 31  # of one head
 # Of a generator of 64 bits (SplitMix64), which makes the multipliers of hashes.
 _MASK, _GAMMA, _FIRST, _SECOND = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+PER_LAYER = "per_layer_token_embd.weight"  # the table of n-grams in a GGUF file
 _STEP = 10007  # of seeds, from one table to the next
 
 
@@ -119,6 +123,81 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return tuple(made)
 
 
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _numbers(fields: Fields, key: str, count: int) -> tuple[int, ...]:
+    """Returns an array of so many numbers."""
+    value = fields.get(key)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != count or value.min() < 0:
+        raise fields.unlike(key, f"{count} whole numbers")
+    return tuple(value.tolist())
+
+
+def _ngrams_in_gguf(file: GGUFFile, fields: Fields) -> dict[int, NgramConfig]:
+    """Returns what a layer adds of n-grams, by its number: a file has one table."""
+    if not fields.has("ple.layers"):
+        return {}
+    order = fields.whole("ple.ngram_size", 2, _MOST_ORDER)
+    heads = (order - 1) * fields.whole("ple.heads_per_ngram", 1, _MOST_HEADS)
+    tables, (layer,) = _numbers(fields, "ple.head_vocab_sizes", heads), _numbers(fields, "ple.layers", 1)
+    firsts = (0, *accumulate(tables[:-1]))
+    if _numbers(fields, "ple.head_offsets", heads) != firsts or min(tables) < 1:
+        raise fields.unlike("ple.head_offsets", "the sums of the sizes before each (ple.head_vocab_sizes)")
+    found = file.tensors.get(PER_LAYER)
+    rows = 0 if found is None else found.shape[0]
+    if rows < sum(tables):
+        raise CheckpointError(f"{file.path}: {PER_LAYER}: expected at least {sum(tables)} rows, found {rows}")
+    fields.get("ple.image_token_id")  # which stands where pictures are
+    size = heads * fields.whole("embedding_length_per_layer_input", high=WIDEST)
+    multipliers, end = _numbers(fields, "ple.layer_multipliers", order), fields.whole("ple.eos_token_id", 0)
+    taps = fields.whole("ple.conv_kernel", 2, MOST_TAPS)
+    return {layer: NgramConfig(order, size, tables, multipliers, end, taps, rows, 1)}
+
+
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    attention = layer.mixer
+    assert isinstance(attention, AttentionConfig)
+    blocks, key = fields.whole("block_count"), "attention.compress_ratios"
+    ratios = {one for one in _numbers(fields, key, blocks)[:count] if one}
+    budget, ratio = fields.whole("attention.indexer.top_k"), min(ratios, default=0)
+    if len(ratios) != 1 or budget % ratio:
+        raise fields.unlike(key, f"0 or one number for all layers, which divides the {budget} of indexer.top_k")
+    index = BlockIndexConfig(
+        fields.whole("attention.indexer.head_count", high=4096),
+        fields.whole("attention.indexer.key_length", high=WIDEST),
+        attention.rotary or attention.head_dim,
+        budget // ratio,
+        ratio,
+        apart=True,
+    )
+    count_of = fields.whole("hyper_connection.count", 2, 64)
+    streams = StreamsConfig(count_of, fields.whole("hyper_connection.low_rank", high=WIDEST))
+    fields.whole("embedding_length_out", default=count_of * layer.hidden)
+    whole = replace(layer, mixer=replace(attention, index=index), streams=streams)
+    made = list(nets_in_gguf(file, fields, whole, count))
+    for i, ngram in _ngrams_in_gguf(file, fields).items():
+        if i >= count or isinstance(made[i].mixer, AttentionConfig):
+            raise fields.unlike("ple.layers", "the number of a layer with a delta net")
+        made[i] = replace(made[i], ngram=ngram)
+    return tuple(made)
+
+
+_STREAMS = {
+    "norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight",
+}  # fmt: skip
+_IN_GGUF = {
+    **{f"hc_attn_{part}": f"attn_hyper_connection.{own}" for part, own in _STREAMS.items()},
+    **{f"hc_ffn_{part}": f"mlp_hyper_connection.{own}" for part, own in _STREAMS.items()},
+    **{f"indexer.{part}_proj": f"{INDEXER}.{part}_proj" for part in "qk"},
+    **{f"indexer.{part}_norm": f"{INDEXER}.{part}_layernorm" for part in "qk"},
+    **{f"ple_norm_{part}": f"ple.norm_{part}" for part in ("key", "query", "conv")},
+    "ple_key": "ple.key_proj",
+    "ple_value": "ple.value_proj",
+    "ple_conv1d": "ple.conv1d",
+}
+
+
 def _keys(fields: Fields) -> dict[str, Any]:
     """Returns the width of an MLP, of which there is none beside experts, and counts that have defaults."""
     usual = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
@@ -152,6 +231,16 @@ FAMILIES = {
         final_norm="model.hyper_connection_mixer",
         predicts="mtp",
         neutral=_NEUTRAL,
+        gguf=InGGUF(
+            "qwen4exp",
+            names=NAMES_IN_GGUF | _IN_GGUF,
+            top_names={
+                f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{own}.weight"
+                for part, own in _STREAMS.items()
+            },
+            experts=EXPERTS_IN_GGUF,
+            layers=_in_gguf,
+        ),
         wholes={"Qwen4ExpForConditionalGeneration": Whole("qwen4_exp", _SIZES)},
     ),
 }

@@ -55,7 +55,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {} if shared is None or fields.get("intermediate_size") is not None else {"intermediate_size": shared}
 
 
-def _in_gguf(
+def nets_in_gguf(
     file: GGUFFile, fields: Fields, layer: LayerConfig, count: int, tiled: bool = True
 ) -> tuple[LayerConfig, ...]:
     value_heads = fields.whole("ssm.time_step_rank", high=WIDEST)
@@ -84,7 +84,7 @@ def _attends(fields: Fields, count: int) -> list[bool]:
     return [not one for one in named[:count].tolist()]
 
 
-_NAMES = {
+NAMES_IN_GGUF = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -95,7 +95,7 @@ _NAMES = {
     "ssm_out": "linear_attn.out_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-_EXPERTS = ExpertMetadata(shared=True, more={"shared_gate": True})
+EXPERTS_IN_GGUF = ExpertMetadata(shared=True, more={"shared_gate": True})
 _COMMON: dict[str, Any] = {
     "qk_norm": True,
     "head_dim": 256,
@@ -129,17 +129,19 @@ FAMILIES = {
         "qwen3_5_text",
         **_COMMON,
         wholes={"Qwen3_5ForConditionalGeneration": Whole("qwen3_5", _SIZES, **_SEES)},
-        gguf=InGGUF("qwen35", names=_NAMES, layers=_in_gguf),
+        gguf=InGGUF("qwen35", names=NAMES_IN_GGUF, layers=nets_in_gguf),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text",
         **_MOE,
         wholes={"Qwen3_5MoeForConditionalGeneration": Whole("qwen3_5_moe", _MOE_SIZES, **_SEES)},
-        gguf=InGGUF("qwen35moe", names=_NAMES, experts=_EXPERTS, layers=_in_gguf),
+        gguf=InGGUF("qwen35moe", names=NAMES_IN_GGUF, experts=EXPERTS_IN_GGUF, layers=nets_in_gguf),
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
         **_MOE | {"layers": partial(hybrid_layers, by_key_head=True)},
-        gguf=InGGUF("qwen3next", names=_NAMES, experts=_EXPERTS, layers=partial(_in_gguf, tiled=False)),
+        gguf=InGGUF(
+            "qwen3next", names=NAMES_IN_GGUF, experts=EXPERTS_IN_GGUF, layers=partial(nets_in_gguf, tiled=False)
+        ),
     ),
 }

@@ -110,7 +110,12 @@ def _in_folder(path: Path, config: ModelConfig) -> bool:
 
 
 def _in_file(path: Path, config: ModelConfig) -> bool:
-    return config.family.one_predicts and _holds_layer(open_gguf(path))
+    return _read_from_files(config) and _holds_layer(open_gguf(path))
+
+
+def _read_from_files(config: ModelConfig) -> bool:
+    """Returns whether prediction layers of such a model are read from GGUF files."""
+    return config.family.one_predicts and config.streams is None
 
 
 def _warn(file: Path, key: str, count: object) -> None:
@@ -128,7 +133,7 @@ def _holds_layer(file: GGUFFile) -> bool:
 def _side_file(path: Path, config: ModelConfig) -> Path | None:
     """Returns the `mtp-*.gguf` for a GGUF file in the same folder: of the same name, but for what follows the last
     hyphen (how values are stored), and of the same sizes. Of several the one with the longest common name."""
-    if not config.family.one_predicts:
+    if not _read_from_files(config):
         return None
     found = [file for file in sorted(path.parent.glob(f"{SIDE_FILE}*.gguf")) if _is_of(file, path)]
     return max(found, key=lambda file: len(_name(file)), default=None)
