@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear",
-    "qwen4_exp_text": "qwen4exp",
+    "qwen4_exp_text": "qwen4exp", "bamba": "granitehybrid", "bailing_hybrid": "bailingmoe3",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -109,6 +109,9 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     writer.add_head_count(heads)
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
+    if config.model_type == "bamba":
+        _of_bamba(writer, config)
+        return
     if arch == "granitehybrid":
         _of_granite(writer, config)
         return
@@ -118,7 +121,7 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
     if arch == "falcon-h1":
         _of_falcon(writer, config)
         return
-    if arch == "kimi-linear":
+    if arch in ("kimi-linear", "bailingmoe3"):
         _of_kimi(writer, config)
         return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -236,6 +239,18 @@ def _of_granite(writer: gguf_package.GGUFWriter, config: Any) -> None:
                config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
 
 
+def _of_bamba(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    attends = [i in config.attn_layer_indices for i in range(config.num_hidden_layers)]
+    writer.add_head_count_kv([config.num_key_value_heads * one for one in attends])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads // 2)
+    writer.add_rope_scaling_finetuned(True)
+    writer.add_feed_forward_length(config.intermediate_size)
+    _add_mamba(writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads,
+               config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
+
+
 def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> None:
     kinds, experts = [[kind] for kind in config.layer_types], "moe" in config.layer_types
     kinds += [["full_attention", "moe"]] * (blocks - len(kinds))  # a prediction layer
@@ -265,6 +280,11 @@ def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> N
 
 def _of_kimi(writer: gguf_package.GGUFWriter, config: Any) -> None:
     turned = config.qk_rope_head_dim
+    if config.model_type == "bailing_hybrid":
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_bool("bailingmoe3.kda.safe_gate", config.kda_safe_gate)
+        writer.add_float32("bailingmoe3.kda.gate_lower_bound", config.kda_lower_bound)
+        writer.add_array("bailingmoe3.swiglu_clamp_exp", [0.0] * config.num_hidden_layers)
     writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(turned)
@@ -277,7 +297,7 @@ def _of_kimi(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_value_length_mla(config.v_head_dim)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_leading_dense_block_count(1)
-    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(1)
@@ -293,17 +313,20 @@ KIMI = {
     **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("g_a", "g_b")},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.forget_gate.f_proj": "ssm_f_a",
 }  # fmt: skip
 
 
 def _kimi(block: str, part: str, suffix: str, value: Tensor, config: Any, joined: bool) -> list[tuple[str, Tensor]]:
     """joined: whether what makes keys and values of latents is one matrix."""
     if suffix == "A_log":
-        return [(f"{block}.ssm_a", -value.exp())]
+        return [(f"{block}.ssm_a", value.exp() if config.model_type == "bailing_hybrid" else -value.exp())]
     if suffix == "dt_bias":
         return [(f"{block}.ssm_dt.bias", value)]
     if suffix == "e_score_correction_bias":
         return [(f"{block}.exp_probs_b.bias", value)]
+    if part == "self_attn.g_proj":  # of each head where there are latents
+        return [(f"{block}.{'attn_gate' if len(value) == config.num_attention_heads else 'ssm_g_a'}.weight", value)]
     if part == "self_attn.conv1d":
         parts = value.tensor_split(3)
         return [(f"{block}.ssm_conv1d_{name}.weight", one[None]) for name, one in zip("qkv", parts, strict=True)]
@@ -364,7 +387,7 @@ def _add_mamba(writer: gguf_package.GGUFWriter, taps: int, state: int, groups: i
 
 
 def _granite(block: str, part: str, suffix: str, value: Tensor, config: Any) -> list[tuple[str, Tensor]]:
-    experts = config.num_local_experts > 0
+    experts = getattr(config, "num_local_experts", 0) > 0
     shared = "_shexp" if experts else ""
     if part == "mamba":
         return _mamba(block, suffix, "", value, config.mamba_n_groups)
@@ -376,6 +399,7 @@ def _granite(block: str, part: str, suffix: str, value: Tensor, config: Any) -> 
         return [(f"{block}.ffn_{one}{kind}.weight", half) for one, half in zip(("gate", "up"), halves, strict=True)]
     if part == "shared_mlp.output_linear" or suffix == "down_proj":
         return [(f"{block}.ffn_down{shared if part.startswith('shared') else '_exps'}.weight", value)]
+    part = part.replace("feed_forward.", "mlp.").replace("pre_ff_layernorm", "post_attention_layernorm")
     names = {**QWEN, "block_sparse_moe.router": "ffn_gate_inp", "post_attention_layernorm": "ffn_norm"}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names[part])
     value = torch.from_numpy(permuted(value.numpy(), heads)) if heads else value
@@ -435,7 +459,7 @@ def _converted(
         return _falcon(block, part, suffix, value, config)
     if arch.startswith("nemotron_h"):
         return _nemotron(block, part, suffix, value, config)
-    if arch == "kimi-linear":
+    if arch in ("kimi-linear", "bailingmoe3"):
         return _kimi(block, part, suffix, value, config, joined_inputs)
     if arch == "granitehybrid":
         return _granite(block, part, suffix, value, config)

@@ -59,6 +59,11 @@ GRANITE = {
     "residual_multiplier": 0.4, "mamba_n_heads": 8, "mamba_d_state": 32, "position_embedding_type": "nope",
     "num_local_experts": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+BAMBA = {
+    "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_state": 32, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "pad_token_id": 0,
+}  # fmt: skip
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4,
@@ -131,6 +136,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "bamba": ("Bamba", BAMBA),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-h-moe": ("NemotronH", {**NEMOTRON, **NEMOTRON_EXPERTS}),
     "nemotron-h-latent": (

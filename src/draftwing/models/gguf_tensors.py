@@ -166,7 +166,7 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _as_in_folders(name: str, values: Tensor) -> Tensor:
     """Returns a tensor as a folder's checkpoint has it: converters have done some of the arithmetic. name: there."""
     if name.endswith(".A_log"):
-        return (-values.flatten()).log()
+        return values.flatten().abs().log()  # most converters negate it
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return values.view(-1, 1, values.shape[-1])
     if name.endswith((".D", "norm.weight")):  # of state-space layers one row for each head, or group

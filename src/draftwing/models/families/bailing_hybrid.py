@@ -6,12 +6,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.kda import KdaConfig
 from draftwing.models.families.bailing import word_embeddings
-from draftwing.models.families.deepseek import dense_layers, experts, latent_attention
-from draftwing.models.families.kimi_linear import NAMES
-from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, layers_by_kind
+from draftwing.models.families.deepseek import (
+    IN_GGUF,
+    LATENT_NAMES,
+    dense_layers,
+    experts,
+    latent_attention,
+    turned,
+)
+from draftwing.models.families.kimi_linear import NAMES, NAMES_IN_GGUF, nets_in_gguf
+from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, InGGUF, layers_by_kind
 from draftwing.models.fields import WIDEST, Fields
 
 _DELTA = "linear_attention"
@@ -54,6 +64,20 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return layers_by_kind(fields, layer, kinds, {ATTENTION: latent, _DELTA: delta})
 
 
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    if not fields.flag("kda.safe_gate", True):
+        raise fields.unsupported("kda.safe_gate", False)
+    for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        if np.any(limits := fields.get(key)):
+            raise fields.unsupported(key, limits)
+    floor = fields.number("kda.gate_lower_bound", -1e3, -1e-3)
+    return nets_in_gguf(file, fields, layer, count, floor, gated=True)
+
+
+_IN_GGUF = {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
 FAMILIES = {
     "BailingHybridForCausalLM": Family(
         "bailing_hybrid",
@@ -75,5 +99,12 @@ FAMILIES = {
             **{f"self_attn.{part}": f"attention.{part}" for part in _PARTS},
             "self_attn.o_proj": "attention.dense",
         },
+        gguf=InGGUF(
+            "bailingmoe3",
+            names=LATENT_NAMES | NAMES_IN_GGUF | _IN_GGUF,
+            fields=turned,
+            layers=_in_gguf,
+            experts=IN_GGUF,
+        ),
     ),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from draftwing.layers.config import LayerConfig
-from draftwing.models.families.granite_hybrid import mamba2
-from draftwing.models.family import ATTENTION, Family, layers_by_kind
+from draftwing.models.families.granite_hybrid import IN_GGUF, mamba2, nets_in_gguf
+from draftwing.models.family import ATTENTION, Family, InGGUF, layers_by_kind
 from draftwing.models.fields import WIDEST, Fields
 
 _MAMBA = "linear_attention"
@@ -40,6 +40,15 @@ FAMILIES = {
             "post_attention_layernorm": "pre_ff_layernorm",
         },
         final_norm="model.final_layernorm",
+        gguf=InGGUF(
+            "granitehybrid",
+            # Granite's files have factors of embeddings.
+            when=lambda file, fields: fields.flag("rope.scaling.finetuned") and not fields.has("embedding_scale"),
+            names=IN_GGUF,
+            top_names={"output_norm.weight": "model.final_layernorm.weight"},
+            layers=nets_in_gguf,
+            permuted=True,
+        ),
         neutral={
             **dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")),
             "mamba_proj_bias": (False,),

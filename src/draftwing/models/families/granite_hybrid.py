@@ -139,7 +139,7 @@ def mamba2_in_gguf(fields: Fields, **more: Any) -> Mamba2Config:
     )
 
 
-def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+def nets_in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     net = mamba2_in_gguf(fields, conv_bias=has_conv_bias(file))
     return layers_by_attention(file, layer, attends_by_heads(fields, count), net)
 
@@ -183,7 +183,7 @@ FAMILIES = {
             "granitehybrid",
             names=IN_GGUF,
             experts=ExpertMetadata(shared=True, as_mlp=True),
-            layers=_in_gguf,
+            layers=nets_in_gguf,
             permuted=True,
             turns=lambda fields: fields.flag("rope.scaling.finetuned"),
         ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -121,7 +122,11 @@ def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+def nets_in_gguf(
+    file: GGUFFile, fields: Fields, layer: LayerConfig, count: int, floor: float = 0.0, **more: Any
+) -> tuple[LayerConfig, ...]:
+    """Returns latent attention, and delta nets where no heads of keys are listed. floor: of decays, below 0: there is
+    one matrix of these, and of gates.  more: of latents."""
     attends, head_dim = attends_by_heads(fields, count), fields.whole("kda.head_dim", high=WIDEST)
     biases = [file.tensors.get(f"blk.{i}.ssm_dt.bias") for i in range(count)]
     wide = next((one.shape[-1] for one in biases if one is not None), 0)  # no key says how many heads there are
@@ -130,11 +135,12 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
     # The length of a value is that of heads as a config has it, or of latents.
     latent_fields = fields.overruled({"attention.value_length": fields.get("attention.kv_lora_rank")})
     latent = latent_in_gguf(file, latent_fields, attends.index(True) if True in attends else 0)
-    delta = KdaConfig(wide // head_dim, head_dim, fields.whole("ssm.conv_kernel", high=MOST_TAPS))
-    return layers_by_attention(file, replace(layer, mixer=replace(latent, interleaved=False)), attends, delta)
+    taps = fields.whole("ssm.conv_kernel", high=MOST_TAPS)
+    delta = KdaConfig(wide // head_dim, head_dim, taps, direct=floor < 0, floor=floor)
+    return layers_by_attention(file, replace(layer, mixer=replace(latent, **more)), attends, delta)
 
 
-_IN_GGUF = {
+NAMES_IN_GGUF = {
     **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
     **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
     "ssm_beta": "self_attn.b_proj",
@@ -172,9 +178,9 @@ FAMILIES = {
         apart=_apart,
         gguf=InGGUF(
             "kimi-linear",
-            names=LATENT_NAMES | _IN_GGUF,
+            names=LATENT_NAMES | NAMES_IN_GGUF,
             fields=turned,
-            layers=_in_gguf,
+            layers=partial(nets_in_gguf, interleaved=False),
             experts=IN_GGUF,
             turns=False,
         ),
